@@ -1,0 +1,430 @@
+"""One YAML file per run: frozen models, unknown keys refused, dotted overrides on the command line.
+
+Every section below is one part of the loop. Values that depend on each other are checked here, before any
+process group, model or file is touched, so that `--dry-run` on a laptop accepts exactly what a cluster would.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dapo_mega.errors import InputError
+
+
+class Section(BaseModel):
+    """Base of every configuration section: immutable, and a typing mistake is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which policy to train."""
+
+    path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
+    )
+
+
+class ParallelConfig(Section):
+    """Megatron's layout. The data-parallel size is what remains of the world size."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    sequence: bool = Field(default=False, description="Sequence parallelism along with tensor parallelism.")
+    world_size: int | None = Field(
+        default=None, ge=1, description="Number of processes the file is meant for; checked against torchrun's."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
+        if self.world_size is not None:
+            self.data_size(self.world_size)
+        return self
+
+    def data_size(self, world_size: int) -> int:
+        """Number of data-parallel replicas among `world_size` processes."""
+        replica = self.tensor * self.pipeline
+        if world_size % replica:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline} = "
+                f"{replica}; start {max(1, world_size // replica) * replica} or "
+                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
+            )
+        return world_size // replica
+
+
+class ColumnsConfig(Section):
+    """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`)."""
+
+    prompt: str = Field(default="prompt", description="Text, or a list of {role, content} messages.")
+    ground_truth: str = "reward_model.ground_truth"
+    data_source: str | None = None
+    response: str = Field(default="response", description="Demonstration to imitate; read by supervised training.")
+
+
+class DatasetConfig(Section):
+    """One dataset: a file (parquet, JSON, JSONL, arrow), a folder of such files, or a Hugging Face name."""
+
+    path: str
+    split: str = Field(
+        default="train", description="Of a Hugging Face dataset, or of a folder whose file names begin with splits."
+    )
+    columns: ColumnsConfig = ColumnsConfig()
+    template: str = Field(
+        default="dapo",
+        description="Name of a prompt template (dapo, bare, qwen_math, r1), text containing {problem}, or as_is for a "
+        "dataset whose prompts hold their instruction already, such as DAPO-Math-17k.",
+    )
+    chat_template: bool = Field(default=False, description="Wrap the prompt in the tokenizer's chat template.")
+    ground_truth_style: Literal["verbatim", "boxed", "gsm8k"] = Field(
+        default="verbatim", description="How the final answer stands in the ground-truth column."
+    )
+    deduplicate: bool = Field(default=True, description="Keep one row per distinct prompt (DAPO-Math-17k repeats).")
+    max_rows: int | None = Field(default=None, ge=1, description="Rows read at most, before deduplication.")
+
+
+class DataConfig(Section):
+    """What is asked during training and evaluation."""
+
+    train: DatasetConfig
+    evaluation: DatasetConfig | None = None
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    long_prompts: Literal["refuse", "drop"] = Field(
+        default="refuse", description="What to do with a prompt over max_prompt_tokens; drops are counted."
+    )
+
+
+class RolloutConfig(Section):
+    """How responses are generated during training."""
+
+    engine: Literal["embedded"] = "embedded"
+    dtype: Literal["fp32", "bf16", "policy"] = "policy"
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_response_tokens: int = Field(default=20480, ge=1)
+    max_batch_rows: int = Field(default=512, ge=1, description="Rows the embedded engine decodes at once.")
+    max_attempts: int = Field(default=3, ge=1, description="Times a failed generation is tried before its group is dropped.")
+    mismatch_warning: float = Field(
+        default=0.05, gt=0, description="Warn when engine and trainer log-probs differ by more (mean, nats)."
+    )
+
+
+class RewardConfig(Section):
+    """Rule reward and overlong shaping (DAPO section 2.4, 3.4)."""
+
+    source: Literal["verifier", "random"] = Field(
+        default="verifier", description="random: a fair coin, the control experiment that must not learn."
+    )
+    extraction: Literal["dapo", "boxed", "none"] = "dapo"
+    correct: float = 1.0
+    incorrect: float = -1.0
+    overlong_punishment: bool = True
+    overlong_cache_tokens: int = Field(default=4096, ge=1)
+    overlong_filtering: bool = False
+    num_workers: int = Field(default=2, ge=1)
+    time_limit_s: float = Field(default=5.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        if self.correct <= self.incorrect:
+            raise ValueError(
+                f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}"
+            )
+        return self
+
+
+class KlConfig(Section):
+    """KL penalty against a frozen copy of the starting model; 0 (DAPO) holds no reference model."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient objective. `preset` fills in what is not written."""
+
+    preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = "dapo"
+    advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"] = "token_mean"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = Field(default=10.0, gt=1)
+    dynamic_sampling: bool = True
+    max_generation_rounds: int = Field(default=10, ge=1)
+    max_staleness: int = Field(
+        default=1, ge=0, description="Steps a surplus group may wait in the buffer; 0 drops surplus at once."
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    importance_cap: float | None = Field(
+        default=None, gt=0, description="Truncated importance sampling of trainer over rollout log-probs; null is off."
+    )
+    kl: KlConfig = KlConfig()
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "dapo": {},
+    "grpo": {
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "dynamic_sampling": False,
+        "aggregation": "sequence_mean_token_mean",
+        "kl": {"coefficient": 0.04, "estimator": "k3"},
+    },
+    "dr_grpo": {
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "dynamic_sampling": False,
+        "advantage": "group_mean",
+        "aggregation": "sequence_mean_constant",
+    },
+    "rloo": {"clip_high": 0.2, "dual_clip": None, "dynamic_sampling": False, "advantage": "leave_one_out"},
+}
+"""What each preset changes against `AlgorithmConfig`'s defaults, which are DAPO."""
+
+
+class BatchConfig(Section):
+    """Sizes of one rollout step, in groups (one prompt and its responses)."""
+
+    groups_per_step: int = Field(default=512, ge=1, description="N of the paper's Algorithm 1.")
+    group_size: int = Field(default=16, ge=2, description="G: responses per prompt.")
+    generation_groups: int | None = Field(
+        default=None, ge=1, description="Prompts asked per generation round; groups_per_step when null."
+    )
+    mini_batch_groups: int = Field(default=32, ge=1, description="Groups per optimizer update.")
+    epochs: int = Field(default=1, ge=1, description="mu: passes over the step's groups.")
+    tokens_per_microbatch: int = Field(default=32768, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> BatchConfig:
+        if self.groups_per_step % self.mini_batch_groups:
+            n = self.groups_per_step
+            nearest = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - self.mini_batch_groups))
+            raise ValueError(
+                f"batch.mini_batch_groups={self.mini_batch_groups} does not divide batch.groups_per_step={n}; "
+                f"the nearest size that does is {nearest}"
+            )
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.groups_per_step // self.mini_batch_groups
+
+
+class OptimizerConfig(Section):
+    """AdamW of Megatron's distributed optimizer. Warm-up is linear, in rollout steps, then constant."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=20, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation through the same engine: avg@k, pass@k, maj@k."""
+
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 evaluates only as asked below.")
+    at_start: bool = False
+    at_end: bool = False
+    samples_per_prompt: int = Field(default=32, ge=1, description="k.")
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=0.7, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+
+
+class CheckpointConfig(Section):
+    """Megatron distributed checkpoints under `output_dir/checkpoints`."""
+
+    every: int = Field(default=20, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep_last: int = Field(default=2, ge=1)
+    save_hf_at_end: bool = True
+
+
+class WeightSyncConfig(Section):
+    """How weights reach the engines."""
+
+    bucket_mib: float = Field(default=512.0, gt=0, description="Size limit of one gathered bucket.")
+
+
+class RunConfig(Section):
+    """A whole run, as written to `output_dir/config.yaml`."""
+
+    output_dir: str
+    seed: int = Field(default=0, ge=0)
+    num_steps: int = Field(ge=1)
+    threads_per_process: int | None = Field(default=None, ge=1, description="Intra-op threads on the CPU.")
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig = BatchConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
+            algorithm = raw["algorithm"]
+            preset = PRESETS.get(str(algorithm.get("preset", "dapo")), {})
+            return {**raw, "algorithm": _merged(preset, algorithm)}
+        return raw
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.batch.tokens_per_microbatch < longest:
+            raise ValueError(
+                f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} is smaller than the longest sample, "
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; set it to at least {longest}"
+            )
+        if self.reward.overlong_punishment and self.reward.overlong_cache_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"reward.overlong_cache_tokens={self.reward.overlong_cache_tokens} is larger than "
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens}; choose a smaller cache or set "
+                f"reward.overlong_punishment=false"
+            )
+        wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
+        if wants_evaluation and self.data.evaluation is None:
+            raise ValueError("evaluation is asked for but data.evaluation names no dataset; add it or set "
+                             "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false")
+        return self
+
+    @property
+    def generation_groups(self) -> int:
+        return self.batch.generation_groups or self.batch.groups_per_step
+
+
+class SftDataConfig(Section):
+    """Demonstrations for supervised training."""
+
+    train: DatasetConfig
+    max_tokens: int = Field(default=2048, ge=2, description="Longest prompt plus response; longer rows are refused.")
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning (R1's cold start) with the same policy code."""
+
+    output_dir: str
+    seed: int = Field(default=0, ge=0)
+    num_steps: int = Field(ge=1)
+    batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    threads_per_process: int | None = Field(default=None, ge=1)
+    model: ModelConfig
+    data: SftDataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> SftConfig:
+        if self.tokens_per_microbatch < self.data.max_tokens:
+            raise ValueError(
+                f"tokens_per_microbatch={self.tokens_per_microbatch} is smaller than data.max_tokens="
+                f"{self.data.max_tokens}; set it to at least that"
+            )
+        return self
+
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate.
+
+    Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
+    """
+    if not path.is_file():
+        raise InputError(f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
+    for override in overrides:
+        raw = _overridden(raw, override)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
+
+
+def dump_config(config: Section) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `defaults`, section by section."""
+    merged = dict(defaults)
+    for key, value in given.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
+        raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"the value of override {override!r} is not valid YAML") from error
+    # YAML 1.1 reads 1e-4 (no dot) as text; people write it for learning rates.
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    for part in reversed(name.strip().split(".")):
+        value = {part: value}
+    return _merged(raw, value)
+
+
+def _explain(kind: type[Section], detail: Any) -> str:
+    location = [str(part) for part in detail["loc"]]
+    name = ".".join(location) or "configuration"
+    if detail["type"] == "extra_forbidden":
+        valid = _keys_at(kind, location[:-1])
+        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
+        return f"unknown key {name!r}; {hint}"
+    if detail["type"] == "missing":
+        return f"{name} is missing; add it to the file or as {name}=VALUE"
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    given = detail.get("input")
+    return f"{name}={given!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
+    """Valid keys of the section at `location`; every section's keys are those of its model."""
+    section: type[Section] = kind
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
+    return list(section.model_fields)

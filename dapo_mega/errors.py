@@ -1,0 +1,12 @@
+"""Errors that a user can mend, each one line: what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used (configuration, file, data, checkpoint). Commands print it as
+    one line and exit with status 2; anything else is a fault of the program and keeps its traceback."""
+
+
+class StarvedError(RuntimeError):
+    """Dynamic sampling ran out of generation rounds before it held enough groups."""

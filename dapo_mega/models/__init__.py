@@ -1,0 +1,7 @@
+"""Model families: one declarative file each, mapping Hugging Face tensors to Megatron-Core parameters."""
+
+from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import ModelFamily, TensorRule, load_architecture
+from dapo_mega.models.layouts import Layout, merge_shards, take_shard
+
+__all__ = ["Architecture", "Layout", "ModelFamily", "TensorRule", "load_architecture", "merge_shards", "take_shard"]

@@ -1,0 +1,69 @@
+"""How tensors of a Hugging Face checkpoint are cut for tensor parallelism, and put together again.
+
+Megatron stores q, k and v as one matrix ordered by query group (the group's query heads, its key, its value)
+and gate and up projections as one matrix per rank; Hugging Face keeps them apart. Everything here is exact:
+values are moved, never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from dapo_mega.models.architecture import Architecture
+
+
+class Layout(Enum):
+    """How one Megatron parameter is made of one or more Hugging Face tensors."""
+
+    REPLICATED = "replicated"
+    """The same on every tensor-parallel rank."""
+    ROW = "row"
+    """[out, in] cut along `in` (RowParallelLinear)."""
+    VOCAB = "vocab"
+    """[vocab, hidden] padded with zeros to a multiple of the ranks, cut along vocab."""
+    QKV = "qkv"
+    """Weights or biases of q, k, v interleaved by query group, cut along groups."""
+    GATE_UP = "gate_up"
+    """Gate and up projections; each rank holds its piece of gate, then its piece of up."""
+
+
+def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
+    """This rank's Megatron tensor from the full Hugging Face tensors, given in the rule's order."""
+    if layout is Layout.REPLICATED:
+        return tensors[0]
+    if layout is Layout.ROW:
+        return tensors[0].chunk(tp_size, dim=1)[tp_rank]
+    if layout is Layout.VOCAB:
+        padding = arch.padded_vocab_size(tp_size) - arch.vocab_size
+        full = torch.nn.functional.pad(tensors[0], (0, 0, 0, padding)) if padding else tensors[0]
+        return full.chunk(tp_size)[tp_rank]
+    if layout is Layout.GATE_UP:
+        return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
+    groups = arch.num_query_groups
+    rest = tensors[0].shape[1:]
+    by_group = [tensor.reshape(groups, -1, *rest) for tensor in tensors]
+    first = groups // tp_size * tp_rank
+    mine = [tensor[first : first + groups // tp_size] for tensor in by_group]
+    return torch.cat(mine, dim=1).reshape(-1, *rest)
+
+
+def merge_shards(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -> list[Tensor]:
+    """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`."""
+    if layout is Layout.REPLICATED:
+        return [shards[0]]
+    if layout is Layout.ROW:
+        return [torch.cat(list(shards), dim=1)]
+    if layout is Layout.VOCAB:
+        return [torch.cat(list(shards))[: arch.vocab_size]]
+    if layout is Layout.GATE_UP:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+    rest = shards[0].shape[1:]
+    full = torch.cat(list(shards)).reshape(arch.num_query_groups, -1, *rest)
+    queries = arch.num_attention_heads // arch.num_query_groups * arch.head_dim
+    parts = full.split([queries, arch.head_dim, arch.head_dim], dim=1)
+    return [part.reshape(-1, *rest) for part in parts]

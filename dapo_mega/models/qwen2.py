@@ -1,0 +1,80 @@
+"""Qwen2 and Qwen2.5 (dense): biases on q, k, v only, RMSNorm, SwiGLU, grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_mega.errors import InputError
+from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import ModelFamily, TensorRule
+from dapo_mega.models.layouts import Layout
+
+
+def _read(raw: Mapping[str, Any]) -> Architecture:
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one record rope_parameters.
+    rope = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type != "default":
+        raise InputError(f"rope scaling of type {rope_type!r} is not supported for qwen2; only unscaled rope is")
+    if raw.get("use_sliding_window"):
+        raise InputError("use_sliding_window=true is not supported; set it to false in config.json")
+    heads = raw["num_attention_heads"]
+    return Architecture(
+        model_type="qwen2",
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        ffn_hidden_size=raw["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=raw.get("num_key_value_heads", heads),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        vocab_size=raw["vocab_size"],
+        max_positions=raw["max_position_embeddings"],
+        norm_epsilon=raw["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=True,
+    )
+
+
+_MEGATRON = "decoder.layers.{layer}."
+_HF = "model.layers.{layer}."
+
+
+def _qkv(kind: str) -> tuple[str, ...]:
+    return tuple(f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv")
+
+
+FAMILY = ModelFamily(
+    model_type="qwen2",
+    read=_read,
+    before_layers=(TensorRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.VOCAB),),
+    per_layer=(
+        TensorRule(
+            (_MEGATRON + "input_layernorm.weight", _MEGATRON + "self_attention.linear_qkv.layer_norm_weight"),
+            (_HF + "input_layernorm.weight",),
+            Layout.REPLICATED,
+        ),
+        TensorRule((_MEGATRON + "self_attention.linear_qkv.weight",), _qkv("weight"), Layout.QKV),
+        TensorRule((_MEGATRON + "self_attention.linear_qkv.bias",), _qkv("bias"), Layout.QKV),
+        TensorRule(
+            (_MEGATRON + "self_attention.linear_proj.weight",), (_HF + "self_attn.o_proj.weight",), Layout.ROW
+        ),
+        TensorRule(
+            (_MEGATRON + "pre_mlp_layernorm.weight", _MEGATRON + "mlp.linear_fc1.layer_norm_weight"),
+            (_HF + "post_attention_layernorm.weight",),
+            Layout.REPLICATED,
+        ),
+        TensorRule(
+            (_MEGATRON + "mlp.linear_fc1.weight",),
+            (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
+            Layout.GATE_UP,
+        ),
+        TensorRule((_MEGATRON + "mlp.linear_fc2.weight",), (_HF + "mlp.down_proj.weight",), Layout.ROW),
+    ),
+    after_layers=(
+        TensorRule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Layout.REPLICATED),
+        TensorRule(("output_layer.weight",), ("lm_head.weight",), Layout.VOCAB),
+    ),
+)

@@ -1,0 +1,108 @@
+"""Starts torch.distributed and Megatron's parallel groups, and says which part of the layout this process is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from dapo_mega.config import ParallelConfig
+from dapo_mega.errors import InputError
+
+# Ranks wait here while rank 0 drives rollouts, which may take hours.
+_CONTROL_TIMEOUT = timedelta(hours=12)
+_COMPUTE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place in the layout.
+
+    A replica is one copy of the model, spread over tensor x pipeline processes; its leader is the process of the
+    first pipeline stage with tensor rank 0. `control` is a gloo group of all processes for host data, `leaders`
+    one of the replicas' leaders, rank 0 first.
+    """
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    leaders: dist.ProcessGroup
+
+    @property
+    def is_leader(self) -> bool:
+        return self.tensor_rank == 0 and self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def world_size_from_environment() -> int:
+    """Number of processes as torchrun says; 1 when started without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_processes(config: ParallelConfig, seed: int, device: torch.device) -> Processes:
+    """Join the process group and Megatron's groups. Raises InputError for sizes that do not fit the world."""
+    world_size = world_size_from_environment()
+    if config.world_size not in (None, world_size):
+        raise InputError(
+            f"parallel.world_size={config.world_size} but {world_size} processes were started; start that many with "
+            f"torchrun or set parallel.world_size={world_size}"
+        )
+    try:
+        data_size = config.data_size(world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if not dist.is_initialized():
+        _join_process_group(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+    )
+    model_parallel_cuda_manual_seed(seed)
+    control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    leader_ranks = [data_rank * config.tensor for data_rank in range(data_size)]
+    leaders = dist.new_group(leader_ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
+    return Processes(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=data_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=config.tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=config.pipeline,
+        device=device,
+        control=control,
+        leaders=leaders,
+    )
+
+
+def _join_process_group(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COMPUTE_TIMEOUT)
+
+
+def stop_processes() -> None:
+    """Leave all groups; safe to call when none were joined."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""The data that flows from prompt to policy update: frozen records without behaviour.
+
+One prompt travels left to right through the system::
+
+    Prompt -> GenerationRequest -> Response -> ScoredResponse -> Group -> Sample -> (packed) MicroBatch
+
+Arrays are NumPy on the host side of the loop and torch tensors from `MicroBatch` on. Lengths are in tokens,
+log-probabilities in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+LogProbs = npt.NDArray[np.float32]
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token was sampled; `length`: the response limit cut the response off (truncated)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One question of a dataset, rendered and tokenised.
+
+    `index` is the row in the dataset after deduplication: the prompt's identity within a run.
+    `token_ids` [P] int32 already contain the chat or bare template.
+    """
+
+    index: int
+    text: str
+    token_ids: TokenIds
+    ground_truth: str
+    data_source: str = ""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` > 0, or 0 for greedy; `top_k` 0 means no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """Ask an engine for one response.
+
+    `request_id` is unique within a run. `seed` alone decides the random numbers of this request, so the
+    response depends neither on what else is in the batch nor on which engine serves it.
+    """
+
+    request_id: int
+    prompt_token_ids: TokenIds
+    seed: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """What an engine sampled for one request.
+
+    `token_ids` [L] int32 include the stop token when there is one. `logprobs` [L] float32 are the sampled
+    tokens' log-probabilities under softmax(logits / temperature), not renormalised for top_p / top_k.
+    `weight_version` is the version of the policy's weights that sampled it.
+    """
+
+    request_id: int
+    token_ids: TokenIds
+    logprobs: LogProbs
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class GenerationFailure:
+    """A request that no engine answered; never turned into a reward."""
+
+    request_id: int
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredResponse:
+    """A response with its verdict.
+
+    `correct` decides dynamic sampling; `accuracy_reward` is the rule reward before shaping and `reward` the
+    one trained on (after the overlong punishment).
+    """
+
+    response: Response
+    text: str
+    correct: bool
+    accuracy_reward: float
+    reward: float
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All responses to one prompt. `weight_version` is the oldest version among its responses."""
+
+    prompt: Prompt
+    responses: tuple[ScoredResponse, ...]
+    weight_version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One response ready for training.
+
+    `token_ids` [P + L] are prompt and response, `prompt_length` is P, `advantage` holds for every token of the
+    response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L].
+    """
+
+    token_ids: TokenIds
+    prompt_length: int
+    advantage: float
+    in_loss: bool
+    rollout_logprobs: LogProbs

@@ -1,0 +1,52 @@
+"""Installs dapo_mega. Install torch first: on a machine without a GPU its CPU build, on a cluster your CUDA build."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+VERSION = next(
+    line.split('"')[1]
+    for line in (Path(__file__).parent / "dapo_mega" / "__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+setup(
+    name="dapo_mega",
+    version=VERSION,
+    description="DAPO on Megatron-Core, the same code on a laptop's CPU and on a cluster",
+    packages=find_packages(include=["dapo_mega", "dapo_mega.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "megatron-core>=0.16.1,<0.17",
+        "psutil>=5.9",  # Megatron's checkpoint writer dies without it
+        "transformers>=5.12,<6",
+        "tokenizers>=0.22",
+        "datasets>=4,<6",
+        "pyarrow>=17",
+        "safetensors>=0.5",
+        "numpy>=1.26",
+        "math-verify>=0.9,<0.10",
+        "latex2sympy2_extended>=1.11,<2",
+        "antlr4-python3-runtime>=4.13.2,<4.14",
+        "sympy>=1.13,<2",
+        "pebble>=5.1,<6",
+        "pydantic>=2.9,<3",
+        "PyYAML>=6",
+        "tensorboard>=2.17",
+        "rich>=13",
+        "matplotlib>=3.9",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
+        "dev": [
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "types-PyYAML",
+            "types-psutil",
+        ],
+    },
+)
