@@ -53,8 +53,9 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         # The token-level denominator belongs to Megatron: losses are sums, divided once by the global count.
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
-        # Weights always come from a checkpoint.
-        perform_initialization=False,
+        # Weights always come from a checkpoint, but Megatron marks parameters as tensor-parallel only while it
+        # initialises them, and the gradient norm needs those marks.
+        perform_initialization=True,
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
         bias_activation_fusion=on_gpu,
         masked_softmax_fusion=False,
