@@ -6,6 +6,7 @@ process group, model or file is touched, so that `--dry-run` on a laptop accepts
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ class ModelConfig(Section):
     """Which policy to train."""
 
     path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
+    architecture: str | None = Field(
+        default=None, description="A config.json to check sizes against where model.path is not at hand (--dry-run)."
+    )
     dtype: Literal["fp32", "bf16"] = "bf16"
     layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
         default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
@@ -114,7 +118,9 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0)
     max_response_tokens: int = Field(default=20480, ge=1)
     max_batch_rows: int = Field(default=512, ge=1, description="Rows the embedded engine decodes at once.")
-    max_attempts: int = Field(default=3, ge=1, description="Times a failed generation is tried before its group is dropped.")
+    max_attempts: int = Field(
+        default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
+    )
     mismatch_warning: float = Field(
         default=0.05, gt=0, description="Warn when engine and trainer log-probs differ by more (mean, nats)."
     )
@@ -138,9 +144,7 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
         if self.correct <= self.incorrect:
-            raise ValueError(
-                f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}"
-            )
+            raise ValueError(f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}")
         return self
 
 
@@ -304,8 +308,10 @@ class RunConfig(Section):
             )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
-            raise ValueError("evaluation is asked for but data.evaluation names no dataset; add it or set "
-                             "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false")
+            raise ValueError(
+                "evaluation is asked for but data.evaluation names no dataset; add it or set "
+                "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
+            )
         return self
 
     @property
@@ -354,7 +360,9 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
     Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
     """
     if not path.is_file():
-        raise InputError(f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/")
+        raise InputError(
+            f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/"
+        )
     try:
         raw = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -395,10 +403,8 @@ def _overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
         raise InputError(f"the value of override {override!r} is not valid YAML") from error
     # YAML 1.1 reads 1e-4 (no dot) as text; people write it for learning rates.
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     for part in reversed(name.strip().split(".")):
         value = {part: value}
     return _merged(raw, value)

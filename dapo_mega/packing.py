@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ from dapo_mega.types import Sample
 class SampleColumns:
     """S samples as flat arrays: `token_ids` of all samples one after the other, likewise `rollout_logprobs`.
 
-    `lengths` and `prompt_lengths` [S] int64 are in tokens; `advantages` [S] float32; `in_loss` [S] uint8.
+    `lengths` and `prompt_lengths` [S] int64 are in tokens; `advantages` [S] float32; `in_loss` and `is_fresh`
+    [S] uint8.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -32,6 +34,7 @@ class SampleColumns:
     prompt_lengths: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
+    is_fresh: npt.NDArray[np.uint8]
     rollout_logprobs: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -48,6 +51,7 @@ def columns_from_samples(samples: Sequence[Sample]) -> SampleColumns:
         prompt_lengths=np.array([sample.prompt_length for sample in samples], dtype=np.int64),
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         in_loss=np.array([sample.in_loss for sample in samples], dtype=np.uint8),
+        is_fresh=np.array([sample.is_fresh for sample in samples], dtype=np.uint8),
         rollout_logprobs=np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32),
     )
 
@@ -57,7 +61,8 @@ class MicroBatch:
     """One packed micro-batch of T positions and n segments; position t predicts the token after it.
 
     `tokens`, `positions`, `targets` [T] int64; `cu_seqlens` [n + 1] int32. `response_mask` [T] bool marks
-    positions whose target is a response token, `loss_mask` those that count in the loss. `advantages`,
+    positions whose target is a response token, `loss_mask` those that count in the loss, `fresh_mask` those
+    whose `rollout_logprobs` come from the weights the step starts from. `advantages`,
     `token_weights`, `rollout_logprobs` [T] float32 are 0 elsewhere. `denominator` is this micro-batch's share of
     the mini-batch's denominator. Trailing padding is a segment of its own, outside both masks.
     """
@@ -69,6 +74,7 @@ class MicroBatch:
     max_seqlen: int
     response_mask: Tensor
     loss_mask: Tensor
+    fresh_mask: Tensor
     advantages: Tensor
     token_weights: Tensor
     rollout_logprobs: Tensor
@@ -76,8 +82,10 @@ class MicroBatch:
     num_tokens: int
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        return MicroBatch(**moved)
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def plan_micro_batches(
@@ -157,7 +165,7 @@ def build_micro_batch(
     segments = [*lengths.tolist(), padding] if padding else lengths.tolist()
     tokens = np.zeros(total, dtype=np.int64)
     floats = np.zeros((3, total), dtype=np.float32)
-    masks = np.zeros((2, total), dtype=bool)
+    masks = np.zeros((3, total), dtype=bool)
     sample_starts = np.concatenate([[0], np.cumsum(columns.lengths)])
     response_lengths = columns.lengths - columns.prompt_lengths
     response_starts = np.concatenate([[0], np.cumsum(response_lengths)])
@@ -171,6 +179,7 @@ def build_micro_batch(
         denominator += share
         masks[0, predicting] = True
         masks[1, predicting] = bool(columns.in_loss[i])
+        masks[2, predicting] = bool(columns.is_fresh[i])
         floats[0, predicting] = columns.advantages[i]
         floats[1, predicting] = weight
         floats[2, predicting] = columns.rollout_logprobs[response_starts[i] : response_starts[i] + response]
@@ -183,6 +192,7 @@ def build_micro_batch(
         max_seqlen=max(segments),
         response_mask=torch.from_numpy(masks[0]),
         loss_mask=torch.from_numpy(masks[1]),
+        fresh_mask=torch.from_numpy(masks[2]),
         advantages=torch.from_numpy(floats[0]),
         token_weights=torch.from_numpy(floats[1]),
         rollout_logprobs=torch.from_numpy(floats[2]),

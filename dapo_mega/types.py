@@ -116,7 +116,8 @@ class Sample:
     """One response ready for training.
 
     `token_ids` [P + L] are prompt and response, `prompt_length` is P, `advantage` holds for every token of the
-    response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L].
+    response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L];
+    `is_fresh` says that they were sampled with the weights the step starts from.
     """
 
     token_ids: TokenIds
@@ -124,3 +125,4 @@ class Sample:
     advantage: float
     in_loss: bool
     rollout_logprobs: LogProbs
+    is_fresh: bool = True

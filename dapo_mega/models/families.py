@@ -55,9 +55,7 @@ class ModelFamily:
     per_layer: tuple[TensorRule, ...]
     after_layers: tuple[TensorRule, ...]
 
-    def tensors(
-        self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool
-    ) -> Iterator[PlacedTensor]:
+    def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a pipeline stage that holds `layers`, in checkpoint order.
 
         With tied embeddings the output layer is not listed: it has no tensor of its own.

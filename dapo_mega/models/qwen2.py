@@ -58,9 +58,7 @@ FAMILY = ModelFamily(
         ),
         TensorRule((_MEGATRON + "self_attention.linear_qkv.weight",), _qkv("weight"), Layout.QKV),
         TensorRule((_MEGATRON + "self_attention.linear_qkv.bias",), _qkv("bias"), Layout.QKV),
-        TensorRule(
-            (_MEGATRON + "self_attention.linear_proj.weight",), (_HF + "self_attn.o_proj.weight",), Layout.ROW
-        ),
+        TensorRule((_MEGATRON + "self_attention.linear_proj.weight",), (_HF + "self_attn.o_proj.weight",), Layout.ROW),
         TensorRule(
             (_MEGATRON + "pre_mlp_layernorm.weight", _MEGATRON + "mlp.linear_fc1.layer_norm_weight"),
             (_HF + "post_attention_layernorm.weight",),

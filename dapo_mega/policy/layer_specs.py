@@ -112,7 +112,8 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
         """[T, heads * head_dim] from query [T, heads, d] and key, value [T, groups, d]."""
-        assert packed_seq_params is not None and packed_seq_params.restore is not None
+        assert packed_seq_params is not None
+        assert packed_seq_params.restore is not None
         repeat = query.shape[1] // key.shape[1]
         outputs = []
         for bucket in packed_seq_params.buckets:

@@ -69,9 +69,7 @@ class ScoringModel:
             return results
         return [TokenScores(torch.empty(0), torch.empty(0)) for _ in micro_batches]
 
-    def _run(
-        self, batches: Iterator[Any], num_micro_batches: int, make_loss: Any, *, forward_only: bool
-    ) -> list[Any]:
+    def _run(self, batches: Iterator[Any], num_micro_batches: int, make_loss: Any, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over micro-batches; returns what the losses report, on the last stage."""
 
         def forward_step(iterator: Iterator[Any], stage: Any) -> tuple[Tensor, Any]:

@@ -37,7 +37,9 @@ class HfCheckpoint:
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
             except (json.JSONDecodeError, KeyError) as error:
-                raise InputError(f"{index} is not a valid safetensors index ({error}); copy the checkpoint again") from error
+                raise InputError(
+                    f"{index} is not a valid safetensors index ({error}); copy the checkpoint again"
+                ) from error
             self._files = {name: path / file for name, file in weight_map.items()}
         elif single.is_file():
             self._files = dict.fromkeys(self._open(single).keys(), single)
@@ -49,7 +51,9 @@ class HfCheckpoint:
             try:
                 self._handles[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError(f"{file} cannot be read as safetensors ({error}); copy the checkpoint again") from error
+                raise InputError(
+                    f"{file} cannot be read as safetensors ({error}); copy the checkpoint again"
+                ) from error
         return self._handles[file]
 
     def names(self) -> set[str]:
@@ -96,9 +100,7 @@ def _local(parameters: dict[str, torch.nn.Parameter], placed: PlacedTensor) -> t
     return next(parameters[name] for name in placed.megatron if name in parameters)
 
 
-def load_hf_weights(
-    stage: torch.nn.Module, path: Path, layout: StageLayout, processes: Processes
-) -> None:
+def load_hf_weights(stage: torch.nn.Module, path: Path, layout: StageLayout, processes: Processes) -> None:
     """Fill this process's shard from the Hugging Face checkpoint in `path`; reads only what the shard needs.
 
     Raises InputError naming a missing tensor or one whose shape does not fit, and a parameter left unfilled.

@@ -1,0 +1,1 @@
+"""How the policy's weights reach the engines."""

@@ -1,0 +1,19 @@
+"""Metrics of a run: accumulate, time, record, show, draw."""
+
+from dapo_mega.metrics.accumulator import MetricAccumulator
+from dapo_mega.metrics.jsonl import read_metrics
+from dapo_mega.metrics.names import validate_metric_name
+from dapo_mega.metrics.plotting import plot_run
+from dapo_mega.metrics.progress import ProgressDisplay
+from dapo_mega.metrics.timers import StageTimers
+from dapo_mega.metrics.writer import MetricsWriter
+
+__all__ = [
+    "MetricAccumulator",
+    "MetricsWriter",
+    "ProgressDisplay",
+    "StageTimers",
+    "plot_run",
+    "read_metrics",
+    "validate_metric_name",
+]

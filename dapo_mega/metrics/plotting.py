@@ -1,0 +1,199 @@
+"""Draws the curves that the DAPO paper watches during training (arXiv 2503.14476, figures 2, 3 and 7)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dapo_mega.metrics import names
+from dapo_mega.metrics.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class _Curve:
+    metric: str
+    label: str
+    is_evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    y_label: str
+    curves: tuple[_Curve, ...]
+
+
+@dataclass(frozen=True)
+class _Run:
+    label: str
+    records: Sequence[Mapping[str, float]]
+
+
+_PANELS = (
+    _Panel(
+        "Reward",
+        "mean reward",
+        (
+            _Curve(names.REWARD_MEAN, "with length shaping"),
+            _Curve(names.ACCURACY_REWARD_MEAN, "correctness only"),
+        ),
+    ),
+    _Panel(
+        "Accuracy",
+        "share correct",
+        (
+            _Curve(names.ACCURACY_MEAN, "training"),
+            _Curve(names.EVALUATION_AVG_AT_K, "evaluation avg@k", is_evaluation=True),
+            _Curve(names.EVALUATION_PASS_AT_K, "evaluation pass@k", is_evaluation=True),
+        ),
+    ),
+    _Panel(
+        "Response length",
+        "mean tokens",
+        (
+            _Curve(names.RESPONSE_LENGTH_MEAN, "training"),
+            _Curve(names.EVALUATION_RESPONSE_LENGTH_MEAN, "evaluation", is_evaluation=True),
+        ),
+    ),
+    _Panel("Generation entropy", "nats per token", (_Curve(names.ENTROPY, "entropy"),)),
+    _Panel(
+        "Probability of generated tokens",
+        "mean probability",
+        (_Curve(names.MEAN_TOKEN_PROBABILITY, "probability"),),
+    ),
+    _Panel(
+        "Groups by outcome",
+        "share of groups",
+        (
+            _Curve(names.KEPT_SHARE, "kept"),
+            _Curve(names.ALL_RIGHT_SHARE, "all right"),
+            _Curve(names.ALL_WRONG_SHARE, "all wrong"),
+        ),
+    ),
+)
+_LINE_STYLES = ("-", "--", ":")
+_NOT_FINITE_COLOR = "crimson"
+_NOT_FINITE_LABEL = "not finite"
+
+
+def plot_run(run_dirs: Sequence[Path], output: Path) -> None:
+    """Draw the curves of one run, or of several over one another, into the PNG file `output`.
+
+    With one run the colours tell its curves apart; with several, the colours are the runs. Steps whose
+    value is NaN or infinite get a red cross at the foot of the panel. `output` is replaced as a whole
+    or not touched. Raises ValueError, in one line, for runs without metrics and for a bad output.
+    """
+    if output.suffix.lower() != ".png":
+        raise ValueError(f"output {output} must end in .png")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"the folder of the output {output} does not exist")
+    figure = _draw(_load_runs(run_dirs))
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load_runs(run_dirs: Sequence[Path]) -> list[_Run]:
+    if not run_dirs:
+        raise ValueError("no run to plot")
+    folder_names = [run_dir.absolute().name for run_dir in run_dirs]
+    labels = folder_names if len(set(folder_names)) == len(run_dirs) else [str(path) for path in run_dirs]
+    return [_Run(label, _load(run_dir)) for label, run_dir in zip(labels, run_dirs, strict=True)]
+
+
+def _load(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    if not run_dir.is_dir():
+        raise ValueError(f"run folder {run_dir} does not exist")
+    if not path.is_file():
+        raise ValueError(f"run folder {run_dir} holds no metrics.jsonl")
+    records = read_metrics(path)
+    if not records:
+        raise ValueError(f"{path} holds no complete step yet")
+    drawn = {curve.metric for panel in _PANELS for curve in panel.curves}
+    if not any(drawn & record.keys() for record in records):
+        raise ValueError(f"{path} holds none of the metrics that are drawn, such as {names.REWARD_MEAN}")
+    return records
+
+
+def _draw(runs: Sequence[_Run]) -> "Figure":
+    # Imported here: training does not need it. The Agg canvas draws without a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, panel in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
+        _draw_panel(axes, panel, runs)
+    title = f"Run {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"
+    # parse_math=False: a dollar sign in a folder's name is no formula.
+    figure.suptitle(title, parse_math=False)
+    if len(runs) > 1:
+        _add_run_legend(figure, runs)
+    return figure
+
+
+def _draw_panel(axes: "Axes", panel: _Panel, runs: Sequence[_Run]) -> None:
+    axes.set_title(panel.title)
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.y_label)
+    axes.grid(alpha=0.3)
+    is_empty = True
+    for run_index, run in enumerate(runs):
+        for curve_index, curve in enumerate(panel.curves):
+            color_index = curve_index if len(runs) == 1 else run_index
+            is_drawn = _draw_curve(axes, curve, run, f"C{color_index % 10}", _LINE_STYLES[curve_index])
+            is_empty = is_empty and not is_drawn
+    if is_empty:
+        axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
+    elif len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
+        _add_curve_legend(axes)
+
+
+def _draw_curve(axes: "Axes", curve: _Curve, run: _Run, color: str, line_style: str) -> bool:
+    """Draw one curve of one run; False where the run has no such metric."""
+    points = [(record["step"], record[curve.metric]) for record in run.records if curve.metric in record]
+    if not points:
+        return False
+    # A point between two gaps has no line to be seen by, so short and sparse curves get markers.
+    marker = "o" if curve.is_evaluation else "." if len(points) <= 30 else None
+    steps = [step for step, _ in points]
+    values = [value if math.isfinite(value) else math.nan for _, value in points]
+    axes.plot(steps, values, line_style, color=color, marker=marker, markersize=5, label=curve.label)
+    bad_steps = [step for step, value in points if not math.isfinite(value)]
+    if bad_steps:
+        axes.plot(
+            bad_steps,
+            [0.02] * len(bad_steps),
+            "x",
+            color=_NOT_FINITE_COLOR,
+            transform=axes.get_xaxis_transform(),
+            label=_NOT_FINITE_LABEL,
+        )
+    return True
+
+
+def _add_curve_legend(axes: "Axes") -> None:
+    # One entry per curve, also where several runs have it: the runs are in the figure's legend.
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
+    unique = list(dict.fromkeys(labels))
+    axes.legend([by_label[label] for label in unique], unique, fontsize="small")
+
+
+def _add_run_legend(figure: "Figure", runs: Sequence[_Run]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=f"C{index % 10}", linewidth=2) for index in range(len(runs))]
+    labels = [run.label for run in runs]
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 4))
+    for text in legend.get_texts():
+        text.set_parse_math(False)

@@ -1,0 +1,170 @@
+"""Builds the parts of a run from its configuration."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_mega.config import RunConfig, dump_config
+from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
+from dapo_mega.evaluation import Evaluator
+from dapo_mega.group_state import dataset_fingerprint
+from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
+from dapo_mega.policy import cpu_accelerator
+from dapo_mega.policy.checkpoints import CheckpointStore
+from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
+from dapo_mega.policy.processes import Processes, start_processes
+from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rollout.collector import Collector
+from dapo_mega.rollout.embedded import EmbeddedEngine
+from dapo_mega.rollout.embedded_fleet import EmbeddedFleet
+from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.types import TokenIds
+from dapo_mega.weight_sync.push import WeightSync
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What only rank 0 has: the side that talks to data, rewards, disk and screen."""
+
+    collector: Collector
+    evaluator: Evaluator | None
+    verifier: AnswerVerifier
+    writer: MetricsWriter
+    progress: ProgressDisplay
+    dataset_fingerprint: str
+
+
+@dataclass
+class Pipeline:
+    """Everything a run is made of. `driver` is None except on rank 0."""
+
+    config: RunConfig
+    policy: MegatronPolicy
+    reference: ScoringModel | None
+    fleet: EmbeddedFleet
+    weight_sync: WeightSync
+    store: CheckpointStore
+    driver: Driver | None
+    step: int = 0
+    timers: StageTimers = field(default_factory=StageTimers)
+
+
+def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
+    """Start processes, load the model and everything around it. `start_step` is the last completed step.
+
+    Bad input is found on every process before the model is built, so that all leave with the same error.
+    """
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
+    tokenizer = load_tokenizer(config.model.path)
+    train_prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
+    evaluation_prompts = None
+    if config.data.evaluation:
+        evaluation_prompts = load_prompts(
+            config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
+        )
+    processes = start_processes(config.parallel, config.seed, cpu_accelerator.device())
+    policy = MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.optimizer,
+        processes,
+        temperature=config.rollout.temperature,
+        updates_per_step=config.batch.updates_per_step,
+        num_steps=config.num_steps,
+    )
+    reference = None
+    if config.algorithm.kl.coefficient > 0:
+        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature)
+    fleet = EmbeddedFleet(processes, _engine(config, processes) if processes.is_leader else None)
+    driver = None
+    if processes.rank == 0:
+        driver = _driver(config, fleet, tokenizer, train_prompts, evaluation_prompts, start_step)
+    return Pipeline(
+        config=config,
+        policy=policy,
+        reference=reference,
+        fleet=fleet,
+        weight_sync=WeightSync(fleet, config.weight_sync.bucket_mib),
+        store=CheckpointStore(Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last),
+        driver=driver,
+    )
+
+
+def _engine(config: RunConfig, processes: Processes) -> EmbeddedEngine:
+    dtype = config.model.dtype if config.rollout.dtype == "policy" else config.rollout.dtype
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    return EmbeddedEngine.from_config(
+        config.model.path, torch_dtype, max_batch_rows=config.rollout.max_batch_rows, device=processes.device
+    )
+
+
+def _driver(
+    config: RunConfig,
+    fleet: EmbeddedFleet,
+    tokenizer: Any,
+    train_prompts: PromptDataset,
+    evaluation_prompts: PromptDataset | None,
+    start_step: int,
+) -> Driver:
+    verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
+
+    def decode(responses: Sequence[TokenIds]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        return texts
+
+    stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
+    scorer = ResponseScorer(config.reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
+    evaluator = None
+    if evaluation_prompts:
+        evaluator = Evaluator(
+            config.evaluation,
+            evaluation_prompts.prompts,
+            verifier,
+            decode,
+            stop_token_ids=stop_token_ids,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.seed,
+        )
+    return Driver(
+        collector=Collector(config, train_prompts.prompts, fleet, scorer, stop_token_ids),
+        evaluator=evaluator,
+        verifier=verifier,
+        writer=MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0),
+        progress=ProgressDisplay(config.num_steps, start_step),
+        dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
+    )
+
+
+def stop_tokens(model_path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """End tokens of the model: those of generation_config.json, else the tokenizer's."""
+    file = model_path / "generation_config.json"
+    eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def write_run_record(config: RunConfig) -> None:
+    """Write the resolved configuration and the versions that compute it into the run's folder."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")

@@ -1,0 +1,90 @@
+"""What a configuration means before anything is started: layout, batch arithmetic, and what is missing here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture, load_architecture
+from dapo_mega.models.families import find_family
+
+
+def describe_run(config: RunConfig, world_size: int) -> list[str]:
+    """Lines that say how the run would be laid out. Raises InputError for sizes that contradict each other."""
+    world_size = config.parallel.world_size or world_size
+    try:
+        data_size = config.parallel.data_size(world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    arch, notes = _architecture(config)
+    notes += [
+        f"{name}.path={dataset.path} is not on this machine"
+        for name, dataset in (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
+        if dataset and not Path(dataset.path).exists()
+    ]
+    lines = [
+        f"parallel layout: {world_size} processes = tensor {config.parallel.tensor} x pipeline "
+        f"{config.parallel.pipeline} x data {data_size}" + (", sequence parallel" if config.parallel.sequence else "")
+    ]
+    if arch:
+        arch.check_layout(config.parallel.tensor, config.parallel.pipeline)
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        if longest > arch.max_positions:
+            raise InputError(
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
+                f"max_position_embeddings={arch.max_positions}; shorten one of them"
+            )
+        lines.append(
+            f"model: {arch.model_type}, {num_parameters(arch) / 1e6:,.1f} M parameters, {arch.num_layers} layers "
+            f"({arch.num_layers // config.parallel.pipeline} per stage), hidden {arch.hidden_size}, "
+            f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(config.parallel.tensor)})"
+        )
+    lines += _batch_lines(config, data_size)
+    return lines + [f"note: {note}" for note in notes]
+
+
+def num_parameters(arch: Architecture) -> int:
+    """Weights of the whole model, embeddings included."""
+    heads, groups = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    attention = arch.hidden_size * (2 * heads + 2 * groups) + arch.qkv_bias * (heads + 2 * groups)
+    layer = attention + 3 * arch.hidden_size * arch.ffn_hidden_size + 2 * arch.hidden_size
+    embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
+    return arch.num_layers * layer + embeddings + arch.hidden_size
+
+
+def _architecture(config: RunConfig) -> tuple[Architecture | None, list[str]]:
+    if Path(config.model.path).is_dir():
+        return load_architecture(Path(config.model.path))[1], []
+    note = f"model.path={config.model.path} is not on this machine"
+    if config.model.architecture is None:
+        return None, [f"{note}; sizes are not checked against the model (give model.architecture to check them)"]
+    file = Path(config.model.architecture)
+    if not file.is_file():
+        return None, [f"{note}, nor is model.architecture={file}; sizes are not checked against the model"]
+    raw = json.loads(file.read_text())
+    return find_family(str(raw.get("model_type"))).read(raw), [f"{note}; sizes checked against {file}"]
+
+
+def _batch_lines(config: RunConfig, data_size: int) -> list[str]:
+    batch = config.batch
+    responses = batch.groups_per_step * batch.group_size
+    per_update = batch.mini_batch_groups * batch.group_size
+    asked = config.generation_groups * batch.group_size
+    return [
+        f"rollout step: {batch.groups_per_step} groups x {batch.group_size} responses = {responses} responses kept; "
+        f"{config.generation_groups} prompts x {batch.group_size} = {asked} responses generated per round, "
+        f"at most {config.algorithm.max_generation_rounds} rounds",
+        f"updates per step: {batch.updates_per_step} = {batch.epochs} epoch(s) x {batch.groups_per_step} / "
+        f"{batch.mini_batch_groups} groups; {per_update} responses per update, about {per_update / data_size:g} per "
+        f"data-parallel rank, in micro-batches of at most {batch.tokens_per_microbatch} tokens",
+        f"lengths: prompt <= {config.data.max_prompt_tokens}, response <= {config.rollout.max_response_tokens}"
+        + (
+            f", overlong punishment from {config.rollout.max_response_tokens - config.reward.overlong_cache_tokens}"
+            if config.reward.overlong_punishment
+            else ""
+        ),
+        f"run: {config.num_steps} rollout steps, {config.num_steps * batch.updates_per_step} optimizer updates, "
+        f"learning rate {config.optimizer.learning_rate:g} after {config.optimizer.warmup_steps} warm-up steps",
+    ]

@@ -1,0 +1,199 @@
+"""Atomic checkpoints: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
+
+A checkpoint is written into `.step_N.partial` and renamed to `step_N` when everything in it is on disk; then the
+file `latest` is replaced. A crash at any moment leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from dapo_mega.errors import InputError
+from dapo_mega.policy.megatron_policy import MegatronPolicy
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+# The optimizer's shards are stored per parameter, so that any TP x PP x DP can read them.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What the loop needs beside the policy: JSON values and arrays; `step` is the last completed one."""
+
+    step: int
+    values: Mapping[str, Any]
+    arrays: Arrays
+
+
+class CheckpointStore:
+    """The checkpoints of one run, `root/step_N`. Methods are collective over all processes unless they say so."""
+
+    def __init__(self, root: Path, keep_last: int) -> None:
+        self.root = root
+        self._keep_last = keep_last
+
+    def latest(self) -> Path | None:
+        """Folder of the newest complete checkpoint, or None. Local: reads only.
+
+        `latest` is a hint; when it is missing or names a folder that is gone, the newest complete one counts.
+        """
+        complete = [path for path in self._steps() if (path / "loop.json").is_file()]
+        return complete[-1] if complete else None
+
+    def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> Path:
+        """Write `step_{step}`; `state` is asked on rank 0 only. Raises InputError when the disk refuses."""
+        processes = policy.processes
+        partial = self.root / f".step_{step:08d}.partial"
+        final = self.root / f"step_{step:08d}"
+        rng = _gather_rng(policy)
+        failure = None
+        if processes.rank == 0:
+            failure = _attempt(lambda: _prepare(partial))
+        self._check(policy, failure, partial)
+        failure = _attempt(lambda: _save_megatron(policy, partial))
+        if processes.rank == 0 and failure is None:
+            failure = _attempt(lambda: _write_loop_state(partial, state(), rng))
+        self._check(policy, failure, partial)
+        if processes.rank == 0:
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            _replace_text(self.root / "latest", final.name)
+            for old in self._steps()[: -self._keep_last]:
+                shutil.rmtree(old)
+        dist.barrier(group=processes.control)
+        return final
+
+    def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
+        """Restore the policy in place, in any layout, and return the loop's state on every process."""
+        model = policy.stage.sharded_state_dict()
+        wanted: dict[str, Any] = {
+            "model": model,
+            "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=_METADATA),
+            "scheduler": {},
+        }
+        try:
+            loaded = dist_checkpointing.load(wanted, str(path))
+        except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
+            raise InputError(
+                f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
+                f"the run was started with, or give another output_dir"
+            ) from error
+        policy.stage.load_state_dict(loaded["model"])
+        policy.optimizer.load_state_dict(loaded["optimizer"])
+        policy.scheduler.load_state_dict(loaded["scheduler"])
+        values = json.loads((path / "loop.json").read_text())
+        with np.load(path / "loop.npz") as file:
+            arrays = {name: file[name] for name in file.files}
+        _restore_rng(policy, arrays)
+        return LoopState(values.pop("step"), values, arrays)
+
+    def _steps(self) -> list[Path]:
+        found = [p for p in self.root.glob("step_*") if _STEP.fullmatch(p.name)] if self.root.is_dir() else []
+        return sorted(found)
+
+    def _check(self, policy: MegatronPolicy, failure: str | None, partial: Path) -> None:
+        """Leave together when any process failed; the partial folder goes, earlier checkpoints stay."""
+        failures: list[Any] = [None] * policy.processes.world_size
+        dist.all_gather_object(failures, failure, group=policy.processes.control)
+        reason = next((f for f in failures if f), None)
+        if reason is None:
+            return
+        if policy.processes.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(
+            f"cannot write the checkpoint {partial.name[1:].removesuffix('.partial')} under {self.root} ({reason}); "
+            f"earlier checkpoints are intact: free space or fix the permissions and start the same command again"
+        )
+
+
+def _attempt(action: Callable[[], None]) -> str | None:
+    """None, or why the file system refused."""
+    try:
+        action()
+    except (OSError, CheckpointingException, RuntimeError) as error:
+        return _one_line(error)
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[-300:] or type(error).__name__
+
+
+def _prepare(partial: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
+    model = policy.stage.sharded_state_dict()
+    content = {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
+        "scheduler": policy.scheduler.state_dict(),
+    }
+    dist_checkpointing.save(content, str(folder), content_metadata=_METADATA)
+
+
+def _write_loop_state(folder: Path, state: LoopState, rng: Arrays) -> None:
+    with (folder / "loop.npz").open("wb") as file:
+        contents: dict[str, Any] = {**state.arrays, **rng}
+        np.savez(file, **contents)
+        file.flush()
+        os.fsync(file.fileno())
+    _replace_text(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a small file so that readers see the old or the new content, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _gather_rng(policy: MegatronPolicy) -> Arrays:
+    """Every process's random-number streams, on rank 0."""
+    states = {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
+    mine = {name: state.cpu().numpy() for name, state in states.items() if isinstance(state, torch.Tensor)}
+    gathered: list[Any] = [None] * policy.processes.world_size
+    dist.all_gather_object(gathered, mine, group=policy.processes.control)
+    return {
+        f"rng/{_layout(policy)}/{rank}/{name}": s for rank, states in enumerate(gathered) for name, s in states.items()
+    }
+
+
+def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
+    """Continue this process's streams. In another layout they have no counterpart: the fresh, seeded ones stay.
+
+    No result depends on them as long as there is no dropout; sampling draws from streams named by the request.
+    """
+    prefix = f"rng/{_layout(policy)}/{policy.processes.rank}/"
+    mine = {name.removeprefix(prefix): torch.from_numpy(s) for name, s in arrays.items() if name.startswith(prefix)}
+    if mine:
+        torch.set_rng_state(mine.pop("torch"))
+        tensor_parallel.get_cuda_rng_tracker().set_states(mine)
+
+
+def _layout(policy: MegatronPolicy) -> str:
+    p = policy.processes
+    return f"tp{p.tensor_size}-pp{p.pipeline_size}-dp{p.data_size}"

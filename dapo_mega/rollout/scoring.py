@@ -1,0 +1,57 @@
+"""Turns responses into rewards: verdict, rule reward, overlong punishment (DAPO sections 2.4 and 3.4)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dapo_mega.config import RewardConfig
+from dapo_mega.rewards import AnswerVerifier, accuracy_reward, soft_overlong_punishment
+from dapo_mega.types import Prompt, Response, ScoredResponse, TokenIds
+
+Decode = Callable[[Sequence[TokenIds]], list[str]]
+
+
+class ResponseScorer:
+    """Scores responses by verification against the ground truth, or, as a control experiment, by a fair coin."""
+
+    def __init__(
+        self, config: RewardConfig, verifier: AnswerVerifier, decode: Decode, max_response_tokens: int, seed: int
+    ) -> None:
+        self._config = config
+        self._verifier = verifier
+        self._decode = decode
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+        self.outcomes: Counter[str] = Counter()
+        """Verification outcomes (correct, wrong, no_answer, timeout, crash, refused) since the start."""
+
+    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:
+        """One scored response per pair, in order."""
+        texts = self._decode([response.token_ids for _, response in asked])
+        if self._config.source == "random":
+            correct = [self._coin(response.request_id) for _, response in asked]
+        else:
+            truths = [prompt.ground_truth for prompt, _ in asked]
+            verdicts = self._verifier.verify(list(zip(texts, truths, strict=True)))
+            self.outcomes.update(verdict.outcome for verdict in verdicts)
+            correct = [verdict.correct for verdict in verdicts]
+        return [
+            self._reward(response, text, is_correct)
+            for (_, response), text, is_correct in zip(asked, texts, correct, strict=True)
+        ]
+
+    def _coin(self, request_id: int) -> bool:
+        return bool(np.random.Philox(key=[self._seed, request_id]).random_raw() & 1)
+
+    def _reward(self, response: Response, text: str, correct: bool) -> ScoredResponse:
+        config = self._config
+        base = accuracy_reward(correct, config.correct, config.incorrect)
+        punishment = 0.0
+        if config.overlong_punishment:
+            punishment = soft_overlong_punishment(
+                len(response.token_ids), self._max_response_tokens, config.overlong_cache_tokens
+            )
+        return ScoredResponse(response, text, correct, base, base + punishment)

@@ -1,0 +1,111 @@
+"""Supervised fine-tuning with the same policy: the cold start that DeepSeek-R1 puts before RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dapo_mega.commands import is_rank_zero, say
+from dapo_mega.config import SftConfig, dump_config
+from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
+from dapo_mega.errors import InputError
+from dapo_mega.metrics import MetricsWriter, ProgressDisplay
+from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
+from dapo_mega.policy import cpu_accelerator
+from dapo_mega.policy.hf_export import save_hf_checkpoint
+from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.objectives import Imitation, TokenBatch
+from dapo_mega.policy.processes import start_processes, stop_processes
+from dapo_mega.types import Sample
+
+_COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
+
+
+def run_sft(config: SftConfig) -> None:
+    """Imitate the demonstrations for `num_steps` updates and write the result to `output_dir/hf`.
+
+    A finished output is left as it is. Every process draws the same order of demonstrations from the seed.
+    """
+    folder = Path(config.output_dir)
+    if (folder / "hf" / "config.json").is_file():
+        say(f"{folder / 'hf'} already holds a fine-tuned model; nothing to do")
+        return
+    if not Path(config.model.path).is_dir():
+        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
+    tokenizer = load_tokenizer(config.model.path)
+    demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
+    processes = start_processes(config.parallel, config.seed, cpu_accelerator.device())
+    policy = MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.optimizer,
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=config.num_steps,
+    )
+    if is_rank_zero():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config))
+        with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
+            _imitate(policy, config, demonstrations, writer, progress)
+    else:
+        _imitate(policy, config, demonstrations, None, None)
+    save_hf_checkpoint(policy, folder / "hf")
+    dist.barrier(group=processes.control)
+    stop_processes()
+
+
+def _imitate(
+    policy: MegatronPolicy,
+    config: SftConfig,
+    demonstrations: Sequence[Demonstration],
+    writer: MetricsWriter | None,
+    progress: ProgressDisplay | None,
+) -> None:
+    cursor = PromptCursor(len(demonstrations), config.seed)
+    for step in range(1, config.num_steps + 1):
+        started = time.perf_counter()
+        chosen = [demonstrations[i] for i in cursor.next(config.batch_samples)]
+        metrics = policy.update(_micro_batches(policy, config, chosen), Imitation())
+        num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
+        metrics["policy/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        if writer and progress:
+            writer.write(step, metrics)
+            progress.update(step, metrics)
+
+
+def _micro_batches(
+    policy: MegatronPolicy, config: SftConfig, demonstrations: Sequence[Demonstration]
+) -> list[TokenBatch]:
+    columns = columns_from_samples([_sample(demonstration) for demonstration in demonstrations])
+    plan = plan_micro_batches(columns.lengths, policy.processes.data_size, config.tokens_per_microbatch)
+    return [
+        TokenBatch(
+            build_micro_batch(
+                columns,
+                indices,
+                aggregation="token_mean",
+                max_response_tokens=config.data.max_tokens,
+                multiple_of=policy.token_multiple,
+            )
+        )
+        for indices in plan[policy.processes.data_rank]
+    ]
+
+
+def _sample(demonstration: Demonstration) -> Sample:
+    return Sample(
+        token_ids=np.concatenate([demonstration.prompt_token_ids, demonstration.response_token_ids]),
+        prompt_length=len(demonstration.prompt_token_ids),
+        advantage=0.0,
+        in_loss=True,
+        rollout_logprobs=np.zeros(len(demonstration.response_token_ids), dtype=np.float32),
+    )

@@ -1,0 +1,228 @@
+"""The loop: roll out, filter, pack, update, sync. `train` reads like Algorithm 1 of the paper."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dapo_mega.batching import StepBatch, pack_step, samples_of_groups
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.group_state import pack_groups, unpack_groups
+from dapo_mega.handover import broadcast_columns, broadcast_error
+from dapo_mega.metrics import MetricAccumulator
+from dapo_mega.packing import MicroBatch, columns_from_samples
+from dapo_mega.pipeline import Pipeline
+from dapo_mega.policy.checkpoints import LoopState
+from dapo_mega.policy.megatron_policy import TokenScores
+from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+from dapo_mega.types import Group
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+def train(pipeline: Pipeline) -> None:
+    """Run the remaining steps. The weights at step s have version s; version 0 starts the run."""
+    config = pipeline.config
+    pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+    if pipeline.step == 0 and config.evaluation.at_start:
+        report(pipeline, 0, evaluate(pipeline))
+    while pipeline.step < config.num_steps:
+        metrics: Metrics = {}
+        with pipeline.timers.stage("rollout"):
+            groups, collected = collect(pipeline)
+        with pipeline.timers.stage("pack"):
+            batch = hand_over(pipeline, groups)
+        with pipeline.timers.stage("score"):
+            mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
+        with pipeline.timers.stage("update"):
+            updates = update(pipeline, mini_batches)
+        pipeline.step += 1
+        with pipeline.timers.stage("weight_sync"):
+            pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+        metrics = {**collected, **mismatch, **updates, "batch/packing_efficiency": batch.packing_efficiency}
+        if evaluation_is_due(config, pipeline.step):
+            with pipeline.timers.stage("evaluation"):
+                metrics.update(evaluate(pipeline))
+        report(pipeline, pipeline.step, metrics)
+        if checkpoint_is_due(config, pipeline.step):
+            with pipeline.timers.stage("checkpoint"):
+                save(pipeline)
+
+
+def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
+    """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
+    groups: Sequence[Group] = []
+    metrics: Metrics = {}
+    error = None
+    if pipeline.driver:
+        try:
+            groups, metrics = pipeline.driver.collector.collect(pipeline.step)
+        except StarvedError as starved:
+            error = str(starved)
+        pipeline.fleet.release()
+    else:
+        pipeline.fleet.serve()
+    error = broadcast_error(error, pipeline.policy.processes.control)
+    if error:
+        raise StarvedError(error)
+    return groups, metrics
+
+
+def hand_over(pipeline: Pipeline, groups: Sequence[Group]) -> StepBatch:
+    """Advantages and flat columns on rank 0, then every process packs its own micro-batches."""
+    policy = pipeline.policy
+    columns = None
+    if pipeline.driver:
+        columns = columns_from_samples(samples_of_groups(groups, pipeline.config, pipeline.step))
+    columns = broadcast_columns(columns, policy.processes.control)
+    return pack_step(
+        columns,
+        pipeline.config,
+        data_rank=policy.processes.data_rank,
+        data_size=policy.processes.data_size,
+        multiple_of=policy.token_multiple,
+        # Attention costs 4 h L per token against about 24 h^2 of the layers' matrices; causal masks halve it.
+        attention_cost=1.0 / (12 * policy.arch.hidden_size),
+    )
+
+
+def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
+    """pi_old <- pi_theta: score every response token with the weights the step starts from.
+
+    Also measures how far the engine's log-probs are from them, over responses of the current weights.
+    """
+    everything = [micro_batch for mini_batch in batch.mini_batches for micro_batch in mini_batch]
+    scores = pipeline.policy.score(everything)
+    references = pipeline.reference.score(everything) if pipeline.reference else [None] * len(everything)
+    token_batches = iter(
+        TokenBatch(micro_batch, score.logprobs, reference.logprobs if reference else None)
+        for micro_batch, score, reference in zip(everything, scores, references, strict=True)
+    )
+    mini_batches = [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches]
+    return mini_batches, _measure_scores(pipeline, everything, scores)
+
+
+def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores]) -> Metrics:
+    processes = pipeline.policy.processes
+    sums = torch.zeros(5, dtype=torch.float64)
+    largest = torch.zeros(1, dtype=torch.float64)
+    if processes.is_last_stage and processes.tensor_rank == 0:
+        for micro_batch, score in zip(batches, scores, strict=True):
+            logprobs = score.logprobs.double().cpu()
+            fresh = micro_batch.fresh_mask[micro_batch.response_mask]
+            difference = (logprobs - micro_batch.rollout_logprobs[micro_batch.response_mask].double())[fresh]
+            ratio = difference.clamp(-20, 20).exp()
+            sums += torch.stack(
+                [
+                    difference.abs().sum(),
+                    (ratio - 1 - difference).sum(),
+                    torch.tensor(float(len(difference))),
+                    score.entropy.double().cpu().sum(),
+                    torch.tensor(float(len(logprobs))),
+                ]
+            ).double()
+            if len(difference):
+                largest = torch.maximum(largest, difference.abs().max())
+    dist.all_reduce(sums, group=processes.control)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=processes.control)
+    metrics = {"policy/entropy": float(sums[3] / sums[4])}
+    if sums[2]:
+        metrics["rollout/logprob_abs_diff_mean"] = float(sums[0] / sums[2])
+        metrics["rollout/logprob_abs_diff_max"] = float(largest)
+        metrics["rollout/kl_to_policy"] = float(sums[1] / sums[2])
+        _warn_of_mismatch(pipeline, metrics["rollout/logprob_abs_diff_mean"])
+    return metrics
+
+
+def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
+    threshold = pipeline.config.rollout.mismatch_warning
+    if pipeline.driver and not mean <= threshold:
+        message = (
+            f"WARNING: engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step "
+            f"{pipeline.step + 1} is over rollout.mismatch_warning={threshold:g}; the engine does not compute with the "
+            f"policy's weights or in its precision"
+        )
+        logger.warning(message)
+        pipeline.driver.progress.message(message)
+
+
+def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:
+    """mu passes of one optimizer update per mini-batch; metrics are means over the updates."""
+    objective = PolicyGradient(pipeline.config.algorithm)
+    means = MetricAccumulator()
+    for _ in range(pipeline.config.batch.epochs):
+        for mini_batch in mini_batches:
+            for name, value in pipeline.policy.update(mini_batch, objective).items():
+                means.add(name, value)
+    return means.summary()
+
+
+def evaluation_is_due(config: RunConfig, step: int) -> bool:
+    every = config.evaluation.every
+    return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
+
+
+def checkpoint_is_due(config: RunConfig, step: int) -> bool:
+    every = config.checkpoint.every
+    return bool(every and step % every == 0) or step == config.num_steps
+
+
+def evaluate(pipeline: Pipeline) -> Metrics:
+    """Held-out metrics on rank 0; nothing on the others."""
+    metrics: Metrics = {}
+    if pipeline.driver:
+        assert pipeline.driver.evaluator
+        metrics = pipeline.driver.evaluator.run(pipeline.fleet)
+        pipeline.fleet.release()
+    else:
+        pipeline.fleet.serve()
+    return metrics
+
+
+def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
+    """Record the step on rank 0."""
+    times = pipeline.timers.summary()
+    if pipeline.driver:
+        tokens = metrics.get("rollout/tokens", 0.0)
+        if tokens and times.get("time/step_s"):
+            times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
+        pipeline.driver.writer.write(step, {**metrics, **times})
+        pipeline.driver.progress.update(step, metrics)
+
+
+def save(pipeline: Pipeline) -> None:
+    """Everything that decides the next step goes into the checkpoint."""
+    pipeline.store.save(pipeline.policy, lambda: loop_state(pipeline), pipeline.step)
+
+
+def loop_state(pipeline: Pipeline) -> LoopState:
+    driver = pipeline.driver
+    assert driver
+    records, arrays = pack_groups(driver.collector.buffer.groups)
+    values: dict[str, Any] = {
+        "collector": driver.collector.state(),
+        "buffer": records,
+        "dataset_fingerprint": driver.dataset_fingerprint,
+    }
+    return LoopState(pipeline.step, values, arrays)
+
+
+def restore(pipeline: Pipeline, state: LoopState) -> None:
+    """Continue from a loaded checkpoint's loop state."""
+    pipeline.step = state.step
+    if pipeline.driver:
+        if state.values["dataset_fingerprint"] != pipeline.driver.dataset_fingerprint:
+            raise InputError(
+                "the checkpoint was made with other training prompts than data.train gives now; resume with the same "
+                "data, or start a new run in another output_dir"
+            )
+        collector = pipeline.driver.collector
+        groups = unpack_groups(state.values["buffer"], state.arrays, collector.prompts)
+        collector.load_state(state.values["collector"], groups)

@@ -1,0 +1,45 @@
+"""Train with DAPO: `torchrun --nproc-per-node N launch/train_dapo.py --config configs/quickstart.yaml [key=value ...]`.
+
+Also starts as a plain single process. Resumes by itself when the run's folder holds a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dapo_mega.commands import quiet_libraries, run_command
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a policy with DAPO on Megatron-Core.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--dry-run", action="store_true", help="validate, print configuration and layout, and exit")
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    quiet_libraries()
+    from dapo_mega.config import RunConfig, load_config
+
+    config = load_config(RunConfig, arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from dapo_mega.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    from dapo_mega.run import run_training
+
+    run_training(config, accept_changes=arguments.accept_changes)
+
+
+if __name__ == "__main__":
+    run_command(main)

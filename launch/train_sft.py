@@ -1,0 +1,29 @@
+"""Supervised fine-tuning: `torchrun --nproc-per-node N launch/train_sft.py --config configs/quickstart_sft.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dapo_mega.commands import quiet_libraries, run_command
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a model on demonstrations with Megatron-Core.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    from dapo_mega.config import SftConfig, load_config
+
+    config = load_config(SftConfig, arguments.config, arguments.overrides)
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    from dapo_mega.sft import run_sft
+
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,195 @@
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from dapo_mega.metrics import plot_run
+from dapo_mega.metrics.jsonl import encode_line
+from dapo_mega.metrics.plotting import _draw, _load_runs
+
+ROOT = Path(__file__).parents[3]
+
+
+def write_run(run_dir: Path, num_steps: int = 8) -> Path:
+    run_dir.mkdir(parents=True)
+    lines = []
+    for step in range(num_steps):
+        metrics = {
+            "rollout/reward_mean": -0.5 + step / 10,
+            "rollout/accuracy_reward_mean": -0.4 + step / 10,
+            "rollout/accuracy_mean": 0.3 + step / 20,
+            "rollout/response_length_mean": 500.0 + 40 * step,
+            "rollout/mean_token_probability": 0.8,
+            "policy/entropy": math.nan if step == 3 else 0.5,
+            "groups/kept_share": 0.6,
+            "groups/all_right_share": 0.3,
+            "groups/all_wrong_share": 0.1,
+        }
+        if step % 4 == 0:
+            metrics["evaluation/avg_at_k"] = 0.25 + step / 20
+        lines.append(encode_line(step, metrics))
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    return run_dir
+
+
+def run_tool(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plot_run.py"), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_curves_hold_the_recorded_points(tmp_path):
+    figure = _draw(_load_runs([write_run(tmp_path / "run")]))
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == [
+        "Reward",
+        "Accuracy",
+        "Response length",
+        "Generation entropy",
+        "Probability of generated tokens",
+        "Groups by outcome",
+    ]
+    accuracy = {line.get_label(): line for line in panels["Accuracy"].lines}
+    assert list(accuracy) == ["training", "evaluation avg@k"]
+    assert list(accuracy["evaluation avg@k"].get_xdata()) == [0, 4]
+    assert list(accuracy["evaluation avg@k"].get_ydata()) == [0.25, 0.45]
+    assert list(accuracy["training"].get_xdata()) == list(range(8))
+    assert [line.get_label() for line in panels["Groups by outcome"].lines] == [
+        "kept",
+        "all right",
+        "all wrong",
+    ]
+
+
+def test_a_value_that_is_not_finite_is_marked_at_its_step(tmp_path):
+    figure = _draw(_load_runs([write_run(tmp_path / "run")]))
+    entropy, marks = figure.axes[3].lines
+    assert math.isnan(entropy.get_ydata()[3])
+    assert list(marks.get_xdata()) == [3]
+    assert marks.get_label() == "not finite"
+
+
+def test_a_curve_of_infinities_alone_can_be_drawn(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text(encode_line(0, {"policy/entropy": math.inf}))
+    plot_run([run_dir], tmp_path / "curves.png")
+    assert imread(tmp_path / "curves.png").std() > 0
+
+
+def test_the_file_is_a_png_of_the_expected_size_and_nothing_else_is_left(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    plot_run([run_dir], run_dir / "curves.png")
+    image = imread(run_dir / "curves.png")
+    assert image.shape == (960, 1800, 4)
+    assert image.std() > 0.05
+    assert sorted(path.name for path in run_dir.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def test_compared_runs_are_told_apart_by_colour_and_named_once(tmp_path):
+    run_dirs = [
+        write_run(tmp_path / "a$x$" / "run"),
+        write_run(tmp_path / "b" / "run"),
+        write_run(tmp_path / "c"),
+    ]
+    figure = _draw(_load_runs(run_dirs))
+    # Two runs have the same folder name, so all are named by their paths.
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [str(path) for path in run_dirs]
+    assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
+    rewards = [line for line in figure.axes[0].lines if line.get_label() == "correctness only"]
+    assert [line.get_color() for line in rewards] == ["C0", "C1", "C2"]
+    assert len({line.get_linestyle() for line in rewards}) == 1
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        "with length shaping",
+        "correctness only",
+    ]
+
+
+def test_a_failed_drawing_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path / "run")
+    output = tmp_path / "curves.png"
+    output.write_bytes(b"old")
+
+    def fail(self: object, path: Path, **options: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plot_run([run_dir], output)
+    assert output.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "run"]
+
+
+def test_the_old_file_is_whole_until_the_new_one_replaces_it(tmp_path, monkeypatch):
+    output = tmp_path / "curves.png"
+    output.write_bytes(b"old")
+
+    def crash(self: Path, target: Path) -> None:
+        assert imread(self, format="png").shape == (960, 1800, 4)
+        raise OSError("crash")
+
+    monkeypatch.setattr(Path, "replace", crash)
+    with pytest.raises(OSError, match="crash"):
+        plot_run([write_run(tmp_path / "run")], output)
+    assert output.read_bytes() == b"old"
+
+
+def bad_run(tmp_path: Path, content: str | None) -> Path:
+    run_dir = tmp_path / "bad"
+    run_dir.mkdir()
+    if content is not None:
+        (run_dir / "metrics.jsonl").write_text(content)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no metrics.jsonl"),
+        ("", "no complete step"),
+        ('{"step": 0, "pol', "no complete step"),
+        ('{"step": 0, "a/b": 1.0}\n', "none of the metrics"),
+        ("damaged\n" + '{"step": 0, "policy/entropy": 1.0}\n', "line 1"),
+    ],
+)
+def test_a_run_without_metrics_is_refused_in_one_line(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        plot_run([write_run(tmp_path / "good"), bad_run(tmp_path, content)], tmp_path / "curves.png")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_bad_output_is_refused(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"end in \.png"):
+        plot_run([run_dir], tmp_path / "curves.pdf")
+    with pytest.raises(ValueError, match="does not exist"):
+        plot_run([run_dir], tmp_path / "missing" / "curves.png")
+
+
+def test_the_tool_draws_and_compares(tmp_path):
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", num_steps=50)
+    result = run_tool(first, "--compare", second)
+    assert (result.returncode, result.stdout.strip()) == (0, str(first / "curves.png"))
+    assert imread(first / "curves.png").shape == (960, 1800, 4)
+
+
+@pytest.mark.parametrize(("kind", "message"), [("missing", "does not exist"), ("empty", "holds no metrics.jsonl")])
+def test_the_tool_ends_with_code_2_and_one_line(tmp_path, kind, message):
+    run_dir = tmp_path / kind
+    if kind == "empty":
+        run_dir.mkdir()
+    result = run_tool(run_dir, "--output", tmp_path / "curves.png")
+    assert result.returncode == 2
+    assert result.stderr == f"plot_run: run folder {run_dir} {message}\n"
+    assert result.stdout == ""
+    assert not (tmp_path / "curves.png").exists()

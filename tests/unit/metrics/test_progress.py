@@ -1,0 +1,160 @@
+import io
+import math
+import re
+
+import pytest
+from rich.cells import cell_len
+
+from dapo_mega.metrics import ProgressDisplay
+
+METRICS = {
+    "rollout/reward_mean": -0.25,
+    "rollout/accuracy_mean": 0.5,
+    "rollout/response_length_mean": 1234.4,
+    "policy/entropy": 0.875,
+    "rollout/tokens_per_s": 5000.0,
+    "policy/loss": 77.0,
+}
+SHOWN = ["reward=-0.250", "accuracy=0.500", "length=1234", "entropy=0.875", "tokens/s=5000"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def visible(output: str) -> str:
+    return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", output)
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_plain_output_is_one_line_per_step_without_control_codes(monkeypatch):
+    # FORCE_COLOR makes rich colour any stream; a log file must stay plain all the same.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    with ProgressDisplay(10, 2, stream=stream) as progress:
+        progress.update(2, METRICS)
+        progress.message("checkpoint \x1b[31msaved\x1b[0m\r\x07")
+        progress.update(3, METRICS)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("step 2/10  " + "  ".join(SHOWN))
+    assert lines[1] == "checkpoint saved"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", stream.getvalue())
+
+
+def test_plain_output_is_the_default_for_captured_stdout(capsys):
+    with ProgressDisplay(4) as progress:
+        progress.update(1, METRICS)
+    assert capsys.readouterr().out.startswith("step 1/4  reward=-0.250")
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with ProgressDisplay(4, stream=stream) as progress:
+        progress.update(1, METRICS)
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_missing_value_shows_as_a_dash_and_a_nan_as_nan():
+    stream = io.StringIO()
+    with ProgressDisplay(4, stream=stream) as progress:
+        progress.update(0, {"policy/entropy": math.nan, "rollout/tokens_per_s": math.inf})
+    assert "reward=-  accuracy=-  length=-  entropy=nan  tokens/s=inf" in stream.getvalue()
+
+
+def test_time_left_follows_the_steps_of_this_run():
+    clock = Clock()
+    stream = io.StringIO()
+    progress = ProgressDisplay(100, 90, stream=stream, clock=clock)
+    clock.now += 1000.0  # starting up: not part of any step
+    with progress:
+        for step in (91, 92):
+            clock.now += 60.0
+            progress.update(step, {})
+    # 8 steps are left at 60 seconds each.
+    assert stream.getvalue().splitlines()[-1].endswith("ETA=0:08:00")
+
+
+def test_time_left_forgets_steps_older_than_the_last_twenty():
+    clock = Clock()
+    stream = io.StringIO()
+    with ProgressDisplay(1000, stream=stream, clock=clock) as progress:
+        for step in range(1, 41):
+            clock.now += 500.0 if step <= 20 else 1.0
+            progress.update(step, {})
+    assert stream.getvalue().splitlines()[-1].endswith("ETA=0:16:00")
+
+
+def test_the_last_step_has_no_time_left():
+    stream = io.StringIO()
+    with ProgressDisplay(1, stream=stream) as progress:
+        progress.update(1, {})
+    assert stream.getvalue().rstrip().endswith("ETA=0:00:00")
+
+
+def test_a_terminal_shows_all_values_and_messages_without_markup(wide_terminal):
+    stream = Terminal()
+    with ProgressDisplay(10, stream=stream) as progress:
+        progress.message("answer [bold]x[/bold] \x1b]0;title\x07")
+        progress.update(1, METRICS)
+    output = visible(stream.getvalue())
+    assert "step 1/10" in output
+    assert all(value in output for value in SHOWN)
+    assert "answer [bold]x[/bold] " in output
+    assert "\x1b]0;" not in stream.getvalue()
+    assert "\x1b[?25l" in stream.getvalue()  # the live display hides the cursor ...
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # ... and shows it again
+
+
+@pytest.mark.parametrize("columns", [12, 20, 40])
+def test_a_narrow_terminal_wraps_between_values_and_cuts_none(monkeypatch, columns):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    with ProgressDisplay(10, stream=stream) as progress:
+        progress.update(1, METRICS)
+    lines = re.split(r"[\r\n]+", visible(stream.getvalue()))
+    assert max(cell_len(line) for line in lines) <= columns
+    if columns >= 20:
+        assert all(any(value in line for line in lines) for value in SHOWN)
+
+
+def test_the_terminal_is_restored_after_an_exception(wide_terminal):
+    stream = Terminal()
+
+    def fail() -> None:
+        with ProgressDisplay(10, stream=stream):
+            raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        fail()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(("num_steps", "start_step"), [(5, 6), (5, -1)])
+def test_impossible_counts_are_refused(num_steps, start_step):
+    with pytest.raises(ValueError, match="start_step"):
+        ProgressDisplay(num_steps, start_step)
+
+
+def test_a_run_that_is_already_complete_can_be_shown(wide_terminal):
+    stream = Terminal()
+    with ProgressDisplay(0, 0, stream=stream):
+        pass
+    assert "step 0/0" in stream.getvalue()

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Sourced by the other scripts: puts $PYTHON on an environment that has the package and what it needs.
+# Uses the active virtual environment, or makes .venv in the project folder. Installs only what is missing.
+#   TORCH=torch==2.13.0   the torch to install when there is none (install your CUDA build yourself beforehand)
+#   PYTHON_BASE=python3   the interpreter that makes .venv
+set -euo pipefail
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+if [ -n "${VIRTUAL_ENV:-}" ]; then
+    PYTHON="$VIRTUAL_ENV/bin/python"
+else
+    [ -x "$project/.venv/bin/python" ] || "${PYTHON_BASE:-python3}" -m venv "$project/.venv"
+    PYTHON="$project/.venv/bin/python"
+fi
+
+"$PYTHON" - <<'PY' || { echo "error: Python 3.11 or newer is needed, $("$PYTHON" --version) was found; set PYTHON_BASE" >&2; exit 2; }
+import sys
+sys.exit(sys.version_info < (3, 11))
+PY
+
+stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.dapo_mega_installed"
+wanted="$project $(cksum < "$project/setup.py") ${1:-}"
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a few minutes the first time)"
+    "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet "${TORCH:-torch==2.13.0}"
+    # Without the constraint pip may swap torch for another build while it resolves the rest.
+    constraints=$(mktemp)
+    "$PYTHON" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$constraints"
+    "$PYTHON" -m pip install --quiet --constraint "$constraints" --editable "$project${1:-}"
+    rm -f "$constraints"
+    printf '%s' "$wanted" > "$stamp"
+fi
