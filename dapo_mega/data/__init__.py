@@ -1,0 +1,27 @@
+"""Prompts: dataset readers, templates, tokenizers, the resumable prompt cursor, and the quickstart's task."""
+
+from dapo_mega.data.arithmetic import ArithmeticDemonstration, ArithmeticTask, Problem
+from dapo_mega.data.cursor import PromptCursor
+from dapo_mega.data.prompts import Demonstration, PromptDataset, load_demonstrations, load_prompts
+from dapo_mega.data.readers import Row, read_rows
+from dapo_mega.data.templates import TEMPLATES, render, render_prompt
+from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
+
+__all__ = [
+    "TEMPLATES",
+    "ArithmeticDemonstration",
+    "ArithmeticTask",
+    "Demonstration",
+    "Problem",
+    "PromptCursor",
+    "PromptDataset",
+    "Row",
+    "build_byte_tokenizer",
+    "build_character_tokenizer",
+    "load_demonstrations",
+    "load_prompts",
+    "load_tokenizer",
+    "read_rows",
+    "render",
+    "render_prompt",
+]

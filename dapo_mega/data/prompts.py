@@ -1,0 +1,233 @@
+"""From dataset rows to what a run consumes: rendered and tokenised prompts, and demonstrations to imitate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dapo_mega.config import DatasetConfig
+from dapo_mega.data.readers import Row, read_rows
+from dapo_mega.data.templates import render_prompt, template_text
+from dapo_mega.errors import InputError
+from dapo_mega.types import Prompt, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_BATCH = 512
+
+_EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
+"""`DatasetConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """The prompts of a run, with `prompts[i].index == i`, and where every row that was read went.
+
+    `num_rows = len(prompts) + num_duplicates + num_long`. `num_conflicting` counts those duplicates whose ground
+    truth differs from the one kept, which is the first.
+    """
+
+    prompts: tuple[Prompt, ...]
+    num_rows: int
+    num_duplicates: int
+    num_conflicting: int
+    num_long: int
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """One response to imitate: `prompt_token_ids` [P] and `response_token_ids` [L], which end with the end token."""
+
+    prompt_token_ids: TokenIds
+    response_token_ids: TokenIds
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A row on its way to a `Prompt`: rendered, not yet tokenised.
+
+    `row` keeps the row's place, not its values; `truth` is the column's text and `answer` what was extracted of it.
+    """
+
+    row: Row
+    text: str
+    truth: str
+    answer: str
+    data_source: str
+
+
+def load_prompts(
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    long_prompts: Literal["refuse", "drop"] = "refuse",
+) -> PromptDataset:
+    """Read, render, deduplicate (by rendered text, the first row stays) and tokenise the prompts of a dataset.
+
+    Raises `InputError`, naming file and row, for a column that is absent, a ground truth that no answer could be
+    compared with, a prompt over `max_prompt_tokens` (unless `long_prompts` is "drop"), a prompt with characters
+    that the tokenizer does not know, and a dataset that leaves nothing to ask.
+    """
+    questions, num_rows, num_conflicting = _read_questions(config, tokenizer)
+    if not num_rows:
+        raise InputError(f"dataset {config.path} has no rows; give one with prompts")
+    prompts = _tokenized(questions, config, tokenizer, max_prompt_tokens, long_prompts)
+    if not prompts:
+        raise InputError(
+            f"all {len(questions)} prompts of {config.path} are longer than {max_prompt_tokens} tokens; "
+            f"raise max_prompt_tokens"
+        )
+    return PromptDataset(
+        prompts=tuple(prompts),
+        num_rows=num_rows,
+        num_duplicates=num_rows - len(questions),
+        num_conflicting=num_conflicting,
+        num_long=len(questions) - len(prompts),
+    )
+
+
+def load_demonstrations(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[Demonstration]:
+    """Every row as prompt and response tokens, the response closed by the tokenizer's end token.
+
+    The prompt is rendered and tokenised exactly as `load_prompts` does, apart from the response, so that the
+    boundary falls where generation will start. Rows are never deduplicated: a prompt may be shown with several
+    responses. Raises `InputError` for a row over `max_tokens` and as `load_prompts` does.
+    """
+    rows: list[Row] = []
+    texts: list[str] = []
+    responses: list[str] = []
+    for row in read_rows(config, _columns(config, with_response=True)):
+        response = row.value(config.columns.response, "columns.response")
+        if not isinstance(response, str) or not response:
+            raise InputError(f"{row.where}: the response must be text and not empty; correct or remove the row")
+        rows.append(Row(row.source, row.number, {}, row.unit))
+        texts.append(_prompt_text(row, config, tokenizer))
+        responses.append(response)
+    if not rows:
+        raise InputError(f"dataset {config.path} has no rows; give one with demonstrations")
+    demonstrations: list[Demonstration] = []
+    prompt_ids = _encode(texts, tokenizer, add_special_tokens=not config.chat_template)
+    for row, prompt, response in zip(rows, prompt_ids, _encode(responses, tokenizer, False), strict=True):
+        demonstration = Demonstration(_ids(prompt), _ids([*response, tokenizer.eos_token_id]))
+        _check_known(row, tokenizer, prompt + response)
+        length = len(demonstration.prompt_token_ids) + len(demonstration.response_token_ids)
+        if length > max_tokens:
+            raise InputError(
+                f"{row.where}: prompt and response are {length} tokens, over the limit of {max_tokens}; "
+                f"raise max_tokens or remove the row"
+            )
+        demonstrations.append(demonstration)
+    return demonstrations
+
+
+def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Question], int, int]:
+    """The distinct questions, the number of rows read, and the number of repeated rows that contradict the first."""
+    questions: dict[Any, _Question] = {}
+    num_rows = num_conflicting = 0
+    for row in read_rows(config, _columns(config, with_response=False)):
+        text = _prompt_text(row, config, tokenizer)
+        truth = _ground_truth_text(row, config)
+        key = text if config.deduplicate else num_rows
+        num_rows += 1
+        if key in questions:
+            # Equal texts are not extracted again: DAPO-Math-17k repeats each a hundred times.
+            kept = questions[key]
+            num_conflicting += truth != kept.truth and _extracted(row, truth, config) != kept.answer
+            continue
+        source = row.value(config.columns.data_source, "columns.data_source") if config.columns.data_source else ""
+        place = Row(row.source, row.number, {}, row.unit)
+        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), str(source))
+    return list(questions.values()), num_rows, num_conflicting
+
+
+def _tokenized(
+    questions: Sequence[_Question],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    long_prompts: Literal["refuse", "drop"],
+) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    encoded = _encode([question.text for question in questions], tokenizer, not config.chat_template)
+    for question, token_ids in zip(questions, encoded, strict=True):
+        _check_known(question.row, tokenizer, token_ids)
+        if len(token_ids) > max_prompt_tokens:
+            if long_prompts == "drop":
+                continue
+            raise InputError(
+                f"{question.row.where}: the prompt is {len(token_ids)} tokens, over max_prompt_tokens="
+                f"{max_prompt_tokens}; raise it, or set long_prompts=drop"
+            )
+        prompts.append(Prompt(len(prompts), question.text, _ids(token_ids), question.answer, question.data_source))
+    return prompts
+
+
+def _columns(config: DatasetConfig, with_response: bool) -> list[str]:
+    """The columns a run needs; checks the template too, before any file is read."""
+    template_text(config.template)
+    columns = config.columns
+    if with_response:
+        return [columns.prompt, columns.response]
+    return [columns.prompt, columns.ground_truth, *([columns.data_source] if columns.data_source else [])]
+
+
+def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    prompt = row.value(config.columns.prompt, "columns.prompt")
+    try:
+        text = render_prompt(prompt, config.template, tokenizer if config.chat_template else None)
+    except InputError as error:
+        raise InputError(f"{row.where}: {error}") from error
+    if not text.strip():
+        raise InputError(f"{row.where}: the prompt is empty; correct or remove the row")
+    return text
+
+
+def _ground_truth_text(row: Row, config: DatasetConfig) -> str:
+    """The column's value as text: numbers as written, a list of answers joined by commas."""
+    value = row.value(config.columns.ground_truth, "columns.ground_truth")
+    answers = value if isinstance(value, list) else [value]
+    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
+        raise InputError(
+            f"{row.where}: the ground truth must be text, a number or a list of them, got {value!r:.80}; "
+            f"correct the row, or set columns.ground_truth to another column"
+        )
+    return ", ".join(map(str, answers))
+
+
+def _extracted(row: Row, text: str, config: DatasetConfig) -> str:
+    # Imported here: package rewards is needed for this one call only.
+    from dapo_mega.rewards import extract_ground_truth
+
+    try:
+        answer = extract_ground_truth(text, _EXTRACTION[config.ground_truth_style])
+    except ValueError as error:
+        raise InputError(f"{row.where}: {error}") from error
+    # GSM8K writes thousands with commas; no answer in it is a list.
+    return answer.replace(",", "") if config.ground_truth_style == "gsm8k" else answer
+
+
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> Iterator[list[int]]:
+    """Token ids per text. A chat template has put its special tokens into the text already."""
+    for start in range(0, len(texts), _TOKENIZER_BATCH):
+        batch = list(texts[start : start + _TOKENIZER_BATCH])
+        yield from tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def _check_known(row: Row, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> None:
+    unknown = tokenizer.unk_token_id
+    # Some tokenizers (Qwen2's) name their end token as the unknown one, and never produce it for a character.
+    if unknown is not None and unknown != tokenizer.eos_token_id and unknown in token_ids:
+        raise InputError(
+            f"{row.where} has characters that the tokenizer cannot represent (it reads "
+            f"{tokenizer.decode(token_ids)!r:.120}); use a byte-level tokenizer or correct the row"
+        )
+
+
+def _ids(token_ids: Sequence[int]) -> TokenIds:
+    return np.asarray(token_ids, dtype=np.int32)

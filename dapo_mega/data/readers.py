@@ -1,0 +1,259 @@
+"""Rows of a dataset, one at a time, with the place each came from.
+
+Files are read with pyarrow and json rather than through `datasets.load_dataset`: nothing is copied into a cache (so
+any number of ranks may read the same file at once, from a read-only folder, too), numbers in JSON keep the digits
+they were written with instead of a guessed column type, rows may differ in their fields, and an error can name the
+line. `datasets` reads what only it can: its own `save_to_disk` folders and names on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_mega.config import DatasetConfig
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
+
+_BATCH_ROWS = 1024
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line"."""
+
+    source: str
+    number: int
+    values: Mapping[str, Any]
+    unit: str = "row"
+
+    @property
+    def where(self) -> str:
+        return f"{self.source}, {self.unit} {self.number}"
+
+    def value(self, column: str, option: str) -> Any:
+        """The field of a dotted name; `InputError` naming the fields there are, and the `option` to correct."""
+        if column in self.values:
+            return self.values[column]
+        value: Any = self.values
+        for part in column.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise InputError(_absent(column, option, self.where, _dotted_names(self.values)))
+            value = value[part]
+        return value
+
+
+def read_rows(config: DatasetConfig, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows that `config` names, in order, at most `config.max_rows` of them (counted before deduplication).
+
+    `columns` (dotted names) lets columnar files skip the other columns; None reads all. Numbers in JSON files are
+    returned as the text they were written as. Raises `InputError` for what does not exist or cannot be read.
+    """
+    return islice(_all_rows(config, columns), config.max_rows)
+
+
+def dataset_files(config: DatasetConfig) -> list[Path]:
+    """The files of a local file or folder of files, sorted by path.
+
+    A folder whose file names begin with split names (train-00000.parquet, test.jsonl) gives those of `config.split`.
+    """
+    path = Path(config.path)
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise InputError(f"{path} ends in {path.suffix!r}; a dataset file ends in one of {', '.join(SUFFIXES)}")
+        return [path]
+    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith((".", "dataset_info")))
+    if not files:
+        raise InputError(f"folder {path} holds no dataset file; one ends in {', '.join(SUFFIXES)}")
+    splits = {file: re.split(r"[-_.]", file.name)[0] for file in files}
+    chosen = [file for file in files if splits[file] == config.split]
+    others = sorted(set(splits.values()).intersection(_SPLITS))
+    if not chosen and others:
+        found = ", ".join(others)
+        raise InputError(f"folder {path} has no file of split {config.split!r}, only {found}; set split to one of them")
+    return chosen or files
+
+
+def _all_rows(config: DatasetConfig, columns: Sequence[str] | None) -> Iterator[Row]:
+    path = Path(config.path)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _dataset_rows(_saved_dataset(path, config.split), config.path, columns)
+    elif path.exists():
+        for file in dataset_files(config):
+            yield from _file_rows(file, config.split, columns)
+    elif _HUB_NAME.fullmatch(config.path) and path.suffix not in SUFFIXES:
+        yield from _dataset_rows(_hub_dataset(config.path, config.split), config.path, columns)
+    else:
+        siblings = [f.name for f in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a file or folder, or a hub name"
+        raise InputError(f"dataset {path} does not exist; {hint}")
+
+
+def _file_rows(path: Path, split: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    import pyarrow as pa
+
+    try:
+        if path.suffix == ".parquet":
+            yield from _arrow_rows(_parquet_batches(path, columns), path)
+        elif path.suffix == ".arrow":
+            yield from _arrow_rows(_ipc_batches(path), path)
+        elif path.suffix == ".jsonl":
+            yield from _json_lines(path)
+        else:
+            yield from _json_rows(path, split)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).split("\n")[0]
+        raise InputError(
+            f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
+        ) from error
+
+
+def _parquet_batches(path: Path, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+    import pyarrow.parquet as pq
+
+    # One thread: each rank reads, and they share the machine's cores.
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        yield from file.iter_batches(_BATCH_ROWS, columns=_top_level(columns, names, str(path)), use_threads=False)
+
+
+def _ipc_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            file = pa.ipc.open_file(source)
+            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+        else:  # The streaming format, which `datasets` writes.
+            source.seek(0)
+            yield from pa.ipc.open_stream(source)
+
+
+def _arrow_rows(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            yield Row(str(path), number, values)
+            number += 1
+
+
+def _json_rows(path: Path, split: str) -> Iterator[Row]:
+    """A list of records, the same under a key of an object, or (as many files in use are) one record per line."""
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        content = _parse_json(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            yield from _json_lines(path)
+            return
+        raise InputError(f"{path}:{error.lineno} is not valid JSON ({error.msg}); correct the file") from error
+    if isinstance(content, Mapping):
+        lists = {key: value for key, value in content.items() if _is_records(value)}
+        if split not in lists and len(lists) != 1:
+            found = ", ".join(map(repr, lists)) or "none"
+            raise InputError(f"{path} is one JSON object; its lists of records are {found}; set split to one of them")
+        content = lists[split] if split in lists else next(iter(lists.values()))
+    if not isinstance(content, list):
+        raise InputError(f"{path} holds a JSON {type(content).__name__}; expected a list of records")
+    for number, values in enumerate(content):
+        yield _record(Row(str(path), number, values))
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield _record(Row(str(path), number, _parse_json(line), "line"))
+                except json.JSONDecodeError as error:
+                    raise InputError(
+                        f"{path}, line {number} is not valid JSON ({error.msg}); correct the line"
+                    ) from error
+
+
+def _parse_json(text: str) -> Any:
+    # Numbers as text: a ground truth of 27.0, 1e400 or 0.10 must come out as it went in.
+    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _record(row: Row) -> Row:
+    if not isinstance(row.values, Mapping):
+        raise InputError(f"{row.where} is a JSON {type(row.values).__name__}; expected a record with named fields")
+    return row
+
+
+def _saved_dataset(path: Path, split: str) -> datasets.Dataset:
+    """A folder written by `save_to_disk`, of one dataset or of several splits."""
+    import datasets
+
+    loaded = datasets.load_from_disk(str(path))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise InputError(f"{path} has no split {split!r}; set split to one of {', '.join(map(str, loaded))}")
+        return loaded[split]
+    return loaded
+
+
+def _hub_dataset(name: str, split: str) -> datasets.Dataset:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{name} is no local file or folder, and its split {split!r} could not be had from the Hugging Face hub "
+            f"({reason}); download it where there is a network and give the path of the files"
+        ) from error
+
+
+def _dataset_rows(dataset: datasets.Dataset, source: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    wanted = _top_level(columns, dataset.column_names, source)
+    selected = dataset if wanted is None else dataset.select_columns(wanted)
+    for number, values in enumerate(selected.with_format(None)):
+        yield Row(source, number, values)
+
+
+def _top_level(columns: Sequence[str] | None, names: Sequence[str], source: str) -> list[str] | None:
+    """The stored columns that hold the dotted `columns`."""
+    if columns is None:
+        return None
+    wanted = dict.fromkeys(c if c in names else c.partition(".")[0] for c in columns)
+    missing = [column for column in wanted if column not in names]
+    if missing:
+        raise InputError(_absent(missing[0], "columns", source, names))
+    return list(wanted)
+
+
+def _absent(column: str, option: str, where: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(column, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"set {option} to one of them"
+    return f"{where} has no column {column!r}; it has {', '.join(names)}; {hint}"
+
+
+def _dotted_names(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            names.extend(_dotted_names(value, f"{prefix}{key}."))
+        else:
+            names.append(f"{prefix}{key}")
+    return names

@@ -1,0 +1,89 @@
+"""Two tokenizers that need no training and no download, and loading of any other.
+
+Both never read a special token out of plain text (`split_special_tokens`): a response that spells "</s>" with
+ordinary characters does not end there, and every text survives encoding and decoding unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, EOS, BOS, UNKNOWN = "<pad>", "</s>", "<s>", "<unk>"
+SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN)
+"""In the order of their ids, 0 to 3."""
+
+_UNLIMITED = 10**9  # transformers would warn about prompts over model_max_length; the run's own limits hold instead.
+
+
+def build_character_tokenizer(alphabet: Iterable[str]) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet` (repeats ignored), ids from 4 in the order given.
+
+    Any other character becomes `<unk>`; decoding an encoded text over the alphabet returns it exactly.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = list(dict.fromkeys(alphabet))
+    if not characters or any(len(character) != 1 for character in characters):
+        raise InputError(f"an alphabet is made of single characters, at least one, got {characters[:20]}")
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrapped(tokenizer)
+
+
+def build_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, ids from 4: represents any text, at one to four tokens per character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrapped(tokenizer)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in folder `path` (or of that Hugging Face name), with an end token and a pad token.
+
+    A missing pad token is replaced by the end token. Raises `InputError` when there is no tokenizer or it has no
+    end token, without which no response would ever end.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"no tokenizer could be loaded from {path}; give a folder with tokenizer.json and tokenizer_config.json, "
+            f"or a Hugging Face name that can be reached ({reason})"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer in {path} has no eos_token; add one to its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        model_max_length=_UNLIMITED,
+    )

@@ -1,0 +1,30 @@
+"""Shared by all tests: the CPU stands in as Megatron's accelerator before any test module imports Megatron."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_mega.policy import cpu_accelerator
+
+cpu_accelerator.install()
+torch.set_num_threads(1)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def benchmark_data() -> Path:
+    """Folder with the public benchmark files."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"benchmark data is not at {folder}")
+    return folder

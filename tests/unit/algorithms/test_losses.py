@@ -1,0 +1,93 @@
+"""Every expected number below is derived by hand in the comment beside it."""
+
+import math
+
+import pytest
+import torch
+
+from dapo_mega.algorithms import kl_estimate, policy_loss
+
+
+def loss_of(ratios, advantages, **settings):
+    """Per-token loss for given probability ratios, pi_old = 1/2."""
+    old = torch.full((len(ratios),), math.log(0.5), dtype=torch.float64)
+    new = old + torch.tensor(ratios, dtype=torch.float64).log()
+    new.requires_grad_()
+    defaults = {"clip_low": 0.2, "clip_high": 0.28}
+    terms = policy_loss(new, old, torch.tensor(advantages, dtype=torch.float64), **{**defaults, **settings})
+    terms.loss.sum().backward()
+    return terms, new.grad
+
+
+def test_clip_higher_bounds_each_side_on_its_own():
+    #            r A              clip(r) A         min -> loss = -min
+    # r 1.5 A 1:  1.5,             1.28             -> -1.28  (upper bound, no gradient)
+    # r 0.5 A 1:  0.5,             0.8              -> -0.5   (gradient -r A = -0.5)
+    # r 1.5 A -1: -1.5,           -1.28             ->  1.5   (gradient  1.5)
+    # r 0.5 A -1: -0.5,           -0.8              ->  0.8   (lower bound, no gradient)
+    # r 1.25 A 1: inside because the upper bound is 1.28, not 1.2
+    terms, gradient = loss_of([1.5, 0.5, 1.5, 0.5, 1.25], [1, 1, -1, -1, 1])
+    torch.testing.assert_close(terms.loss, torch.tensor([-1.28, -0.5, 1.5, 0.8, -1.25], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -0.5, 1.5, 0.0, -1.25], dtype=torch.float64))
+    assert terms.clipped_high.tolist() == [True, False, False, False, False]
+    assert terms.clipped_low.tolist() == [False, False, False, True, False]
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
+    # A = -2, c = 10: the loss -r A = 2 r is bounded by 20, reached at r = 10. A = 2 is untouched by c.
+    terms, gradient = loss_of([12.0, 9.0, 12.0], [-2, -2, 2], dual_clip=10.0)
+    torch.testing.assert_close(terms.loss, torch.tensor([20.0, 18.0, -2.56], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 18.0, 0.0], dtype=torch.float64))
+    assert terms.clipped_dual.tolist() == [True, False, False]
+
+
+def test_on_policy_gradient_is_minus_the_advantage():
+    _, gradient = loss_of([1.0, 1.0], [0.7, -1.3])
+    torch.testing.assert_close(gradient, torch.tensor([-0.7, 1.3], dtype=torch.float64))
+
+
+def test_zero_advantage_has_no_loss_and_no_gradient():
+    terms, gradient = loss_of([3.0, 0.1], [0, 0], dual_clip=10.0)
+    assert terms.loss.abs().sum() == 0
+    assert gradient.abs().sum() == 0
+
+
+def test_importance_weights_scale_loss_and_gradient_up_to_the_cap():
+    # pi_old = 1/2. pi_rollout = 1/4 -> weight 2; 1/8 -> 4, capped to 3; 1 -> 1/2. Ratio 1, A = 1: loss = -weight.
+    rollout = torch.tensor([0.25, 0.125, 1.0], dtype=torch.float64).log()
+    terms, gradient = loss_of([1.0] * 3, [1, 1, 1], rollout_logprobs=rollout, importance_cap=3.0)
+    torch.testing.assert_close(terms.loss, torch.tensor([-2.0, -3.0, -0.5], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([-2.0, -3.0, -0.5], dtype=torch.float64))
+
+
+def test_extreme_ratios_stay_finite():
+    old = torch.tensor([-200.0, 0.0])
+    new = torch.tensor([0.0, -200.0], requires_grad=True)
+    terms = policy_loss(new, old, torch.tensor([-1.0, 1.0]), clip_low=0.2, clip_high=0.28)
+    terms.loss.sum().backward()
+    assert torch.isfinite(terms.loss).all()
+    assert torch.isfinite(new.grad).all()
+
+
+def test_shapes_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(2), clip_low=0.2, clip_high=0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    # log pi = log 1/2, log ref = log 1/4, d = log ref - log pi = -log 2.
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 + math.log(2) - 1)],
+)
+def test_kl_estimators(kind, expected):
+    estimate = kl_estimate(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]), kind)
+    assert estimate.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_k1_and_k3_are_unbiased_for_a_known_pair_of_distributions():
+    policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    true_kl = (policy * (policy / reference).log()).sum()
+    for kind in ("k1", "k3"):
+        expectation = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum()
+        torch.testing.assert_close(expectation, true_kl)

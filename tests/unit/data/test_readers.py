@@ -1,0 +1,191 @@
+"""Every supported file gives the same rows, and what cannot be read says where and what to do."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo_mega.config import DatasetConfig
+from dapo_mega.data.readers import read_rows
+from dapo_mega.errors import InputError
+
+RECORDS = [{"prompt": f"{i}+1=", "meta": {"answer": str(i + 1), "tags": ["a", "b"]}} for i in range(5)]
+
+
+def _rows(path: Path, **options: object) -> list[dict]:
+    return [dict(row.values) for row in read_rows(DatasetConfig(path=str(path), **options))]
+
+
+def _write_jsonl(path: Path, records: list) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    return path
+
+
+def _write_parquet(path: Path, records: list) -> Path:
+    pq.write_table(pa.Table.from_pylist(records), path)
+    return path
+
+
+def _write_arrow(path: Path, kind: str) -> Path:
+    table = pa.Table.from_pylist(RECORDS)
+    opened = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with opened(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+WRITERS = {
+    "parquet": lambda d: _write_parquet(d / "x.parquet", RECORDS),
+    "jsonl": lambda d: _write_jsonl(d / "x.jsonl", RECORDS),
+    "json lines named json": lambda d: _write_jsonl(d / "x.json", RECORDS),
+    "json list": lambda d: _text(d / "x.json", json.dumps(RECORDS)),
+    "json under a key": lambda d: _text(d / "x.json", json.dumps({"version": 1, "tags": ["a"], "data": RECORDS})),
+    "json by split": lambda d: _text(d / "x.json", json.dumps({"test": RECORDS[:1], "train": RECORDS})),
+    "json with a byte order mark": lambda d: _text(d / "x.json", "\ufeff" + json.dumps(RECORDS)),
+    "arrow stream": lambda d: _write_arrow(d / "x.arrow", "stream"),
+    "arrow file": lambda d: _write_arrow(d / "x.arrow", "file"),
+}
+
+
+def _text(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", sorted(WRITERS))
+def test_every_format_gives_the_same_rows(kind: str, tmp_path: Path) -> None:
+    path = WRITERS[kind](tmp_path)
+    assert _rows(path) == RECORDS
+    assert _rows(path, max_rows=2) == RECORDS[:2]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "reading leaves nothing behind"
+
+
+@pytest.mark.parametrize("as_splits", [False, True])
+def test_a_saved_dataset_is_read(as_splits: bool, tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list(RECORDS)
+    (datasets.DatasetDict({"train": saved}) if as_splits else saved).save_to_disk(tmp_path / "saved")
+    assert _rows(tmp_path / "saved") == RECORDS
+    columns = read_rows(DatasetConfig(path=str(tmp_path / "saved")), ["meta.answer"])
+    assert [row.values for row in columns] == [{"meta": record["meta"]} for record in RECORDS]
+    if as_splits:
+        with pytest.raises(InputError, match="set split to one of train"):
+            _rows(tmp_path / "saved", split="test")
+
+
+def test_a_folder_is_read_in_the_order_of_its_file_names(tmp_path: Path) -> None:
+    _write_jsonl(tmp_path / "part-2.jsonl", RECORDS[3:])
+    _write_parquet(tmp_path / "part-0.parquet", RECORDS[:2])
+    _text(tmp_path / "part-1.json", json.dumps(RECORDS[2:3]))
+    _text(tmp_path / "README.md", "not data")
+    assert _rows(tmp_path) == RECORDS
+
+
+def test_a_folder_with_splits_gives_only_the_one_asked_for(tmp_path: Path) -> None:
+    _write_jsonl(tmp_path / "train-00000-of-00001.jsonl", RECORDS[:3])
+    _write_parquet(tmp_path / "test.parquet", RECORDS[3:])
+    _text(tmp_path / "preparation.json", "{}")
+    assert _rows(tmp_path) == RECORDS[:3]
+    assert _rows(tmp_path, split="test") == RECORDS[3:]
+    with pytest.raises(InputError, match="only test, train"):
+        _rows(tmp_path, split="eval")
+
+
+def test_numbers_in_json_keep_their_digits(tmp_path: Path) -> None:
+    numbers = ["27.0", "0.10", "12345678901234567890123", "1e400", "-7", "9" * 5000]
+    path = _text(tmp_path / "x.jsonl", "\n".join(f'{{"answer": {number}}}' for number in numbers))
+    assert [row["answer"] for row in _rows(path)] == numbers
+
+
+def test_columns_are_reached_by_dotted_name_and_unasked_ones_are_not_read(tmp_path: Path) -> None:
+    path = _write_parquet(tmp_path / "x.parquet", [{**record, "a.b": i} for i, record in enumerate(RECORDS)])
+    rows = list(read_rows(DatasetConfig(path=str(path)), ["meta.answer", "a.b"]))
+    assert [row.value("meta.answer", "columns.x") for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [row.value("a.b", "columns.x") for row in rows] == [0, 1, 2, 3, 4]
+    assert "prompt" not in rows[0].values
+
+
+def test_a_place_names_file_and_row_or_line(tmp_path: Path) -> None:
+    parquet = _write_parquet(tmp_path / "x.parquet", RECORDS)
+    lines = _text(tmp_path / "x.jsonl", '\n{"a": 1}\n\n{"a": 2}\n')
+    assert [row.where for row in read_rows(DatasetConfig(path=str(parquet)))][-1] == f"{parquet}, row 4"
+    assert [row.where for row in read_rows(DatasetConfig(path=str(lines)))] == [f"{lines}, line 2", f"{lines}, line 4"]
+
+
+def test_an_absent_column_names_those_there_are_and_the_nearest(tmp_path: Path) -> None:
+    path = _write_parquet(tmp_path / "x.parquet", RECORDS)
+    with pytest.raises(InputError, match=r"prompt, meta; did you mean 'prompt'\?"):
+        list(read_rows(DatasetConfig(path=str(path)), ["promt"]))
+    row = next(read_rows(DatasetConfig(path=str(path))))
+    with pytest.raises(InputError, match=r"row 0 .*meta\.answer, meta\.tags; did you mean 'meta\.answer'\?"):
+        row.value("meta.answr", "columns.ground_truth")
+    with pytest.raises(InputError, match=r"set columns\.ground_truth to one of them"):
+        row.value("zzz", "columns.ground_truth")
+
+
+WRONG_FILES = {
+    "x.jsonl": ('{"a": 1}\n{"a": \n', "x.jsonl, line 2 is not valid JSON"),
+    "list.jsonl": ("[1]\n", "line 1 is a JSON list"),
+    "x.json": ('[{"a": 1},\n{"a": ]', "x.json:2 is not valid JSON"),
+    "text.json": ('"text"', "expected a list of records"),
+    "two.json": ('{"a": [{}], "b": [{}]}', "lists of records are 'a', 'b'"),
+    "none.json": ('{"a": 1}', "lists of records are none"),
+    "x.parquet": ("not parquet", "x.parquet cannot be read as parquet"),
+    "x.arrow": ("not arrow at all", "x.arrow cannot be read as arrow"),
+    "x.csv": ("a,b", "ends in '.csv'"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG_FILES))
+def test_an_unreadable_file_is_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+    text, expected = WRONG_FILES[name]
+    with pytest.raises(InputError, match=expected) as caught:
+        _rows(_text(tmp_path / name, text))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_nothing_after_max_rows_is_looked_at(tmp_path: Path) -> None:
+    path = _text(tmp_path / "x.jsonl", '{"a": 1}\n{"a": 2}\nbroken\n')
+    assert len(_rows(path, max_rows=2)) == 2
+
+
+def test_bytes_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(InputError, match="utf-8"):
+        _rows(tmp_path / "x.jsonl")
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    _write_jsonl(tmp_path / "train.jsonl", RECORDS)
+    with pytest.raises(InputError, match=r"does not exist; did you mean .*train\.jsonl"):
+        _rows(tmp_path / "trian.jsonl")
+    with pytest.raises(InputError, match="does not exist; give the path"):
+        _rows(tmp_path / "nowhere" / "x.parquet")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no dataset file"):
+        _rows(tmp_path)
+
+
+def test_a_hub_name_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreachable(name: str, split: str) -> None:
+        raise ConnectionError(f"Couldn't reach {name!r}\non the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="could not be had from the Hugging Face hub") as caught:
+        _rows(Path("nobody/nothing"))
+    assert "\n" not in str(caught.value)
+    assert "give the path of the files" in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
+    _write_parquet(tmp_path / "x.parquet", RECORDS)
+    tmp_path.chmod(0o500)
+    assert _rows(tmp_path) == RECORDS

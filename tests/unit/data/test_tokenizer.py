@@ -1,0 +1,96 @@
+"""The built tokenizers return every text exactly, also after a trip through the disk."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from dapo_mega.data.tokenizer import SPECIAL_TOKENS, build_byte_tokenizer, build_character_tokenizer, load_tokenizer
+from dapo_mega.errors import InputError
+
+ALPHABET = "0123456789+-=,:\n\t Answer</s>é"
+
+
+@pytest.fixture(scope="module", params=["built", "loaded"])
+def character(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return _through_disk(build_character_tokenizer(ALPHABET), request.param, tmp_path_factory.mktemp("character"))
+
+
+@pytest.fixture(scope="module", params=["built", "loaded"])
+def byte(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return _through_disk(build_byte_tokenizer(), request.param, tmp_path_factory.mktemp("byte"))
+
+
+def _through_disk(tokenizer: PreTrainedTokenizerFast, kind: str, folder: Path) -> PreTrainedTokenizerFast:
+    if kind == "built":
+        return tokenizer
+    tokenizer.save_pretrained(folder)
+    loaded = load_tokenizer(str(folder))
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    return loaded
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet=ALPHABET))
+def test_character_round_trip_is_one_token_per_character(character: PreTrainedTokenizerFast, text: str) -> None:
+    ids = character(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert min(ids, default=4) >= len(SPECIAL_TOKENS)
+    assert character.decode(ids) == character.decode(ids, skip_special_tokens=True) == text
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_byte_round_trip_is_one_token_per_byte(byte: PreTrainedTokenizerFast, text: str) -> None:
+    ids = byte(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert min(ids, default=4) >= len(SPECIAL_TOKENS)
+    assert byte.decode(ids) == byte.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", ["</s>", "<pad>", "1</s>2", "<s><unk>"])
+def test_text_that_spells_a_special_token_is_not_one(byte: PreTrainedTokenizerFast, text: str) -> None:
+    ids = byte(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert byte.decode(ids, skip_special_tokens=True) == text
+
+
+def test_special_tokens_have_fixed_ids_and_leave_the_text(character: PreTrainedTokenizerFast) -> None:
+    ids = [character.pad_token_id, character.eos_token_id, character.bos_token_id, character.unk_token_id]
+    assert ids == [0, 1, 2, 3]
+    assert character.eos_token == "</s>"
+    assert character.decode([*character("1+1")["input_ids"], 1, 0], skip_special_tokens=True) == "1+1"
+
+
+def test_a_character_outside_the_alphabet_is_unknown(character: PreTrainedTokenizerFast) -> None:
+    assert character("1*2")["input_ids"].count(character.unk_token_id) == 1
+
+
+def test_sizes() -> None:
+    assert len(build_byte_tokenizer()) == 256 + 4
+    assert len(build_character_tokenizer("aab")) == 2 + 4
+
+
+@pytest.mark.parametrize("alphabet", ["", ["ab"]])
+def test_an_alphabet_is_made_of_characters(alphabet: object) -> None:
+    with pytest.raises(InputError):
+        build_character_tokenizer(alphabet)
+
+
+def test_a_folder_without_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(InputError, match="no tokenizer could be loaded") as caught:
+            load_tokenizer(str(path))
+        assert "\n" not in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_end_is_refused_and_a_missing_pad_is_the_end(tmp_path: Path) -> None:
+    backend = build_byte_tokenizer().backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "endless")
+    with pytest.raises(InputError, match="eos_token"):
+        load_tokenizer(str(tmp_path / "endless"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "padless")
+    assert load_tokenizer(str(tmp_path / "padless")).pad_token_id == 1
