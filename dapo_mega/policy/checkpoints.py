@@ -6,6 +6,7 @@ file `latest` is replaced. A crash at any moment leaves the previous checkpoint 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from dapo_mega.errors import InputError
 from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.model import unwrapped
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -82,7 +84,8 @@ class CheckpointStore:
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
-        model = policy.stage.sharded_state_dict()
+        _prepare_torch_adam(policy)
+        model = unwrapped(policy.stage).sharded_state_dict()
         wanted: dict[str, Any] = {
             "model": model,
             "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=_METADATA),
@@ -95,8 +98,9 @@ class CheckpointStore:
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
                 f"the run was started with, or give another output_dir"
             ) from error
-        policy.stage.load_state_dict(loaded["model"])
+        unwrapped(policy.stage).load_state_dict(loaded["model"])
         policy.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_adam_steps(policy)
         policy.scheduler.load_state_dict(loaded["scheduler"])
         values = json.loads((path / "loop.json").read_text())
         with np.load(path / "loop.npz") as file:
@@ -123,6 +127,43 @@ class CheckpointStore:
         )
 
 
+def _prepare_torch_adam(policy: MegatronPolicy) -> None:
+    """Make torch's Adam ready to be loaded into; the optimizers of Apex and Transformer Engine need none of this.
+
+    Megatron 0.16 (a) reads the step count out of Adam's state, which torch allocates only at the first step, and
+    (b) expects the step among the tensors of a `fully_reshardable` checkpoint, which keeps it in the groups.
+    Can go when DistributedOptimizer skips "step" in _set_main_param_and_optimizer_states as it does on saving.
+    """
+    for part in policy.optimizer.chained_optimizers:
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
+
+
+def _separate_adam_steps(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 loads one step tensor shared by all parameters, which torch's Adam then counts up once for each
+    of them: the bias correction of the next updates would be wrong."""
+    for part in policy.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _set_states_but_step(part: Any, model_param: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][order]
+    step = part.optimizer.state[main_param]["step"]
+    type(part)._set_main_param_and_optimizer_states(part, model_param, {**tensors, "step": step})
+
+
 def _attempt(action: Callable[[], None]) -> str | None:
     """None, or why the file system refused."""
     try:
@@ -143,7 +184,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
-    model = policy.stage.sharded_state_dict()
+    model = unwrapped(policy.stage).sharded_state_dict()
     content = {
         "model": model,
         "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),

@@ -1,0 +1,179 @@
+"""Decide whether an answer equals the ground truth: cheaply where that is possible, else by math-verify.
+
+Model text is never given to `eval`, `exec`, `sympify` or `parse_expr`: math-verify is called with its LaTeX
+grammar only, and only on text that `bounds` lets pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
+from dapo_mega.rewards.normalization import (
+    after_last_equals,
+    canonical_latex,
+    compact,
+    left_sides,
+    split_list,
+)
+from dapo_mega.rewards.numerals import Numeral, numerals_equal, parse_numeral
+
+_PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+_ASCII_DIGIT = re.compile(r"[0-9]")
+# A name that a solution may give to its value: x, x_1, f(x), \theta, (r, \theta).
+_NAME = r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_(?:\{\w+\}|\w))?'?(?:\([a-zA-Z0-9,]{0,20}\))?"
+_NAMES: Final = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME}){{0,9}}\)")
+
+
+class _Shape(enum.Enum):
+    """How the equals signs of an answer are to be read; the ground truth decides."""
+
+    VALUE = "the text after the last equals sign"
+    LIST = "each part of the list after its last equals sign"
+    EQUATION = "the whole text"
+
+
+@dataclass(frozen=True)
+class _Truth:
+    latex: str
+    key: str
+    shape: _Shape
+    numeral: Numeral | None
+    is_word: bool
+    has_equals: bool
+
+
+def _read(latex: str, shape: _Shape) -> str:
+    if shape is _Shape.VALUE:
+        return after_last_equals(latex)
+    if shape is _Shape.LIST:
+        return ",".join(after_last_equals(part) for part in split_list(latex))
+    return latex
+
+
+def _shape(latex: str) -> _Shape:
+    parts = split_list(latex)
+    if any(not _NAMES.fullmatch(compact(side)) for part in parts for side in left_sides(part)):
+        return _Shape.EQUATION
+    return _Shape.LIST if len(parts) > 1 else _Shape.VALUE
+
+
+@lru_cache(maxsize=8192)
+def _truth(ground_truth: str) -> _Truth:
+    latex = canonical_latex(ground_truth)
+    shape = _shape(latex)
+    key = compact(_read(latex, shape))
+    # A word is compared letter by letter: to an algebra system, `seat` is a product that equals `east`.
+    is_word = key.isalpha() and (len(key) >= 4 or "\\text" in ground_truth or "\\mbox" in ground_truth)
+    has_equals = bool(left_sides(latex))
+    return _Truth(latex, key, shape, parse_numeral(key), is_word, has_equals)
+
+
+def compare_cheaply(candidate: str, ground_truth: str) -> bool | None:
+    """Equality by spelling or exact value, without computer algebra; None where that cannot decide.
+
+    The candidate must be of bounded length. Two numbers are always decided, so that integer answers (all of
+    DAPO-Math-17k) never need more than this.
+    """
+    truth = _truth(ground_truth)
+    stripped = candidate.strip(" $")
+    if _PLAIN_INTEGER.fullmatch(stripped):
+        key = stripped
+    else:
+        key = compact(_read(canonical_latex(candidate), truth.shape))
+    if not key:
+        return False
+    if key == truth.key:
+        return True
+    if truth.is_word:
+        return key.casefold() == truth.key.casefold()
+    if truth.numeral is None:
+        return None
+    numeral = parse_numeral(key)
+    if numeral is not None:
+        return numerals_equal(numeral, truth.numeral)
+    # Nothing written without a digit is worth asking an algebra system whether it equals a number.
+    return None if _ASCII_DIGIT.search(key) else False
+
+
+def symbolic_forms(candidate: str, ground_truth: str) -> tuple[str, str]:
+    """The two LaTeX texts, without delimiters, that math-verify is to compare."""
+    truth = _truth(ground_truth)
+    latex = canonical_latex(candidate)
+    if truth.has_equals and left_sides(latex):
+        return latex, truth.latex
+    return _read(latex, truth.shape), _read(truth.latex, truth.shape)
+
+
+def symbolically_equal(candidate_latex: str, truth_latex: str) -> bool:
+    """Mathematical equality of two bounded LaTeX texts by math-verify; False where one cannot be parsed.
+
+    It has no time limit of its own (math-verify's needs signals, hence the main thread): callers with
+    untrusted text run it in a process that they can end. A text that exceeds `bounds` is not equal.
+    """
+    if bound_violation(candidate_latex) or bound_violation(truth_latex):
+        return False
+    # Imported here: it takes most of a second, and a process that sees only integers never needs it.
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # The logger tells once per process that its own time limit is off, and warns about each odd LaTeX text.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    config = [LatexExtractionConfig(boxed_match_priority=-1)]
+    parsed = [
+        parse(f"${latex}$", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
+        for latex in (truth_latex, candidate_latex)
+    ]
+    return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+
+
+def answers_match(candidate: str, ground_truth: str) -> bool:
+    """Whether an extracted answer equals the ground truth; False for an answer that exceeds `bounds`.
+
+    Runs in the calling process without a time limit; `AnswerVerifier` adds the limits that training needs.
+    """
+    if len(candidate) > MAX_ANSWER_CHARACTERS:
+        return False
+    decided = compare_cheaply(candidate, ground_truth)
+    if decided is not None:
+        return decided
+    return symbolically_equal(*symbolic_forms(candidate, ground_truth))
+
+
+def validate_ground_truth(text: str) -> str:
+    r"""The ground truth without surrounding white space, if answers can be compared with it.
+
+    Raises ValueError, with the text and the reason, for one that is empty or without letter or digit, has
+    unbalanced braces, or exceeds `bounds`.
+    """
+    stripped = text.strip()
+    problem = bound_violation(stripped)
+    if not stripped:
+        problem = "it is empty"
+    elif problem is None:
+        problem = _structural_problem(stripped)
+    if problem is not None:
+        shown = text if len(text) <= MAX_ANSWER_CHARACTERS else text[:MAX_ANSWER_CHARACTERS] + "..."
+        raise ValueError(
+            f"ground truth {shown!r} cannot be compared with answers: {problem}; allowed are integers, "
+            f"decimals, fractions, LaTeX expressions and words of at most {MAX_ANSWER_CHARACTERS} characters"
+        )
+    return stripped
+
+
+def _structural_problem(text: str) -> str | None:
+    key = _truth(text).key
+    if not any(character.isalnum() for character in key):
+        return "it holds no number, symbol or word"
+    unescaped = re.sub(r"\\[\\{}]", "", text)
+    depth = 0
+    for character in unescaped:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            break
+    return "its braces are not balanced" if depth != 0 else None

@@ -1,0 +1,110 @@
+"""Find the final answer in a response, and the reference answer in a dataset column.
+
+Every style runs in time linear in the text, whatever a model wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final, Literal, get_args
+
+from dapo_mega.rewards.equivalence import validate_ground_truth
+
+ExtractionStyle = Literal["dapo", "boxed", "gsm8k", "last_number", "none"]
+
+# The rule of the DAPO recipe: only the end of a response can hold its answer.
+TAIL_CHARACTERS: Final = 300
+
+_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def _last_answer_line(text: str) -> str | None:
+    """The last `Answer: ...` of the final 300 characters. DAPO's rule."""
+    matches = _ANSWER_LINE.findall(text[-TAIL_CHARACTERS:])
+    return matches[-1] if matches else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}` with balanced braces; None if none or if it never closes."""
+    start = text.rfind("\\boxed")
+    if start < 0:
+        return None
+    opening = start + len("\\boxed")
+    while opening < len(text) and text[opening] == " ":
+        opening += 1
+    if opening >= len(text) or text[opening] != "{":
+        return None
+    depth = 0
+    for brace in _BRACES.finditer(text, opening):
+        if brace.group() == "{":
+            depth += 1
+        elif brace.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return text[opening + 1 : brace.start()]
+    return None
+
+
+def _after_hashes(text: str) -> str | None:
+    """Rest of the line after the last `####`, as in GSM8K's `answer` column."""
+    _, marker, rest = text.rpartition("####")
+    return rest.partition("\n")[0] if marker else None
+
+
+def _last_number(text: str) -> str | None:
+    """The last number written in the final 300 characters."""
+    matches = _NUMBER.findall(text[-TAIL_CHARACTERS:])
+    return matches[-1].rstrip(",") if matches else None
+
+
+def _whole_text(text: str) -> str | None:
+    return text
+
+
+_EXTRACTORS: Final[dict[str, Callable[[str], str | None]]] = {
+    "dapo": _last_answer_line,
+    "boxed": last_boxed,
+    "gsm8k": _after_hashes,
+    "last_number": _last_number,
+    "none": _whole_text,
+}
+
+
+def check_extraction_style(style: str) -> None:
+    """Raises ValueError for a style that is not an `ExtractionStyle`."""
+    if style not in _EXTRACTORS:
+        raise ValueError(f"extraction style {style!r}; choose one of {', '.join(get_args(ExtractionStyle))}")
+
+
+def extract_answer(response: str, style: str = "dapo") -> str | None:
+    r"""The final answer as the response wrote it, stripped but not normalised; None where there is none.
+
+    `dapo`: the last match of `(?i)Answer\s*:\s*([^\n]+)` within the last 300 characters (DAPO's rule).
+    `boxed`: the last balanced `\boxed{...}`. `gsm8k`: what follows the last `####` on its line.
+    `last_number`: the last number within the last 300 characters. `none`: the whole text.
+    Special tokens such as an end-of-turn marker must have been removed by the caller.
+
+    Raises ValueError for an unknown style.
+    """
+    check_extraction_style(style)
+    answer = _EXTRACTORS[style](response)
+    if answer is None:
+        return None
+    return answer.strip() or None
+
+
+def extract_ground_truth(text: str, style: str = "none") -> str:
+    """The reference answer in a dataset column, checked to be one that responses can be compared with.
+
+    Raises ValueError where the style finds no answer, or `validate_ground_truth` refuses it.
+    """
+    answer = extract_answer(text, style)
+    if answer is None:
+        raise ValueError(
+            f"no answer of style {style!r} in the ground truth {text[-TAIL_CHARACTERS:]!r}; "
+            "correct the row or choose the style that the column is written in"
+        )
+    return validate_ground_truth(answer)

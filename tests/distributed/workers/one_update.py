@@ -1,0 +1,96 @@
+"""Worker: one optimizer update of the same mini-batch under several layouts; rank 0 writes what came out.
+
+Arguments: MODEL_DIR OUTPUT_DIR JSON. The JSON lists cases {name, tensor, pipeline, sequence, budget, algorithm,
+dtype}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    model_dir, output_dir, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    for case in cases:
+        result = run_case(model_dir, case)
+        if result is not None:
+            torch.save(result, output_dir / f"{case['name']}.pt")
+    dist.destroy_process_group()
+
+
+def run_case(model_dir, case):
+    import torch
+    from megatron.core import parallel_state
+
+    from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
+    from dapo_mega.policy.megatron_policy import MegatronPolicy
+    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.policy.processes import start_processes
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tiny import make_samples
+
+    algorithm = AlgorithmConfig(**case.get("algorithm", {}))
+    parallel = ParallelConfig(
+        tensor=case["tensor"], pipeline=case["pipeline"], sequence=case.get("sequence", False)
+    )
+    processes = start_processes(parallel, 0, torch.device("cpu"))
+    # With a large epsilon one Adam step is a smooth function of the gradient, lr * g / (|g| + eps), so that the
+    # updated weights show the gradient itself and not only its sign.
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, epsilon=1.0, clip_grad=1.0)
+    policy = MegatronPolicy(
+        ModelConfig(path=str(model_dir), dtype=case.get("dtype", "fp32")),
+        parallel,
+        optimizer,
+        processes,
+        temperature=0.9,
+        updates_per_step=1,
+        num_steps=1,
+    )
+    before = dict(pair for bucket in policy.gatherer.buckets(1 << 14) for pair in bucket)
+    columns = columns_from_samples(make_samples(19))
+    plan = plan_micro_batches(columns.lengths, processes.data_size, case["budget"])[processes.data_rank]
+    micro_batches = [
+        build_micro_batch(
+            columns,
+            indices,
+            aggregation=algorithm.aggregation,
+            max_response_tokens=40,
+            multiple_of=policy.token_multiple,
+        )
+        for indices in plan
+    ]
+    scores = policy.score(micro_batches)
+    # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
+    batches = [
+        TokenBatch(b, s.logprobs + 0.4 * torch.sin(b.rollout_logprobs[b.response_mask] * 7))
+        if processes.is_last_stage
+        else TokenBatch(b)
+        for b, s in zip(micro_batches, scores, strict=True)
+    ]
+    metrics = policy.update(batches, PolicyGradient(algorithm))
+    after = dict(pair for bucket in policy.gatherer.buckets(1 << 14) for pair in bucket)
+    parallel_state.destroy_model_parallel()
+    if processes.rank != 0:
+        return None
+    change = {name: (after[name] - before[name]).clone() for name in after}
+    return {
+        "metrics": metrics,
+        "change": change,
+        "num_micro_batches": len(micro_batches),
+        "before": {name: tensor.clone() for name, tensor in before.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Whole runs of launch/train_dapo.py on a tiny task, as separate processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from dapo_mega.metrics import read_metrics
+from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+
+TRAIN = REPOSITORY / "launch" / "train_dapo.py"
+
+
+def prepare(folder: Path) -> Path:
+    """A tiny arithmetic task with a random model; returns the configuration file of a run of 6 steps.
+
+    The reward is a coin that only the request decides, so groups are mixed and dynamic sampling, buffer and
+    surplus are in play although the model knows nothing.
+    """
+    tool = str(REPOSITORY / "tools" / "prepare_data.py")
+    common = {"check": True, "cwd": folder, "env": {**__import__("os").environ, "PYTHONPATH": str(REPOSITORY)}}
+    subprocess.run(
+        [sys.executable, tool, "arithmetic", "--output", "data", "--num-train", "60", "--num-eval", "8",
+         "--num-demonstrations", "64", "--max-digits", "2"],
+        **common,
+    )  # fmt: skip
+    subprocess.run(
+        [sys.executable, tool, "init-model", "--output", "model", "--hidden-size", "32", "--layers", "2",
+         "--intermediate-size", "48"],
+        **common,
+    )  # fmt: skip
+    config = {
+        "output_dir": str(folder / "run"),
+        "seed": 3,
+        "num_steps": 6,
+        "threads_per_process": 1,
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "data": {
+            "max_prompt_tokens": 16,
+            "train": {"path": str(folder / "data" / "train.parquet"), "template": "bare"},
+            "evaluation": {"path": str(folder / "data" / "eval.parquet"), "template": "bare"},
+        },
+        "rollout": {"max_response_tokens": 12},
+        "reward": {"source": "random", "overlong_cache_tokens": 4},
+        "algorithm": {"preset": "dapo", "max_staleness": 2},
+        "batch": {
+            "groups_per_step": 6,
+            "group_size": 4,
+            "generation_groups": 8,
+            "mini_batch_groups": 3,
+            "tokens_per_microbatch": 128,
+        },
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3},
+        "evaluation": {"at_start": True, "every": 3, "samples_per_prompt": 2, "top_p": 1.0},
+        "checkpoint": {"every": 2, "keep_last": 2},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def start(config: Path, world_size: int, output_dir: Path, *overrides: str) -> list[subprocess.Popen]:
+    arguments = ["--config", str(config), f"output_dir={output_dir}", *overrides]
+    return start_workers(TRAIN, world_size, arguments, output_dir.parent / f"{output_dir.name}_logs")
+
+
+def finish(workers: list[subprocess.Popen], output_dir: Path, timeout_s: float = 240) -> None:
+    statuses = wait_for(workers, timeout_s)
+    logs = output_dir.parent / f"{output_dir.name}_logs"
+    assert statuses == [0] * len(workers), "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.log")))
+
+
+def kill_when(workers: list[subprocess.Popen], condition: Callable[[], bool], timeout_s: float = 240) -> None:
+    """SIGKILL every process as soon as the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the moment to kill at did not come"
+        assert all(worker.poll() is None for worker in workers), "the run ended before it could be killed"
+        time.sleep(0.002)
+    kill(workers)
+
+
+def steps_done(output_dir: Path) -> int:
+    file = output_dir / "metrics.jsonl"
+    return int(read_metrics(file)[-1]["step"]) if file.is_file() and read_metrics(file) else -1
+
+
+def decisive(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics that a second run must reproduce: all but times and speeds."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/") and "per_s" not in name}

@@ -1,0 +1,122 @@
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_mega.rewards import extract_answer, extract_ground_truth
+
+MEGABYTE = 10**6
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("Answer: 42", "42"),
+        ("so x = 3.\n\nAnswer: $\\frac{1}{2}$\n", "$\\frac{1}{2}$"),
+        ("answer : 7", "7"),
+        ("ANSWER:\n\n  7", "7"),
+        ("Answer: 1\nno, wait\nAnswer: 2", "2"),
+        ("Answer: 1\nAnswer: 2\nthat is it", "2"),
+        ("Answer: 1 Answer: 2", "1 Answer: 2"),  # one line is one match
+        ("**Answer:** 5", "** 5"),
+        ("the answer is 42", None),
+        ("", None),
+        ("Answer:", None),
+        ("Answer:     \n  ", None),
+    ],
+)
+def test_dapo_takes_the_last_answer_line(response: str, expected: str | None) -> None:
+    assert extract_answer(response) == expected
+
+
+def test_dapo_looks_only_at_the_last_300_characters() -> None:
+    line = "Answer: 42"
+    assert extract_answer(line + "\n" + "x" * (300 - len(line) - 1)) == "42"
+    assert extract_answer(line + "\n" + "x" * (300 - len(line))) is None
+
+
+@given(
+    st.text(alphabet="Aanswer: \n$1=", max_size=400)
+    | st.lists(st.sampled_from(["Answer", ":", " ", "\n", "4"]))
+)
+def test_dapo_agrees_with_the_published_expression(parts: str | list[str]) -> None:
+    response = "".join(parts)
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-300:])
+    expected = (found[-1].strip() or None) if found else None
+    assert extract_answer(response) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\boxed {5}", "5"),
+        (r"\boxed{1} and then cut off \boxed{2", None),
+        (r"\boxed", None),
+        (r"\boxed{}", None),
+        ("no box", None),
+    ],
+)
+def test_boxed_takes_the_last_box_with_balanced_braces(response: str, expected: str | None) -> None:
+    assert extract_answer(response, "boxed") == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "style", "expected"),
+    [
+        ("He has 16 - 3 = <<16-3=13>>13.\n#### 18", "gsm8k", "18"),
+        ("#### 1\n#### 70,000\nend", "gsm8k", "70,000"),
+        ("no mark", "gsm8k", None),
+        ("first 3, then -1,250.5, done.", "last_number", "-1,250.5"),
+        ("a, b", "last_number", None),
+        ("  x + 1 ", "none", "x + 1"),
+    ],
+)
+def test_other_styles(response: str, style: str, expected: str | None) -> None:
+    assert extract_answer(response, style) == expected
+
+
+def test_an_unknown_style_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"'xml'.*dapo, boxed, gsm8k"):
+        extract_answer("Answer: 1", "xml")
+
+
+def test_ground_truth_of_a_gsm8k_column() -> None:
+    assert extract_ground_truth("9 * 2 = <<9*2=18>>18\n#### 18", "gsm8k") == "18"
+
+
+def test_a_ground_truth_without_an_answer_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no answer of style 'gsm8k' in the ground truth 'eighteen'"):
+        extract_ground_truth("eighteen", "gsm8k")
+
+
+HOSTILE = {
+    "spaces after the colon": "Answer:" + " " * MEGABYTE,
+    "spaces before the colon": "Answer" + " " * MEGABYTE + ":",
+    "newlines": "Answer:" + "\n" * MEGABYTE,
+    "many answers on one line": "Answer:" * (MEGABYTE // 7),
+    "many answers on many lines": "Answer: 1\n" * (MEGABYTE // 10),
+    "digits": "Answer: " + "9" * MEGABYTE,
+    "numbers": "1 " * (MEGABYTE // 2),
+    "commas": "1," * (MEGABYTE // 2),
+    "open boxes": "\\boxed{" * (MEGABYTE // 7),
+    "braces": "\\boxed{" + "{" * MEGABYTE,
+    "nested boxes": "\\boxed{" * 10_000 + "1" + "}" * 10_000,
+    "hashes": "#" * MEGABYTE,
+    "null bytes": "Answer: " + "\0" * MEGABYTE,
+    "lone surrogates": "Answer: \ud800" + "\udfff" * 200,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("style", ["dapo", "boxed", "gsm8k", "last_number", "none"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_extraction_of_a_hostile_megabyte_takes_linear_time(name: str, style: str) -> None:
+    begin = time.perf_counter()
+    extract_answer(HOSTILE[name], style)
+    assert time.perf_counter() - begin < 2.0

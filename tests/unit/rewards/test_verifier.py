@@ -1,0 +1,235 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.rewards import AnswerVerifier, Verdict
+
+pytestmark = pytest.mark.timeout(180)
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def hostile_compare(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], bool]:
+    """A misbehaving comparison that spawned workers can import: they inherit this process's `sys.path`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import hostile_compare
+
+    return hostile_compare.compare
+
+
+def outcomes(verdicts: list[Verdict]) -> list[str]:
+    return [verdict.outcome for verdict in verdicts]
+
+
+def workers_of(verifier: AnswerVerifier) -> list[int]:
+    return [process.pid or 0 for process in multiprocessing.active_children()]
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_verdicts_keep_the_order_and_carry_the_answer() -> None:
+    with AnswerVerifier(1, 10.0) as verifier:
+        verdicts = verifier.verify(
+            [
+                ("Answer: 42", "42"),
+                ("Answer: $2(k+1)$", "2k+2"),
+                ("I give up", "42"),
+                ("Answer: 41", "42"),
+                ("Answer: $2(k+2)$", "2k+2"),
+                ("Answer: 9^9^9^9", "42"),
+                ("Answer: \\frac{84}{2}", "42"),
+            ]
+        )
+    assert verdicts == [
+        Verdict(True, "42", "correct"),
+        Verdict(True, "$2(k+1)$", "correct"),
+        Verdict(False, None, "no_answer"),
+        Verdict(False, "41", "wrong"),
+        Verdict(False, "$2(k+2)$", "wrong"),
+        Verdict(False, "9^9^9^9", "refused"),
+        Verdict(True, "\\frac{84}{2}", "correct"),
+    ]
+
+
+def test_integers_are_verified_without_a_worker_and_fast() -> None:
+    items = [(f"some reasoning\nAnswer: ${index}$", str(index - index % 2)) for index in range(10_000)]
+    with AnswerVerifier(2, 1.0) as verifier:
+        begin = time.perf_counter()
+        verdicts = verifier.verify(items)
+        seconds = time.perf_counter() - begin
+        assert multiprocessing.active_children() == []
+    assert [verdict.correct for verdict in verdicts] == [index % 2 == 0 for index in range(10_000)]
+    assert seconds < 1.0
+
+
+def test_nothing_to_verify() -> None:
+    with AnswerVerifier(1, 1.0) as verifier:
+        assert verifier.verify([]) == []
+
+
+def test_the_boxed_style_reads_boxes() -> None:
+    with AnswerVerifier(1, 1.0, extraction="boxed") as verifier:
+        assert outcomes(verifier.verify([("\\boxed{42}", "42"), ("Answer: 42", "42")])) == [
+            "correct",
+            "no_answer",
+        ]
+
+
+def test_an_answer_without_end_is_refused_unread() -> None:
+    with AnswerVerifier(1, 1.0, extraction="boxed") as verifier:
+        assert outcomes(verifier.verify([("\\boxed{" + "y" * 10**6 + "}", "42")])) == ["refused"]
+
+
+def test_a_hanging_comparison_costs_only_its_own_answer(hostile_compare: Callable[[str, str], bool]) -> None:
+    answers = ["same", "hang", "same", "spin", "other", "same"]
+    with AnswerVerifier(2, 1.0, compare=hostile_compare) as verifier:
+        # Different truths, so that no two comparisons are the same one.
+        items = [(f"Answer: x+{index}{answer}", f"x+{index}") for index, answer in enumerate(answers)]
+        begin = time.perf_counter()
+        verdicts = verifier.verify(items)
+        seconds = time.perf_counter() - begin
+    assert outcomes(verdicts) == ["correct", "timeout", "correct", "timeout", "wrong", "correct"]
+    assert [verdict.correct for verdict in verdicts] == [True, False, True, False, False, True]
+    assert seconds < 40
+
+
+def test_a_crashing_comparison_costs_only_its_own_answer(hostile_compare: Callable[[str, str], bool]) -> None:
+    answers = ["same", "exit", "same", "segfault", "raise", "memory", "other", "exit", "same", "same", "same"]
+    with AnswerVerifier(2, 10.0, compare=hostile_compare) as verifier:
+        items = [(f"Answer: x+{index}{answer}", f"x+{index}") for index, answer in enumerate(answers)]
+        verdicts = verifier.verify(items)
+        expected = {"same": "correct", "other": "wrong"}
+        assert outcomes(verdicts) == [expected.get(answer, "crash") for answer in answers]
+        # The pool serves on after the crashes.
+        assert outcomes(verifier.verify([("Answer: y+1same", "y+1")])) == ["correct"]
+
+
+def test_a_worker_that_dies_idle_is_replaced(hostile_compare: Callable[[str, str], bool]) -> None:
+    with AnswerVerifier(1, 10.0, compare=hostile_compare) as verifier:
+        assert outcomes(verifier.verify([("Answer: y+1same", "y+1")])) == ["correct"]
+        for process in multiprocessing.active_children():
+            process.kill()
+        time.sleep(0.5)
+        assert outcomes(verifier.verify([("Answer: y+2same", "y+2")])) == ["correct"]
+
+
+def test_many_comparisons_survive_repeated_crashes(hostile_compare: Callable[[str, str], bool]) -> None:
+    answers = ["exit" if index % 50 == 7 else "same" for index in range(200)]
+    with AnswerVerifier(2, 10.0, compare=hostile_compare) as verifier:
+        verdicts = verifier.verify(
+            [(f"Answer: x+{index}{a}", f"x+{index}") for index, a in enumerate(answers)]
+        )
+    assert outcomes(verdicts) == ["crash" if answer == "exit" else "correct" for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        r"\binom{1000000000}{500000000}",  # minutes inside big-integer arithmetic
+        r"\frac{(x+1)^{80}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
+        r"\int_0^1 \sin(x^x)\cos(x^{x^2})dx",
+    ],
+)
+def test_a_slow_expression_within_the_bounds_is_cut_at_the_time_limit(slow: str) -> None:
+    items = [(f"Answer: {slow}", "x+1"), ("Answer: 1+x", "x+1"), ("Answer: $x+x$", "2x")]
+    with AnswerVerifier(1, 1.0) as verifier:
+        assert outcomes(verifier.verify(items)) == ["timeout", "correct", "correct"]
+
+
+def test_code_in_a_response_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with AnswerVerifier(1, 10.0) as verifier:
+        verdicts = verifier.verify(
+            [
+                ("Answer: __import__('os').system('touch X')", "x+1"),
+                ("Answer: 1+__import__('os').system('touch X')", "42"),
+                ("Answer: $\\text{open('X','w')}+1$", "x+1"),
+            ]
+        )
+    assert not any(verdict.correct for verdict in verdicts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hostile_responses_neither_crash_nor_hang() -> None:
+    hostile = [
+        "Answer: " + "9" * 10**6,
+        "Answer:" + " " * 10**6,
+        "Answer: 1\n" * 10**5,
+        "Answer: \0\0",
+        "Answer: \ud800",
+        "Answer: \u202e24",
+        "Answer: " + "(" * 200,
+        "Answer: \\frac{1}{",
+        "Answer: 10^10^10",
+        "\udfff" * 1000,
+        "",
+    ]
+    with AnswerVerifier(1, 5.0) as verifier:
+        verdicts = verifier.verify([(response, truth) for response in hostile for truth in ("7", "x+1")])
+        assert not any(verdict.correct for verdict in verdicts)
+        assert {"no_answer", "refused", "wrong"} >= set(outcomes(verdicts))
+
+
+def test_close_ends_the_workers_and_later_use_is_an_error() -> None:
+    verifier = AnswerVerifier(2, 10.0)
+    verifier.verify([("Answer: x+x", "2x")])
+    workers = workers_of(verifier)
+    assert len(workers) == 2
+    verifier.close()
+    verifier.close()
+    assert not any(alive(pid) for pid in workers)
+    with pytest.raises(RuntimeError, match="closed"):
+        verifier.verify([("Answer: 1", "1")])
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "time_limit_s", "extraction", "named"),
+    [(0, 1.0, "dapo", "num_workers=0"), (1, 0.0, "dapo", "time_limit_s=0"), (1, 1.0, "xml", "xml")],
+)
+def test_a_useless_setting_is_refused(
+    num_workers: int, time_limit_s: float, extraction: str, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        AnswerVerifier(num_workers, time_limit_s, extraction)
+
+
+def run_script(path: Path, source: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+GUARDED = """
+from dapo_mega.rewards import AnswerVerifier
+import sys
+
+def main():
+    verifier = AnswerVerifier(1, 10.0)
+    print(verifier.verify([("Answer: x+x", "2x")])[0].outcome, "torch" in sys.modules)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_guarded_script_works_and_ends_even_if_it_forgets_to_close(tmp_path: Path) -> None:
+    result = run_script(tmp_path / "guarded.py", GUARDED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["correct", "False"]
+
+
+def test_a_script_without_the_guard_is_told_what_is_missing(tmp_path: Path) -> None:
+    source = GUARDED.replace('if __name__ == "__main__":\n    main()', "main()")
+    result = run_script(tmp_path / "unguarded.py", source)
+    assert result.returncode != 0
+    assert "verification workers end before their first task" in result.stderr
