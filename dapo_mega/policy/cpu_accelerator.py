@@ -2,25 +2,40 @@
 
 Megatron-Core 0.16 was written for CUDA devices only: it creates tensors on the device "cuda", asks for the
 current CUDA device, uses streams and events, and checks tensors by their CUDA type names. On a machine without
-CUDA, `install()` answers each of these questions for the CPU. Nothing is installed on a machine with CUDA.
+CUDA, `install()` answers each of these questions for the CPU. Nothing is changed on a machine with CUDA.
 
-Every replacement is listed below with its cause in Megatron-Core 0.16.1. All of them can go once Megatron-Core
-takes its device from configuration.
+Megatron's modules get a `torch` of their own, in which only the names below differ; everybody else, transformers
+above all, keeps the real one. Every replacement stands beside its cause in Megatron-Core 0.16.1. All of them can
+go once Megatron-Core takes its device from configuration.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import importlib
+import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "eye")
+_USED_PARTS = (
+    "parallel_state",
+    "dist_checkpointing",
+    "distributed",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "optimizer_param_scheduler",
+    "pipeline_parallel",
+    "tensor_parallel.random",
+    "transformer.moe.moe_utils",
+)
 
-_installed = False
+_torch_for_megatron: types.ModuleType | None = None
 
 
 def device() -> torch.device:
@@ -29,36 +44,50 @@ def device() -> torch.device:
 
 
 def install() -> None:
-    """Make Megatron-Core usable without CUDA; does nothing with CUDA or when called again.
-
-    Must run before any Megatron module is imported: some look devices up at import.
-    """
-    global _installed
-    if _installed or torch.cuda.is_available():
+    """Make Megatron-Core usable without CUDA; does nothing with CUDA. May be called again."""
+    global _torch_for_megatron
+    if torch.cuda.is_available():
         return
-    _installed = True
-    _redirect_factories()
-    _replace_cuda_queries()
-    _present_cuda_type_names()
-    _replace_megatron_rng_access()
-    _provide_missing_names()
+    for part in _USED_PARTS:
+        importlib.import_module(f"megatron.core.{part}")
+    if _torch_for_megatron is None:
+        _torch_for_megatron = _make_torch()
+        _replace_tensor_methods()
+        _replace_megatron_rng_access()
+        _provide_missing_names()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch:
+            vars(module)["torch"] = _torch_for_megatron
 
 
-def _redirect_factories() -> None:
+def _make_torch() -> types.ModuleType:
+    """torch with factories that take device="cuda" for the CPU, and with a `torch.cuda` that answers for the CPU."""
+    replacement = _copy_of(torch)
+    for name in _FACTORIES:
+        setattr(replacement, name, _redirected(getattr(torch, name)))
+    vars(replacement)["cuda"] = _make_cuda()
+    return replacement
+
+
+def _copy_of(module: types.ModuleType) -> types.ModuleType:
+    copy = types.ModuleType(module.__name__, module.__doc__)
+    vars(copy).update(vars(module))
+    # Submodules that torch loads on first use.
+    vars(copy)["__getattr__"] = lambda name: getattr(module, name)
+    return copy
+
+
+def _redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch.zeros(..., device="cuda") and the like: schedules, optimizer, gradient clipping, RNG tracker."""
 
-    def redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(factory)
-        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-            wanted = kwargs.get("device")
-            if wanted is not None and str(wanted).startswith("cuda"):
-                kwargs["device"] = _CPU
-            return factory(*args, **kwargs)
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted = kwargs.get("device")
+        if wanted is not None and str(wanted).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
 
-        return create
-
-    for name in _FACTORIES:
-        setattr(torch, name, redirected(getattr(torch, name)))
+    return create
 
 
 class _Stream:
@@ -91,9 +120,9 @@ class _Event:
         return True
 
 
-def _replace_cuda_queries() -> None:
+def _make_cuda() -> types.ModuleType:
     """torch.cuda.current_device() as a tensor's device, streams of gradient communication, memory figures."""
-    cuda: Any = torch.cuda
+    cuda: Any = _copy_of(torch.cuda)
     cuda.current_device = lambda: _CPU
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
@@ -108,13 +137,13 @@ def _replace_cuda_queries() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    cuda.random.get_rng_state = cuda.get_rng_state
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *args, **kwargs: self
+    result: types.ModuleType = cuda
+    return result
 
 
-def _present_cuda_type_names() -> None:
-    """The optimizers accept parameters whose Tensor.type() is 'torch.cuda.FloatTensor' and the like."""
+def _replace_tensor_methods() -> None:
+    """Tensor.cuda() in the embedding set-up; the optimizers accept parameters whose Tensor.type() is
+    'torch.cuda.FloatTensor' and the like. Methods cannot be replaced for Megatron alone."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +152,7 @@ def _present_cuda_type_names() -> None:
 
     tensor: Any = torch.Tensor
     tensor.type = type_
+    tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def _replace_megatron_rng_access() -> None:
@@ -141,19 +171,3 @@ def _provide_missing_names() -> None:
     module: Any = moe_utils
     if "te_general_gemm" not in vars(module):
         module.te_general_gemm = None
-
-
-@contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Megatron warns about every optional GPU library it does not find; none is meant for a CPU."""
-    import logging
-    import warnings
-
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)

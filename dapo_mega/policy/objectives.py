@@ -153,7 +153,7 @@ class Imitation:
     ) -> tuple[Tensor, Tensor, Tensor]:
         micro = batch.micro_batch
         logprobs, _ = response_logprobs(logits, micro, False)
-        loss = -logprobs.sum()
+        loss = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
         report = torch.stack([loss.detach(), torch.tensor(float(micro.denominator), device=loss.device)])
         return loss, _denominator(micro, loss), report
 

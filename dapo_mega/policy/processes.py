@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
+from dapo_mega.policy import cpu_accelerator
 
 # Ranks wait here while rank 0 drives rollouts, which may take hours.
 _CONTROL_TIMEOUT = timedelta(hours=12)
@@ -56,6 +57,7 @@ def world_size_from_environment() -> int:
 
 def start_processes(config: ParallelConfig, seed: int, device: torch.device) -> Processes:
     """Join the process group and Megatron's groups. Raises InputError for sizes that do not fit the world."""
+    cpu_accelerator.install()
     world_size = world_size_from_environment()
     if config.world_size not in (None, world_size):
         raise InputError(

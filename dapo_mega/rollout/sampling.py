@@ -38,17 +38,17 @@ def sample_tokens(
     num_tokens = logits.shape[-1]
     probs = torch.softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:
-        tokens = probs.argmax(dim=-1)
+        tokens = probs.argmax(dim=-1, keepdim=True)
     elif top_p == 1 and (top_k == 0 or top_k >= num_tokens):
         tokens = _inverse_cdf(probs, uniforms)
     else:
         weights, candidates = _filter(probs, top_p, min(top_k or num_tokens, num_tokens))
-        tokens = candidates.gather(1, _inverse_cdf(weights, uniforms).unsqueeze(1)).squeeze(1)
-    drawn = probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        tokens = candidates.gather(1, _inverse_cdf(weights, uniforms))
+    drawn = probs.gather(1, tokens).squeeze(1)
     if not bool((drawn > 0).all()):
         rows = (~(drawn > 0)).nonzero().flatten().tolist()
         raise FloatingPointError(f"logits of rows {rows[:8]} define no distribution: NaN, +inf or all -inf")
-    return tokens, drawn.log()
+    return tokens.squeeze(1), drawn.log()
 
 
 def _check_parameters(temperature: float, top_p: float, top_k: int) -> None:
@@ -74,14 +74,14 @@ def _filter(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Per row the first index whose cumulative weight exceeds uniform * total; never one of weight 0."""
+    """Per row the first index [B, 1] whose cumulative weight exceeds uniform * total; never one of weight 0."""
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cdf[:, -1]
     # Below the total even when the uniform is, or is rounded to, 1: what is exceeded there has weight.
     target = torch.minimum(uniforms.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    indices = torch.searchsorted(cdf, target.unsqueeze(1), right=True).squeeze(1).clamp_(max=weights.shape[-1] - 1)
-    if not bool((weights.gather(1, indices.unsqueeze(1)) > 0).all()):
+    indices = torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)
+    empty = weights.gather(1, indices) <= 0
+    if bool(empty.any()):
         # A parallel scan (GPU) need not be monotonic in the last bit and can step onto a neighbour of weight 0.
-        empty = weights.gather(1, indices.unsqueeze(1)).squeeze(1) <= 0
-        indices = torch.where(empty, weights.argmax(dim=-1), indices)
+        indices = torch.where(empty, weights.argmax(dim=-1, keepdim=True), indices)
     return indices

@@ -48,7 +48,7 @@ def make_samples(num_samples: int, seed: int = 0) -> list[Sample]:
         prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, 40))
         samples.append(
             Sample(
-                token_ids=rng.integers(0, VOCAB_SIZE, prompt + response).astype(np.int32),
+                token_ids=rng.integers(1, VOCAB_SIZE, prompt + response).astype(np.int32),
                 prompt_length=prompt,
                 advantage=float(rng.normal()),
                 in_loss=i % 5 != 3,

@@ -1,0 +1,125 @@
+"""The Megatron policy computes what transformers computes, and the engine is told when it does not (property 7)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.packing import build_micro_batch, columns_from_samples
+from dapo_mega.policy.hf_export import save_hf_checkpoint
+from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.objectives import Imitation, TokenBatch
+from dapo_mega.policy.processes import start_processes, stop_processes
+from tests.distributed.tiny import make_model, make_samples
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield start_processes(ParallelConfig(), 0, torch.device("cpu"))
+    stop_processes()
+
+
+def make_policy(path, processes, temperature=1.0):
+    return MegatronPolicy(
+        ModelConfig(path=str(path), dtype="fp32"),
+        ParallelConfig(),
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0, epsilon=1.0, clip_grad=0.0),
+        processes,
+        temperature=temperature,
+        updates_per_step=1,
+        num_steps=4,
+    )
+
+
+def pack(samples):
+    columns = columns_from_samples(samples)
+    return build_micro_batch(columns, range(len(samples)), aggregation="token_mean", max_response_tokens=64)
+
+
+def transformers_logprobs(model, samples, temperature):
+    """Log-probs of all response tokens, sequence by sequence, without packing."""
+    parts = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        logp = torch.log_softmax(model(tokens).logits[0] / temperature, -1)
+        steps = torch.arange(sample.prompt_length - 1, len(sample.token_ids) - 1)
+        parts.append(logp[steps, tokens[0, steps + 1]])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_packed_sequences_equal_those_of_single_ones(tmp_path, processes, tied, temperature):
+    path = make_model(tmp_path / "model", tied=tied)
+    samples = make_samples(12)
+    scores = make_policy(path, processes, temperature).score([pack(samples)])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = transformers_logprobs(model, samples, temperature)
+    torch.testing.assert_close(scores[0].logprobs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes):
+    path = make_model(tmp_path / "model", tied=True)
+    samples = [replace(sample, in_loss=True) for sample in make_samples(12)]
+    policy = make_policy(path, processes)
+    metrics = policy.update([TokenBatch(pack(samples))], Imitation())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0)
+    loss = -transformers_logprobs(model, samples, 1.0).mean()
+    loss.backward()
+    optimizer.step()
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    updated = dict(pair for bucket in policy.gatherer.buckets(1 << 20) for pair in bucket)
+    for name, parameter in model.named_parameters():
+        if name in updated:
+            torch.testing.assert_close(updated[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        after = transformers_logprobs(model, samples, 1.0)
+    torch.testing.assert_close(policy.score([pack(samples)])[0].logprobs, after, rtol=1e-4, atol=1e-4)
+
+
+def test_an_exported_checkpoint_loads_in_transformers_and_is_bit_equal(tmp_path, processes):
+    path = make_model(tmp_path / "model", tied=False)
+    policy = make_policy(path, processes)
+    save_hf_checkpoint(policy, tmp_path / "export")
+    before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4096, 1 << 30])
+def test_buckets_are_bounded_and_hold_every_tensor_once(tmp_path, processes, bucket_bytes):
+    path = make_model(tmp_path / "model", tied=True)
+    policy = make_policy(path, processes)
+    largest = max(p.nbytes for p in policy.stage.parameters())
+    names = []
+    for bucket in policy.gatherer.buckets(bucket_bytes):
+        assert sum(tensor.nbytes for _, tensor in bucket) <= max(bucket_bytes, largest)
+        names += [name for name, _ in bucket]
+    assert len(names) == len(set(names))
+    assert set(names) == set(AutoModelForCausalLM.from_pretrained(path).state_dict()) - {"lm_head.weight"}
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_by_name(tmp_path, processes):
+    import json
+
+    from dapo_mega.errors import InputError
+
+    path = make_model(tmp_path / "model", tied=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(InputError, match=r"gate_proj.*different models"):
+        make_policy(path, processes)
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    with pytest.raises(InputError, match=r"lacks the tensor 'model.layers.4"):
+        make_policy(path, processes)
+    (path / "config.json").write_text(json.dumps(config))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        make_policy(path, processes)

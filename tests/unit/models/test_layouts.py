@@ -1,0 +1,121 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture, Layout, load_architecture, merge_shards, take_shard
+
+
+def architecture(heads=4, groups=2, head_dim=3, vocab=11):
+    return Architecture(
+        model_type="qwen2",
+        num_layers=4,
+        hidden_size=8,
+        ffn_hidden_size=12,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_positions=64,
+        norm_epsilon=1e-6,
+        rope_theta=1e4,
+        tied_embeddings=True,
+        qkv_bias=True,
+    )
+
+
+def hf_tensors(layout, arch, bias):
+    q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    tail = () if bias else (arch.hidden_size,)
+    shapes = {
+        Layout.REPLICATED: [(arch.hidden_size,)],
+        Layout.ROW: [(arch.hidden_size, arch.ffn_hidden_size)],
+        Layout.VOCAB: [(arch.vocab_size, arch.hidden_size)],
+        Layout.QKV: [(q, *tail), (kv, *tail), (kv, *tail)],
+        Layout.GATE_UP: [(arch.ffn_hidden_size, arch.hidden_size)] * 2,
+    }[layout]
+    start = 0
+    tensors = []
+    for shape in shapes:
+        numel = int(torch.tensor(shape).prod())
+        tensors.append(torch.arange(start, start + numel, dtype=torch.float32).reshape(shape))
+        start += numel
+    return tensors
+
+
+@settings(deadline=None)
+@given(
+    layout=st.sampled_from(list(Layout)),
+    tp_size=st.sampled_from([1, 2, 4]),
+    per_group=st.integers(1, 3),
+    bias=st.booleans(),
+)
+def test_cutting_and_merging_is_exact(layout, tp_size, per_group, bias):
+    arch = architecture(heads=4 * per_group, groups=4)
+    tensors = hf_tensors(layout, arch, bias)
+    shards = [take_shard(tensors, layout, arch, rank, tp_size) for rank in range(tp_size)]
+    assert len({shard.shape for shard in shards}) == 1
+    for before, after in zip(tensors, merge_shards(shards, layout, arch), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_qkv_is_interleaved_by_query_group_as_megatron_reads_it():
+    # 4 query heads in 2 groups of head_dim 1: group 0 holds q0 q1 k0 v0, group 1 holds q2 q3 k1 v1.
+    arch = architecture(head_dim=1)
+    q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    assert take_shard([q, k, v], Layout.QKV, arch, 0, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert take_shard([q, k, v], Layout.QKV, arch, 1, 2).tolist() == [2, 3, 11, 21]
+
+
+def test_vocabulary_padding_is_zero_and_dropped_again():
+    arch = architecture(vocab=5)
+    tensors = hf_tensors(Layout.VOCAB, arch, False)
+    last = take_shard(tensors, Layout.VOCAB, arch, 1, 2)
+    assert last.shape == (3, 8)
+    assert last[-1].abs().sum() == 0
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
+    with pytest.raises(InputError, match=r"parallel.tensor=3 does not divide.*choose one of \[1, 2\]"):
+        architecture().check_layout(3, 1)
+    with pytest.raises(InputError, match=r"parallel.pipeline=3 does not divide.*choose one of \[1, 2, 4\]"):
+        architecture().check_layout(1, 3)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}]
+)
+def test_rope_theta_is_read_as_transformers_4_and_5_write_it(tmp_path, rope):
+    import json
+
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 11,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        **rope,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_architecture(tmp_path)[1].rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "not valid JSON"),
+        ('{"model_type": "gpt9"}', "'gpt9' is not supported; supported: qwen2"),
+        ('{"model_type": "qwen2"}', "lacks the key"),
+    ],
+)
+def test_a_folder_that_is_no_supported_checkpoint_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_architecture(tmp_path)
