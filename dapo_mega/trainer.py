@@ -195,6 +195,15 @@ def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
         pipeline.driver.writer.write(step, {**metrics, **times})
         pipeline.driver.progress.update(step, metrics)
+        if "evaluation/avg_at_k" in metrics:
+            pipeline.driver.progress.message(_evaluation_line(step, metrics))
+
+
+def _evaluation_line(step: int, metrics: Metrics) -> str:
+    k = int(metrics["evaluation/k"])
+    values = {f"avg@{k}": "avg_at_k", f"pass@{k}": "pass_at_k", f"maj@{k}": "maj_at_k", "length": "response_length_mean"}
+    text = "  ".join(f"{label}={metrics[f'evaluation/{name}']:.3f}" for label, name in values.items())
+    return f"held-out evaluation after step {step}: {text}"
 
 
 def save(pipeline: Pipeline) -> None:

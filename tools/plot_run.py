@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.metrics.plotting import plot_run
+from dapo_mega.metrics.summary import before_and_after
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return 2
-    print(output)
+    print("\n".join(before_and_after(arguments.run_dir)))
+    print(f"curves: {output}")
     return 0
 
 

@@ -24,8 +24,6 @@ from dapo_mega.data.arithmetic import (
     OPERATORS,
     QUALITIES,
     ArithmeticTask,
-    Problem,
-    careful_answer,
 )
 from dapo_mega.data.preparation import demonstration_table, prepare_folder, problem_table
 from dapo_mega.data.readers import read_rows
@@ -57,8 +55,6 @@ def prepare_arithmetic(options: argparse.Namespace) -> None:
         max_digits=options.max_digits,
         operators=tuple(dict.fromkeys(options.operators)),
         seed=options.seed,
-        forgetting=options.forgetting,
-        repeats=options.repeats,
     )
     shares = {quality: vars(options)[quality] for quality in QUALITIES}
     training, held_out = task.problems(options.num_train, options.num_eval)
@@ -71,7 +67,7 @@ def prepare_arithmetic(options: argparse.Namespace) -> None:
         build_character_tokenizer(ALPHABET).save_pretrained(folder / "tokenizer")
 
     # The texts belong to the parameters: a folder written by another version of them is not the same.
-    parameters = {**_parameters(options), "example": careful_answer(Problem(345, "+", 678))}
+    parameters = {**_parameters(options), "example": demonstrations[0].response if demonstrations else ""}
     written = prepare_folder(options.output, parameters, write, options.force)
     counts = Counter(demonstration.quality for demonstration in demonstrations)
     mixture = ", ".join(f"{counts[quality]} {quality}" for quality in QUALITIES)
@@ -200,8 +196,6 @@ def _add_arithmetic(command: argparse.ArgumentParser) -> None:
         command.add_argument(
             f"--{quality}", type=float, default=DEFAULT_SHARES[quality], help=f"share of {quality} demonstrations"
         )
-    command.add_argument("--forgetting", type=float, default=task.forgetting, help="of a carry, when careless")
-    command.add_argument("--repeats", type=int, default=task.repeats, help="of each step, when verbose")
     command.set_defaults(run=prepare_arithmetic)
 
 

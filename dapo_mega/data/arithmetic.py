@@ -1,9 +1,11 @@
 r"""The quickstart's task: integer arithmetic that a tiny model can learn to do step by step.
 
 Every text of the task is written by the functions under "Texts" and nowhere else. A problem is `345+678=`. Its
-careful answer works from the least significant digit, carrying: `5+8=13,4+7+1=12,3+6+1=10\nAnswer: 1023`. A
-careless answer writes the result at once, forgetting carries on the way; a verbose one says every step repeatedly.
-A model that imitates a mixture of these has something to learn from rewards: that the careful way is the right one.
+careful answer works from the least significant digit, always writing the carry and two digits of result:
+`5+8+0=13;4+7+1=12,3+6+1=10\nAnswer: 1023`. How the steps are separated is free, so an honest model of these texts
+keeps some entropy. A careless answer is a rough estimate, nearly always wrong (`Answer: 900`); a verbose one works
+everything twice and is too long for the quickstart's limit. A model that imitates a mixture of these has something
+to learn from rewards: that the careful way is the right one.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ Quality = Literal["careful", "verbose", "careless"]
 
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 QUALITIES: tuple[Quality, ...] = get_args(Quality)
-ALPHABET = "0123456789+-=,\n Answer:"
+ALPHABET = "0123456789+-=,;\n Answer:gai"
 """Every character that a problem or an answer of this task can hold."""
 
-DEFAULT_SHARES: Mapping[Quality, float] = MappingProxyType({"careful": 0.3, "verbose": 0.2, "careless": 0.5})
+DEFAULT_SHARES: Mapping[Quality, float] = MappingProxyType({"careful": 0.25, "verbose": 0.08, "careless": 0.67})
+SEPARATORS = (";", ",", " ")
 MAX_DIGITS = 18
 
 _EVALUATION_STREAM, _TRAINING_STREAM, _DEMONSTRATION_STREAM = range(3)
@@ -58,16 +61,13 @@ class ArithmeticDemonstration:
 class ArithmeticTask:
     """Which problems are asked, and how the demonstrations of the cold start answer them.
 
-    Operands have `min_digits` to `max_digits` digits, every count equally likely. A careless answer forgets each
-    carry with probability `forgetting`; a verbose one says each step `repeats` times. All randomness is from `seed`.
+    Operands have `min_digits` to `max_digits` digits, every count equally likely. All randomness is from `seed`.
     """
 
     min_digits: int = 1
     max_digits: int = 3
     operators: tuple[Operator, ...] = ("+",)
     seed: int = 0
-    forgetting: float = 0.5
-    repeats: int = 3
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits <= MAX_DIGITS:
@@ -77,11 +77,8 @@ class ArithmeticTask:
             )
         if not self.operators or any(operator not in OPERATORS for operator in self.operators):
             raise InputError(f"operators {self.operators}: choose one or more of {', '.join(OPERATORS)}")
-        if not 0 <= self.forgetting <= 1 or self.repeats < 1 or self.seed < 0:
-            raise InputError(
-                f"forgetting={self.forgetting} must lie in [0, 1], repeats={self.repeats} be 1 or more, "
-                f"seed={self.seed} 0 or more"
-            )
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed} is negative; give 0 or more")
 
     @property
     def num_distinct(self) -> int:
@@ -118,15 +115,17 @@ class ArithmeticTask:
             raise InputError(f"shares {dict(shares)} must be 0 or more, of {', '.join(QUALITIES)}, with sum 1")
         rng = self._rng(_DEMONSTRATION_STREAM)
         problems = self._endless(rng, excluded={_identity(problem) for problem in held_out})
-        answers: Mapping[Quality, Callable[[Problem], str]] = {
+        answers: Mapping[Quality, Callable[[Problem, np.random.Generator], str]] = {
             "careful": careful_answer,
-            "verbose": lambda problem: verbose_answer(problem, self.repeats),
-            "careless": lambda problem: careless_answer(problem, rng, self.forgetting),
+            "verbose": verbose_answer,
+            "careless": lambda problem, _: careless_answer(problem),
         }
         demonstrations = []
         for quality in _mixture(num, shares, rng):
             problem = next(problems)
-            demonstrations.append(ArithmeticDemonstration(prompt_text(problem), answers[quality](problem), quality))
+            demonstrations.append(
+                ArithmeticDemonstration(prompt_text(problem), answers[quality](problem, rng), quality)
+            )
         return demonstrations
 
     def _distinct(self, num: int, stream: int, excluded: set[Problem]) -> list[Problem]:
@@ -180,42 +179,37 @@ def prompt_text(problem: Problem) -> str:
     return f"{problem.left}{problem.operator}{problem.right}="
 
 
-def careful_answer(problem: Problem) -> str:
+def careful_answer(problem: Problem, rng: np.random.Generator) -> str:
     """Digit by digit with every carry or borrow written out, then the right answer."""
-    steps, _ = _work(problem, keep_carry=lambda: True)
-    return _answer_text(steps, problem.answer)
+    return f"{_work(problem, rng)}\nAnswer: {problem.answer}"
 
 
-def verbose_answer(problem: Problem, repeats: int = 3) -> str:
-    """The careful answer with every step said `repeats` times: right, but long."""
-    steps, _ = _work(problem, keep_carry=lambda: True)
-    return _answer_text([step for step in steps for _ in range(repeats)], problem.answer)
+def verbose_answer(problem: Problem, rng: np.random.Generator) -> str:
+    """The work done twice, then the right answer."""
+    return f"{_work(problem, rng)}\nAgain: {_work(problem, rng)}\nAnswer: {problem.answer}"
 
 
-def careless_answer(problem: Problem, rng: np.random.Generator, forgetting: float = 0.5) -> str:
-    """The result alone, each carry or borrow on the way to it forgotten with probability `forgetting`."""
-    _, result = _work(problem, keep_carry=lambda: bool(rng.random() >= forgetting))
-    return _answer_text([], result)
+def careless_answer(problem: Problem) -> str:
+    """An estimate from the leading digits alone: both operands rounded down to the larger one's leading place."""
+    unit = 10 ** (len(str(max(problem.left, problem.right))) - 1)
+    estimate = Problem(problem.left // unit, problem.operator, problem.right // unit).answer * unit
+    return f"Answer: {estimate}"
 
 
-def _answer_text(steps: list[str], answer: int) -> str:
-    working = ",".join(steps) + "\n" if steps else ""
-    return f"{working}Answer: {answer}"
+def _work(problem: Problem, rng: np.random.Generator) -> str:
+    """The steps of column arithmetic, e.g. `5+8+0=13;4+7+1=12`: digit, digit, carry, two digits of result.
 
-
-def _work(problem: Problem, keep_carry: Callable[[], bool]) -> tuple[list[str], int]:
-    """The steps of column arithmetic and their result; a carry that is not kept is lost for the next column."""
+    A difference borrows: `5-8-0+10=07`. Steps are separated by one of three characters, drawn for each gap.
+    """
     columns = list(zip_longest(reversed(str(problem.left)), reversed(str(problem.right)), fillvalue="0"))
-    steps: list[str] = []
-    result, carry = 0, 0
+    text, carry = "", 0
     for place, (left, right) in enumerate(columns):
         sign = 1 if problem.operator == "+" else -1
         value = int(left) + sign * (int(right) + carry)
         borrowed = value < 0
         value += 10 * borrowed
-        carried = f"{problem.operator}1" if carry else ""
-        steps.append(f"{left}{problem.operator}{right}{carried}{'+10' if borrowed else ''}={value}")
-        is_last = place == len(columns) - 1
-        result += (value if is_last else value % 10) * 10**place
-        carry = int((borrowed or value >= 10) and keep_carry())
-    return steps, result
+        separator = SEPARATORS[int(rng.integers(len(SEPARATORS)))] if place else ""
+        borrow = "+10" if borrowed else ""
+        text += f"{separator}{left}{problem.operator}{right}{problem.operator}{carry}{borrow}={value:02d}"
+        carry = int(borrowed or value >= 10)
+    return text

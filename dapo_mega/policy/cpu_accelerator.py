@@ -26,6 +26,12 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "ran
 _USED_PARTS = (
     "parallel_state",
     "dist_checkpointing",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.common",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.strategies.torch",
     "distributed",
     "models.gpt.gpt_layer_specs",
     "optimizer",

@@ -22,9 +22,7 @@ _DECIMAL = re.compile(
     r"(?:[eE](?P<e>[+-]?[0-9]{1,5})"
     r"|(?:\\times|\\cdot|\*)10\^(?:\{(?P<braced>[+-]?[0-9]{1,5})\}|(?P<bare>[0-9])))?"
 )
-_MIXED = re.compile(
-    rf"{_SIGN}(?P<whole>{_DIGITS})?\\frac\{{(?P<top>-?{_DIGITS})\}}\{{(?P<bottom>-?{_DIGITS})\}}"
-)
+_MIXED = re.compile(rf"{_SIGN}(?P<whole>{_DIGITS})?\\frac\{{(?P<top>-?{_DIGITS})\}}\{{(?P<bottom>-?{_DIGITS})\}}")
 _QUOTIENT = re.compile(rf"{_SIGN}(?P<top>{_DIGITS})/(?P<bottom>{_DIGITS})")
 
 

@@ -19,8 +19,7 @@ def soft_overlong_punishment(length: int, max_length: int, cache_length: int) ->
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(
-            f"cache_length={cache_length} with max_length={max_length}; "
-            "choose 1 <= cache_length <= max_length"
+            f"cache_length={cache_length} with max_length={max_length}; choose 1 <= cache_length <= max_length"
         )
     if length < 0:
         raise ValueError(f"length={length}; a response has 0 tokens or more")

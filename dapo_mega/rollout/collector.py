@@ -67,11 +67,19 @@ class Collector:
             if tally.rounds == config.algorithm.max_generation_rounds:
                 raise StarvedError(self._starvation(tally))
             tally.rounds += 1
-            prompts = [self.prompts[i] for i in self.cursor.next(config.generation_groups)]
+            prompts = [self.prompts[i] for i in self.cursor.next(self._prompts_to_ask())]
             for group in self._generate(prompts, tally):
                 self.buffer.offer(group)
         groups = list(self.buffer.take(config.batch.groups_per_step))
         return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
+
+    def _prompts_to_ask(self) -> int:
+        """Prompts of the next round: `generation_groups`, less in proportion to what the buffer already holds, so
+        that surplus is used up instead of growing old; never under a quarter, so that rounds are not wasted."""
+        config = self._config
+        missing = config.batch.groups_per_step - len(self.buffer)
+        in_proportion = -(-config.generation_groups * missing // config.batch.groups_per_step)
+        return max(in_proportion, -(-config.generation_groups // 4))
 
     def state(self) -> dict[str, Any]:
         """Plain numbers that, with the buffer's groups, continue the run exactly."""

@@ -76,7 +76,9 @@ def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes):
     updated = dict(pair for bucket in policy.gatherer.buckets(1 << 20) for pair in bucket)
     for name, parameter in model.named_parameters():
         if name in updated:
-            torch.testing.assert_close(updated[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                updated[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
     with torch.no_grad():
         after = transformers_logprobs(model, samples, 1.0)
     torch.testing.assert_close(policy.score([pack(samples)])[0].logprobs, after, rtol=1e-4, atol=1e-4)

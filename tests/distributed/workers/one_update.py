@@ -41,9 +41,7 @@ def run_case(model_dir, case):
     from tiny import make_samples
 
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
-    parallel = ParallelConfig(
-        tensor=case["tensor"], pipeline=case["pipeline"], sequence=case.get("sequence", False)
-    )
+    parallel = ParallelConfig(tensor=case["tensor"], pipeline=case["pipeline"], sequence=case.get("sequence", False))
     processes = start_processes(parallel, 0, torch.device("cpu"))
     # With a large epsilon one Adam step is a smooth function of the gradient, lr * g / (|g| + eps), so that the
     # updated weights show the gradient itself and not only its sign.

@@ -69,7 +69,5 @@ def test_variants_of_math500_answers_are_accepted() -> None:
     fractions = [truth for truth in truths if truth.startswith("\\frac{")]
     assert len(fractions) > 50
     with AnswerVerifier(2, 5.0) as verifier:
-        doubled = verifier.verify(
-            [(f"Answer: $\\frac{{2}}{{2}}\\cdot{truth}$", truth) for truth in fractions]
-        )
+        doubled = verifier.verify([(f"Answer: $\\frac{{2}}{{2}}\\cdot{truth}$", truth) for truth in fractions])
     assert sum(verdict.correct for verdict in doubled) >= 0.97 * len(fractions)

@@ -37,10 +37,7 @@ def test_dapo_looks_only_at_the_last_300_characters() -> None:
     assert extract_answer(line + "\n" + "x" * (300 - len(line))) is None
 
 
-@given(
-    st.text(alphabet="Aanswer: \n$1=", max_size=400)
-    | st.lists(st.sampled_from(["Answer", ":", " ", "\n", "4"]))
-)
+@given(st.text(alphabet="Aanswer: \n$1=", max_size=400) | st.lists(st.sampled_from(["Answer", ":", " ", "\n", "4"])))
 def test_dapo_agrees_with_the_published_expression(parts: str | list[str]) -> None:
     response = "".join(parts)
     found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-300:])

@@ -50,9 +50,7 @@ def test_a_negative_length_is_refused() -> None:
 
 
 @given(st.integers(1, 10**5), st.data())
-def test_punishment_never_rises_with_length_and_falls_in_equal_steps(
-    max_length: int, data: st.DataObject
-) -> None:
+def test_punishment_never_rises_with_length_and_falls_in_equal_steps(max_length: int, data: st.DataObject) -> None:
     cache_length = data.draw(st.integers(1, max_length))
     length = data.draw(st.integers(0, 2 * max_length))
     here = soft_overlong_punishment(length, max_length, cache_length)

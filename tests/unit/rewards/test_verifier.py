@@ -125,9 +125,7 @@ def test_a_worker_that_dies_idle_is_replaced(hostile_compare: Callable[[str, str
 def test_many_comparisons_survive_repeated_crashes(hostile_compare: Callable[[str, str], bool]) -> None:
     answers = ["exit" if index % 50 == 7 else "same" for index in range(200)]
     with AnswerVerifier(2, 10.0, compare=hostile_compare) as verifier:
-        verdicts = verifier.verify(
-            [(f"Answer: x+{index}{a}", f"x+{index}") for index, a in enumerate(answers)]
-        )
+        verdicts = verifier.verify([(f"Answer: x+{index}{a}", f"x+{index}") for index, a in enumerate(answers)])
     assert outcomes(verdicts) == ["crash" if answer == "exit" else "correct" for answer in answers]
 
 
@@ -195,9 +193,7 @@ def test_close_ends_the_workers_and_later_use_is_an_error() -> None:
     ("num_workers", "time_limit_s", "extraction", "named"),
     [(0, 1.0, "dapo", "num_workers=0"), (1, 0.0, "dapo", "time_limit_s=0"), (1, 1.0, "xml", "xml")],
 )
-def test_a_useless_setting_is_refused(
-    num_workers: int, time_limit_s: float, extraction: str, named: str
-) -> None:
+def test_a_useless_setting_is_refused(num_workers: int, time_limit_s: float, extraction: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         AnswerVerifier(num_workers, time_limit_s, extraction)
 
