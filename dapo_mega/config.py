@@ -121,8 +121,11 @@ class RolloutConfig(Section):
     max_attempts: int = Field(
         default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
     )
-    mismatch_warning: float = Field(
-        default=0.05, gt=0, description="Warn when engine and trainer log-probs differ by more (mean, nats)."
+    mismatch_warning: float | None = Field(
+        default=None,
+        gt=0,
+        description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
+        "null means 0.001 where both compute in fp32 and 0.05 otherwise.",
     )
 
 
@@ -313,6 +316,14 @@ class RunConfig(Section):
                 "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
             )
         return self
+
+    @property
+    def mismatch_warning(self) -> float:
+        """Mean |log-prob difference| between engine and trainer, in nats, that is worth a warning."""
+        if self.rollout.mismatch_warning is not None:
+            return self.rollout.mismatch_warning
+        exact = self.model.dtype == "fp32" and self.rollout.dtype in ("policy", "fp32")
+        return 0.001 if exact else 0.05
 
     @property
     def generation_groups(self) -> int:

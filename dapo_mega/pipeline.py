@@ -25,7 +25,7 @@ from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.rollout.embedded_fleet import EmbeddedFleet
-from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.rollout.scoring import Decode, ResponseScorer
 from dapo_mega.types import TokenIds
 from dapo_mega.weight_sync.push import WeightSync
 
@@ -114,11 +114,7 @@ def _driver(
     start_step: int,
 ) -> Driver:
     verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
-
-    def decode(responses: Sequence[TokenIds]) -> list[str]:
-        texts: list[str] = tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
-        return texts
-
+    decode = decoder(tokenizer)
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
     scorer = ResponseScorer(config.reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
     evaluator = None
@@ -140,6 +136,16 @@ def _driver(
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
     )
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Responses as text, without special tokens."""
+
+    def decode(responses: Sequence[TokenIds]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        return texts
+
+    return decode
 
 
 def stop_tokens(model_path: Path, tokenizer: Any) -> tuple[int, ...]:

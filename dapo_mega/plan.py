@@ -14,11 +14,13 @@ from dapo_mega.models.families import find_family
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
     """Lines that say how the run would be laid out. Raises InputError for sizes that contradict each other."""
     world_size = config.parallel.world_size or world_size
+    arch, notes = _architecture(config)
+    if arch:
+        arch.check_layout(config.parallel.tensor, config.parallel.pipeline)
     try:
         data_size = config.parallel.data_size(world_size)
     except ValueError as error:
         raise InputError(str(error)) from error
-    arch, notes = _architecture(config)
     notes += [
         f"{name}.path={dataset.path} is not on this machine"
         for name, dataset in (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
@@ -29,7 +31,6 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
         f"{config.parallel.pipeline} x data {data_size}" + (", sequence parallel" if config.parallel.sequence else "")
     ]
     if arch:
-        arch.check_layout(config.parallel.tensor, config.parallel.pipeline)
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > arch.max_positions:
             raise InputError(

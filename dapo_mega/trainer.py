@@ -142,11 +142,11 @@ def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: S
 
 
 def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
-    threshold = pipeline.config.rollout.mismatch_warning
+    threshold = pipeline.config.mismatch_warning
     if pipeline.driver and not mean <= threshold:
         message = (
             f"WARNING: engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step "
-            f"{pipeline.step + 1} is over rollout.mismatch_warning={threshold:g}; the engine does not compute with the "
+            f"{pipeline.step + 1} is over {threshold:g} (rollout.mismatch_warning); the engine does not compute with the "
             f"policy's weights or in its precision"
         )
         logger.warning(message)
@@ -201,7 +201,12 @@ def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
 
 def _evaluation_line(step: int, metrics: Metrics) -> str:
     k = int(metrics["evaluation/k"])
-    values = {f"avg@{k}": "avg_at_k", f"pass@{k}": "pass_at_k", f"maj@{k}": "maj_at_k", "length": "response_length_mean"}
+    values = {
+        f"avg@{k}": "avg_at_k",
+        f"pass@{k}": "pass_at_k",
+        f"maj@{k}": "maj_at_k",
+        "length": "response_length_mean",
+    }
     text = "  ".join(f"{label}={metrics[f'evaluation/{name}']:.3f}" for label, name in values.items())
     return f"held-out evaluation after step {step}: {text}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import queue
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.errors import InputError
 from dapo_mega.policy.megatron_policy import MegatronPolicy
@@ -168,7 +171,7 @@ def _attempt(action: Callable[[], None]) -> str | None:
     """None, or why the file system refused."""
     try:
         action()
-    except (OSError, CheckpointingException, RuntimeError) as error:
+    except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
         return _one_line(error)
     return None
 
@@ -190,6 +193,9 @@ def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
         "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
         "scheduler": policy.scheduler.state_dict(),
     }
+    # Megatron would start a manager process for the writers' results, which outlives a killed trainer; saving
+    # synchronously, the results come back within this process.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(content, str(folder), content_metadata=_METADATA)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import yaml
 
 from dapo_mega.metrics import read_metrics
@@ -82,7 +83,10 @@ def kill_when(workers: list[subprocess.Popen], condition: Callable[[], bool], ti
         assert time.monotonic() < deadline, "the moment to kill at did not come"
         assert all(worker.poll() is None for worker in workers), "the run ended before it could be killed"
         time.sleep(0.002)
+    children = [child for worker in workers for child in psutil.Process(worker.pid).children(recursive=True)]
     kill(workers)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, f"processes outlived the killed trainer: {alive}"
 
 
 def steps_done(output_dir: Path) -> int:

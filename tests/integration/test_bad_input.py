@@ -1,0 +1,144 @@
+"""Bad input gets one line that says what, where and what to do; nothing is half-written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.errors import InputError
+from dapo_mega.metrics import read_metrics
+from dapo_mega.run import run_training
+
+from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, start, steps_done
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad_input")
+    return folder, prepare(folder)
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        (None, ["data.train.path=nowhere/train.parquet"], "nowhere/train.parquet"),
+        (None, ["model.path=nowhere"], "model.path=nowhere does not exist"),
+        (None, ["data.train.columns.prompt=question"], "question"),
+        ([], [], "no rows"),
+        ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 40 + "=", "answer": "2"}], [], "40|41"),
+        ([{"prompt": "1+1=", "answer": "   "}], [], "ground"),
+        (None, ["parallel.tensor=3"], "parallel.tensor=3"),
+        (None, ["parallel.tensor=2"], "start 2"),
+        (None, ["parallel.world_size=4"], "4"),
+        (None, ["rollout.max_response_tokens=600", "batch.tokens_per_microbatch=900"], "max_position_embeddings=512"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(task, tmp_path, monkeypatch, rows, overrides, message):
+    _, config = task
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if rows is not None:
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        overrides = [f"data.train.path={path}", "data.train.columns.ground_truth=answer", *overrides]
+    output = tmp_path / "output"
+    with pytest.raises(InputError, match=message) as caught:
+        run_training(load_config(RunConfig, config, [f"output_dir={output}", *overrides]))
+    assert "\n" not in str(caught.value)
+    assert not output.exists()
+
+
+def run_command(*arguments: str, **settings) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    return subprocess.run(
+        [sys.executable, str(TRAIN), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        **settings,
+    )
+
+
+def test_the_command_prints_one_line_and_exits_with_2(task, tmp_path):
+    _, config = task
+    result = run_command("--config", str(config), f"output_dir={tmp_path / 'o'}", "algorithm.clip_hi=1")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["error: unknown key 'algorithm.clip_hi'; did you mean 'algorithm.clip_high'?"]
+    assert result.stdout == ""
+
+
+def test_starvation_ends_the_run_with_the_acceptance_rate(task, tmp_path):
+    _, config = task
+    # The verifier never accepts what random weights write: every group is all wrong.
+    result = run_command(
+        "--config", str(config), f"output_dir={tmp_path / 'o'}", "reward.source=verifier",
+        "algorithm.max_generation_rounds=2", "evaluation.at_start=false",
+    )  # fmt: skip
+    assert result.returncode == 3
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert "acceptance rate 0.0%" in lines[0]
+    assert "after 2 generation rounds" in lines[0]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_usable(task):
+    folder, config = task
+    output, reference = folder / "full_disk", folder / "reference"
+    finish(start(config, 1, reference), reference)
+    finish(start(config, 1, output, "num_steps=2"), output)
+    before = sorted(p.name for p in (output / "checkpoints").iterdir())
+    # A file-size limit makes the kernel refuse the checkpoint's files as a full disk would.
+    limited = subprocess.run(
+        ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", sys.executable, str(TRAIN), "--config", str(config),
+         f"output_dir={output}"],
+        capture_output=True, text=True, timeout=240,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert limited.returncode == 2, limited.stderr[-3000:]
+    errors = [line for line in limited.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "cannot write the checkpoint step_00000004" in errors[0]
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == before
+    finish(start(config, 1, output), output)
+    assert steps_done(output) == 6
+    for expected, got in zip(
+        read_metrics(reference / "metrics.jsonl"), read_metrics(output / "metrics.jsonl"), strict=True
+    ):
+        got, expected = decisive(got), decisive(expected)
+        # The run that stopped at step 2 as planned did not evaluate there; nothing else may differ.
+        assert got == expected
+
+
+def test_a_run_folder_of_another_configuration_is_refused(task):
+    folder, config = task
+    output = folder / "other_configuration"
+    finish(start(config, 1, output, "num_steps=2"), output)
+    result = run_command("--config", str(config), f"output_dir={output}", "algorithm.clip_high=0.4")
+    assert result.returncode == 2
+    assert "algorithm.clip_high: 0.28 -> 0.4" in result.stderr
+    assert "--accept-changes" in result.stderr
+
+
+def test_a_checkpoint_of_other_training_data_is_refused(task):
+    folder, config = task
+    output = folder / "other_data"
+    values = yaml.safe_load(config.read_text())
+    data = folder / "moving.parquet"
+    shutil.copy(values["data"]["train"]["path"], data)
+    finish(start(config, 1, output, "num_steps=2", f"data.train.path={data}"), output)
+    shutil.copy(values["data"]["evaluation"]["path"], data)
+    result = run_command("--config", str(config), f"output_dir={output}", f"data.train.path={data}")
+    assert result.returncode == 2
+    assert "other training prompts" in result.stderr

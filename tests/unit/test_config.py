@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo_mega.config import RunConfig, SftConfig, dump_config, load_config
+from dapo_mega.errors import InputError
+from dapo_mega.plan import describe_run
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MINIMAL = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.clip_hihg=0.3", "unknown key 'algorithm.clip_hihg'; did you mean 'algorithm.clip_high'?"),
+        ("algoritm.preset=dapo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
+        ("algorithm.kl.beta=1", "unknown key 'algorithm.kl.beta'; valid keys: coefficient, estimator"),
+        ("data.train.columns.promt=x", "did you mean 'data.train.columns.prompt'?"),
+        ("batch.mini_batch_groups=30", "the nearest size that does is 32"),
+        ("batch.tokens_per_microbatch=100", "set it to at least 22528"),
+        ("reward.overlong_cache_tokens=30000", "larger than rollout.max_response_tokens=20480"),
+        ("parallel.sequence=true", "needs parallel.tensor >= 2"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1: input should be greater than 0"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast'"),
+        ("evaluation.every=5", "data.evaluation names no dataset"),
+        ("reward.correct=-2", "must be larger than reward.incorrect"),
+        ("nonsense", "not of the form section.key=value"),
+        ("algorithm.preset=ppo", "algorithm.preset='ppo'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message):
+    with pytest.raises(InputError) as caught:
+        load_config(RunConfig, file, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_and_a_missing_file_are_named(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load_config(RunConfig, tmp_path / "none.yaml")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "model": {}}))
+    with pytest.raises(InputError, match=r"model.path is missing"):
+        load_config(RunConfig, path)
+    path.write_text("a: [1")
+    with pytest.raises(InputError, match="not valid YAML"):
+        load_config(RunConfig, path)
+    path.write_text("- 1")
+    with pytest.raises(InputError, match="expected a mapping"):
+        load_config(RunConfig, path)
+
+
+def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
+    run = load_config(
+        RunConfig, file, ["algorithm.clip_high=0.3", "optimizer.learning_rate=1e-5", "data.train.columns.prompt=q"]
+    )
+    assert run.algorithm.clip_high == 0.3
+    assert run.algorithm.clip_low == 0.2
+    assert run.optimizer.learning_rate == 1e-5
+    assert run.data.train.path == "d"
+    assert run.data.train.columns.prompt == "q"
+
+
+def test_a_resolved_configuration_reads_back_equal(file, tmp_path):
+    run = load_config(RunConfig, file, ["algorithm.preset=grpo"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(run))
+    assert load_config(RunConfig, copy) == run
+
+
+def test_the_papers_run_has_the_papers_numbers():
+    run = load_config(RunConfig, CONFIGS / "qwen2.5-32b-dapo.yaml")
+    assert (run.batch.groups_per_step, run.batch.group_size, run.generation_groups) == (512, 16, 1536)
+    assert run.batch.updates_per_step == 16
+    assert run.batch.mini_batch_groups * run.batch.group_size == 512
+    assert (run.algorithm.clip_low, run.algorithm.clip_high, run.algorithm.dual_clip) == (0.2, 0.28, 10.0)
+    assert run.rollout.max_response_tokens - run.reward.overlong_cache_tokens == 16384
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.warmup_steps) == (1e-6, 0.1, 20)
+    assert (run.evaluation.samples_per_prompt, run.evaluation.top_p) == (32, 0.7)
+    assert run.algorithm.kl.coefficient == 0
+    assert run.parallel.data_size(128) * run.parallel.tensor * run.parallel.pipeline == 128
+    text = "\n".join(describe_run(run, 1))
+    assert "128 processes = tensor 8 x pipeline 4 x data 4" in text
+    assert "updates per step: 16" in text
+    assert "32,763.9 M parameters" in text
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "qwen2.5-32b-dapo.yaml", "gsm8k.yaml"])
+def test_every_training_configuration_is_valid(name):
+    run = load_config(RunConfig, CONFIGS / name)
+    describe_run(run, 2)
+
+
+def test_the_supervised_configuration_is_valid():
+    assert load_config(SftConfig, CONFIGS / "quickstart_sft.yaml").batch_samples == 32
+
+
+def test_a_world_that_does_not_divide_is_refused_with_sizes_that_do(file):
+    run = load_config(RunConfig, file, ["parallel.tensor=2", "parallel.pipeline=2"])
+    with pytest.raises(InputError, match=r"world size 6 is not a multiple.*= 4; start 4 or 8 processes"):
+        describe_run(run, 6)
