@@ -102,7 +102,9 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
 def _engine(config: RunConfig, processes: Processes) -> EmbeddedEngine:
     dtype = config.model.dtype if config.rollout.dtype == "policy" else config.rollout.dtype
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return EmbeddedEngine.from_config(config.model.path, torch_dtype, max_batch_rows=config.rollout.max_batch_rows)
+    return EmbeddedEngine.from_config(
+        config.model.path, torch_dtype, max_batch_rows=config.rollout.max_batch_rows, device=processes.device
+    )
 
 
 def _driver(

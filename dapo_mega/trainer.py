@@ -146,8 +146,8 @@ def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
     if pipeline.driver and not mean <= threshold:
         message = (
             f"WARNING: engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step "
-            f"{pipeline.step + 1} is over {threshold:g} (rollout.mismatch_warning); the engine does not compute with the "
-            f"policy's weights or in its precision"
+            f"{pipeline.step + 1} is over {threshold:g} (rollout.mismatch_warning); the engine does not compute with "
+            f"the policy's weights or in its precision"
         )
         logger.warning(message)
         pipeline.driver.progress.message(message)

@@ -66,20 +66,20 @@ class Collector:
         while len(self.buffer) < config.batch.groups_per_step:
             if tally.rounds == config.algorithm.max_generation_rounds:
                 raise StarvedError(self._starvation(tally))
+            num_prompts = self._first_round() if tally.rounds == 0 else config.generation_groups
             tally.rounds += 1
-            prompts = [self.prompts[i] for i in self.cursor.next(self._prompts_to_ask())]
+            prompts = [self.prompts[i] for i in self.cursor.next(num_prompts)]
             for group in self._generate(prompts, tally):
                 self.buffer.offer(group)
         groups = list(self.buffer.take(config.batch.groups_per_step))
         return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
 
-    def _prompts_to_ask(self) -> int:
-        """Prompts of the next round: `generation_groups`, less in proportion to what the buffer already holds, so
-        that surplus is used up instead of growing old; never under a quarter, so that rounds are not wasted."""
+    def _first_round(self) -> int:
+        """Prompts of a step's first round: `generation_groups`, less in proportion to the surplus that the buffer
+        already holds, so that surplus is used up instead of growing old."""
         config = self._config
         missing = config.batch.groups_per_step - len(self.buffer)
-        in_proportion = -(-config.generation_groups * missing // config.batch.groups_per_step)
-        return max(in_proportion, -(-config.generation_groups // 4))
+        return -(-config.generation_groups * missing // config.batch.groups_per_step)
 
     def state(self) -> dict[str, Any]:
         """Plain numbers that, with the buffer's groups, continue the run exactly."""

@@ -42,16 +42,20 @@ class EmbeddedEngine:
 
     @classmethod
     def from_config(
-        cls, config: str | Path | Any, dtype: torch.dtype = torch.float32, max_batch_rows: int = 512
+        cls,
+        config: str | Path | Any,
+        dtype: torch.dtype = torch.float32,
+        max_batch_rows: int = 512,
+        device: torch.device | str = "cpu",
     ) -> EmbeddedEngine:
-        """An engine with the architecture of `config`, a Hugging Face folder or configuration object; the weights
-        are left uninitialised."""
+        """An engine on `device` with the architecture of `config`, a Hugging Face folder or configuration object;
+        the weights are left uninitialised."""
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(config)
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # Skipped together with the initialisation.
-        return cls(model, max_batch_rows)
+        return cls(model.to(device), max_batch_rows)
 
     @property
     def weight_version(self) -> int:

@@ -1,0 +1,55 @@
+"""The quickstart itself: one command, from random weights to a model that DAPO made better."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dapo_mega.metrics import read_metrics
+
+from .runs import REPOSITORY
+
+pytestmark = pytest.mark.integration
+
+
+def quickstart(output):
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "launch" / "quickstart.sh"), "--output", str(output), "--seed", "0"],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env={**os.environ, "VIRTUAL_ENV": sys.prefix},
+    )
+
+
+@pytest.mark.timeout(1800)
+def test_dapo_lifts_held_out_accuracy_by_40_points_and_a_second_run_changes_nothing(tmp_path):
+    output = tmp_path / "quick start"
+    result = quickstart(output)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    records = read_metrics(output / "dapo" / "metrics.jsonl")
+    before, after = records[0], records[-1]
+    assert after["evaluation/avg_at_k"] >= before["evaluation/avg_at_k"] + 0.4
+    assert after["evaluation/response_length_mean"] > 1.3 * before["evaluation/response_length_mean"]
+    assert after["policy/entropy"] > 0.25 * records[1]["policy/entropy"]
+    assert all(record["rollout/logprob_abs_diff_max"] < 1e-3 for record in records if record["step"])
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"tensorboard --logdir '{output}/dapo/tensorboard'" in result.stdout
+    assert str(output / "curves.png") in result.stdout
+
+    kept = [p for p in output.rglob("*") if p.is_file() and p.name != "curves.png"]
+    stamps = {path: path.stat().st_mtime_ns for path in kept}
+    again = quickstart(output)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "already holds a finished run of 50 steps" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in kept} == stamps
+
+
+def test_an_unknown_argument_is_refused_with_the_usage():
+    result = subprocess.run(
+        ["bash", str(REPOSITORY / "launch" / "quickstart.sh"), "--sed", "1"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: unknown argument '--sed'; usage:")
+    assert len(result.stderr.splitlines()) == 1
