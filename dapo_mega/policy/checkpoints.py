@@ -87,7 +87,8 @@ class CheckpointStore:
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
-        _prepare_torch_adam(policy)
+        _allocate_adam_state(policy)
+        _keep_adam_step(policy)
         model = unwrapped(policy.stage).sharded_state_dict()
         wanted: dict[str, Any] = {
             "model": model,
@@ -96,7 +97,7 @@ class CheckpointStore:
         }
         try:
             loaded = dist_checkpointing.load(wanted, str(path))
-        except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        except (CheckpointingException, TorchCheckpointException, OSError, RuntimeError, KeyError) as error:
             raise InputError(
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
                 f"the run was started with, or give another output_dir"
@@ -130,16 +131,12 @@ class CheckpointStore:
         )
 
 
-def _prepare_torch_adam(policy: MegatronPolicy) -> None:
-    """Make torch's Adam ready to be loaded into; the optimizers of Apex and Transformer Engine need none of this.
-
-    Megatron 0.16 (a) reads the step count out of Adam's state, which torch allocates only at the first step, and
-    (b) expects the step among the tensors of a `fully_reshardable` checkpoint, which keeps it in the groups.
-    Can go when DistributedOptimizer skips "step" in _set_main_param_and_optimizer_states as it does on saving.
-    """
+def _allocate_adam_state(policy: MegatronPolicy) -> None:
+    """Give torch's Adam the zero state it would start its first step with: Megatron 0.16 reads the step count out of
+    it on saving and loading. The optimizers of Apex and Transformer Engine need none of this."""
     for part in policy.optimizer.chained_optimizers:
         inner = part.optimizer
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        if not _is_torch_adam(inner):
             continue
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if not inner.state[parameter]:
@@ -148,7 +145,18 @@ def _prepare_torch_adam(policy: MegatronPolicy) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-        part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
+
+
+def _keep_adam_step(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 expects torch's step count among the tensors of a `fully_reshardable` checkpoint, which keeps it
+    in the groups. Can go when _set_main_param_and_optimizer_states skips "step" as saving does."""
+    for part in policy.optimizer.chained_optimizers:
+        if _is_torch_adam(part.optimizer):
+            part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _separate_adam_steps(policy: MegatronPolicy) -> None:
@@ -187,6 +195,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
+    _allocate_adam_state(policy)
     model = unwrapped(policy.stage).sharded_state_dict()
     content = {
         "model": model,

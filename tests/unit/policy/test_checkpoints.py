@@ -1,0 +1,112 @@
+"""A checkpoint holds the whole policy, and Megatron never reaches CUDA on the way."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.errors import InputError
+from dapo_mega.packing import build_micro_batch, columns_from_samples
+from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
+from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+from dapo_mega.policy.processes import start_processes, stop_processes
+from tests.distributed.tiny import make_model, make_samples
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield start_processes(ParallelConfig(), 0, torch.device("cpu"))
+    stop_processes()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def policy(model, processes, dtype="fp32"):
+    return MegatronPolicy(
+        ModelConfig(path=str(model), dtype=dtype),
+        ParallelConfig(),
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=10,
+    )
+
+
+def update(subject, seed):
+    columns = columns_from_samples(make_samples(8, seed))
+    batch = build_micro_batch(columns, range(8), aggregation="token_mean", max_response_tokens=64)
+    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(AlgorithmConfig()))
+
+
+def state(step):
+    return LoopState(step, {"collector": {"position": 7}}, {"buffer/token_ids": np.arange(5, dtype=np.int32)})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dtype):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    first = policy(model, processes, dtype)
+    update(first, 1)
+    update(first, 2)
+    store.save(first, lambda: state(2), 2)
+    expected = [update(first, seed) for seed in (3, 4, 5)]
+    second = policy(model, processes, dtype)
+    loaded = store.load(second, store.latest())
+    assert [update(second, seed) for seed in (3, 4, 5)] == expected
+    assert (loaded.step, loaded.values["collector"]) == (2, {"position": 7})
+    assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_old_checkpoints_go_and_an_unfinished_one_is_never_the_latest(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    subject = policy(model, processes)
+    for step in (1, 2, 3):
+        store.save(subject, lambda step=step: state(step), step)
+    names = sorted(p.name for p in store.root.iterdir())
+    assert names == ["latest", "step_00000002", "step_00000003"]
+    assert (store.root / "latest").read_text() == "step_00000003"
+    (store.root / ".step_00000004.partial").mkdir()
+    (store.root / "step_00000005").mkdir()
+    assert store.latest().name == "step_00000003"
+
+
+def test_a_checkpoint_of_another_model_is_refused(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    store.save(policy(model, processes), lambda: state(1), 1)
+    other = make_model(tmp_path / "other", tied=True)
+    config = json.loads((other / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4
+    smaller = make_model(tmp_path / "smaller", tied=True, num_layers=2)
+    bigger = make_model(tmp_path / "bigger", tied=True, num_layers=6)
+    with pytest.raises(InputError, match="cannot be loaded into this model"):
+        store.load(policy(bigger, processes), store.latest())
+    with pytest.raises(InputError, match="cannot be loaded into this model"):
+        store.load(policy(smaller, processes), store.latest())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is presented to Megatron only without CUDA")
+def test_every_megatron_module_sees_the_cpu_and_nobody_else_does(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    subject = policy(model, processes)
+    update(subject, 0)
+    store.save(subject, lambda: state(1), 1)
+    real = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch
+    ]
+    # Modules that Megatron loads for other parts of itself may keep the real torch; those on our way may not.
+    assert not [name for name in real if not name.startswith(("megatron.core.inference", "megatron.core.export"))]
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    assert clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
