@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ EXIT_STARVED = 3
 def run_command(main: Callable[[], None]) -> None:
     """Run `main`; a mistake of the user's becomes one line on standard error and a non-zero exit status.
 
-    Under torchrun only rank 0 speaks: all processes find the same mistake.
+    Under torchrun one process of each machine speaks: a file may be missing on one machine only.
     """
     try:
         main()
@@ -25,6 +26,12 @@ def run_command(main: Callable[[], None]) -> None:
         _fail(str(error), EXIT_INPUT_ERROR)
     except StarvedError as error:
         _fail(str(error), EXIT_STARVED)
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        reason = error.strerror or str(error)
+        _fail(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to resume from the last checkpoint", 130)
 
@@ -41,7 +48,7 @@ def say(text: str) -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    if is_rank_zero():
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stdout.flush()
         print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     # Other processes may wait in a collective that this one will never join: leave without tearing groups down.

@@ -152,7 +152,10 @@ class RewardConfig(Section):
 
 
 class KlConfig(Section):
-    """KL penalty against a frozen copy of the starting model; 0 (DAPO) holds no reference model."""
+    """KL penalty against a frozen copy of the starting model; 0 (DAPO) holds no reference model.
+
+    As a term of the loss k1 has no gradient in expectation; it is there to be watched. k2 and k3 pull.
+    """
 
     coefficient: float = Field(default=0.0, ge=0)
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -271,7 +274,7 @@ class RunConfig(Section):
     """A whole run, as written to `output_dir/config.yaml`."""
 
     output_dir: str
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     num_steps: int = Field(ge=1)
     threads_per_process: int | None = Field(default=None, ge=1, description="Intra-op threads on the CPU.")
     model: ModelConfig
@@ -341,7 +344,7 @@ class SftConfig(Section):
     """Supervised fine-tuning (R1's cold start) with the same policy code."""
 
     output_dir: str
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     num_steps: int = Field(ge=1)
     batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
     tokens_per_microbatch: int = Field(default=8192, ge=1)
@@ -350,7 +353,6 @@ class SftConfig(Section):
     data: SftDataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    checkpoint: CheckpointConfig = CheckpointConfig(every=0)
 
     @model_validator(mode="after")
     def _check(self) -> SftConfig:
@@ -376,12 +378,12 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
         )
     try:
         raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
     for override in overrides:
-        raw = _overridden(raw, override)
+        raw = _overridden(kind, raw, override)
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -404,10 +406,18 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def _overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
+    parts = name.strip().split(".")
+    value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
+    for part in reversed(parts):
+        value = {part: value}
+    return _merged(raw, value)
+
+
+def _yaml_value(text: str, override: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -416,9 +426,25 @@ def _overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
-    for part in reversed(name.strip().split(".")):
-        value = {part: value}
-    return _merged(raw, value)
+    return value
+
+
+def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
+    """Whether the value is taken as it is written: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
+    section: type[Section] | None = kind
+    for part in parts[:-1]:
+        section = _section_of(section, part) if section else None
+    field = section.model_fields.get(parts[-1]) if section else None
+    return field is not None and (field.annotation is str or str in get_args(field.annotation))
+
+
+def _section_of(section: type[Section], key: str) -> type[Section] | None:
+    """The section that `key` of `section` holds, if any."""
+    field = section.model_fields.get(key)
+    if field is None:
+        return None
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def _explain(kind: type[Section], detail: Any) -> str:
@@ -439,9 +465,7 @@ def _explain(kind: type[Section], detail: Any) -> str:
 
 def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
     """Valid keys of the section at `location`; every section's keys are those of its model."""
-    section: type[Section] = kind
+    section: type[Section] | None = kind
     for part in location:
-        annotation = section.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
-    return list(section.model_fields)
+        section = _section_of(section, part) if section else None
+    return list(section.model_fields) if section else []

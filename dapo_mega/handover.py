@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import fields
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.packing import SampleColumns
 
 _DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.uint8, np.float32)
@@ -28,8 +31,17 @@ def broadcast_columns(columns: SampleColumns | None, group: dist.ProcessGroup) -
     return SampleColumns(**received)
 
 
-def broadcast_error(message: str | None, group: dist.ProcessGroup) -> str | None:
-    """Rank 0's error message, or None, on every process: so that all leave together."""
-    box = [message]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+@contextlib.contextmanager
+def leaving_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a block that may find bad input on some processes only: afterwards either all go on, or all raise the
+    first error found. The block itself must not need the other processes."""
+    error: Exception | None = None
+    try:
+        yield
+    except (InputError, StarvedError, OSError) as caught:
+        error = caught
+    found: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, error, group=group)
+    first = next((e for e in found if e is not None), None)
+    if first is not None:
+        raise first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ import torch
 
 from dapo_mega.config import RunConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
+from dapo_mega.errors import InputError
 from dapo_mega.evaluation import Evaluator
 from dapo_mega.group_state import dataset_fingerprint
+from dapo_mega.handover import leaving_together
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
-from dapo_mega.policy import cpu_accelerator
-from dapo_mega.policy.checkpoints import CheckpointStore
+from dapo_mega.policy.checkpoints import CheckpointStore, replace_text
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.policy.processes import Processes, start_processes
 from dapo_mega.rewards import AnswerVerifier
@@ -28,6 +30,8 @@ from dapo_mega.rollout.embedded_fleet import EmbeddedFleet
 from dapo_mega.rollout.scoring import Decode, ResponseScorer
 from dapo_mega.types import TokenIds
 from dapo_mega.weight_sync.push import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         evaluation_prompts = load_prompts(
             config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
         )
-    processes = start_processes(config.parallel, config.seed, cpu_accelerator.device())
+    processes = start_processes(config.parallel, config.seed)
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -86,8 +90,9 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature)
     fleet = EmbeddedFleet(processes, _engine(config, processes) if processes.is_leader else None)
     driver = None
-    if processes.rank == 0:
-        driver = _driver(config, fleet, tokenizer, train_prompts, evaluation_prompts, start_step)
+    with leaving_together(processes.control):
+        if processes.rank == 0:
+            driver = _driver(config, fleet, tokenizer, train_prompts, evaluation_prompts, start_step)
     return Pipeline(
         config=config,
         policy=policy,
@@ -130,11 +135,25 @@ def _driver(
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.seed,
         )
+    try:
+        writer = MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0)
+    except ValueError as error:
+        raise InputError(f"{error}; move the file away, or give another output_dir") from error
+    for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
+        if dataset:
+            logger.info(
+                "%s prompts: %d of %d rows, %d duplicates and %d over data.max_prompt_tokens dropped",
+                name,
+                len(dataset.prompts),
+                dataset.num_rows,
+                dataset.num_duplicates,
+                dataset.num_long,
+            )
     return Driver(
         collector=Collector(config, train_prompts.prompts, fleet, scorer, stop_token_ids),
         evaluator=evaluator,
         verifier=verifier,
-        writer=MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0),
+        writer=writer,
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
     )
@@ -165,7 +184,7 @@ def write_run_record(config: RunConfig) -> None:
     """Write the resolved configuration and the versions that compute it into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
+    replace_text(folder / "config.yaml", dump_config(config))
     names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
     versions = {"python": platform.python_version()}
     for name in names:
@@ -173,4 +192,4 @@ def write_run_record(config: RunConfig) -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    replace_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")

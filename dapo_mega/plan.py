@@ -64,7 +64,10 @@ def _architecture(config: RunConfig) -> tuple[Architecture | None, list[str]]:
     file = Path(config.model.architecture)
     if not file.is_file():
         return None, [f"{note}, nor is model.architecture={file}; sizes are not checked against the model"]
-    raw = json.loads(file.read_text())
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"model.architecture={file} is not valid JSON ({error})") from error
     return find_family(str(raw.get("model_type"))).read(raw), [f"{note}; sizes checked against {file}"]
 
 

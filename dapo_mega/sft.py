@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.commands import is_rank_zero, say
-from dapo_mega.config import SftConfig, dump_config
+from dapo_mega.config import SftConfig, dump_config, load_config
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
-from dapo_mega.policy import cpu_accelerator
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.objectives import Imitation, TokenBatch
@@ -33,6 +32,7 @@ def run_sft(config: SftConfig) -> None:
     """
     folder = Path(config.output_dir)
     if (folder / "hf" / "config.json").is_file():
+        _refuse_changes(config, folder)
         say(f"{folder / 'hf'} already holds a fine-tuned model; nothing to do")
         return
     if not Path(config.model.path).is_dir():
@@ -41,7 +41,7 @@ def run_sft(config: SftConfig) -> None:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
-    processes = start_processes(config.parallel, config.seed, cpu_accelerator.device())
+    processes = start_processes(config.parallel, config.seed)
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -63,6 +63,21 @@ def run_sft(config: SftConfig) -> None:
     stop_processes()
 
 
+def _refuse_changes(config: SftConfig, folder: Path) -> None:
+    """A finished folder of another configuration is not what was asked for."""
+    if not (folder / "config.yaml").is_file():
+        return
+    saved = load_config(SftConfig, folder / "config.yaml").model_dump()
+    given = config.model_dump()
+    free = ("output_dir", "threads_per_process", "parallel", "tokens_per_microbatch")
+    changed = sorted(name for name in given if given[name] != saved[name] and name not in free)
+    if changed:
+        raise InputError(
+            f"{folder} holds a model fine-tuned with another configuration (different: {', '.join(changed)}); give "
+            f"another output_dir"
+        )
+
+
 def _imitate(
     policy: MegatronPolicy,
     config: SftConfig,
@@ -76,7 +91,8 @@ def _imitate(
         chosen = [demonstrations[i] for i in cursor.next(config.batch_samples)]
         metrics = policy.update(_micro_batches(policy, config, chosen), Imitation())
         num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
-        metrics["policy/tokens_per_s"] = num_tokens / (time.perf_counter() - started)
+        metrics["time/step_s"] = time.perf_counter() - started
+        metrics["policy/tokens_per_s"] = num_tokens / metrics["time/step_s"]
         if writer and progress:
             writer.write(step, metrics)
             progress.update(step, metrics)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from dapo_mega.batching import StepBatch, pack_step, samples_of_groups
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import InputError
 from dapo_mega.group_state import pack_groups, unpack_groups
-from dapo_mega.handover import broadcast_columns, broadcast_error
+from dapo_mega.handover import broadcast_columns, leaving_together
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.packing import MicroBatch, columns_from_samples
 from dapo_mega.pipeline import Pipeline
@@ -60,18 +60,14 @@ def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
     groups: Sequence[Group] = []
     metrics: Metrics = {}
-    error = None
-    if pipeline.driver:
-        try:
-            groups, metrics = pipeline.driver.collector.collect(pipeline.step)
-        except StarvedError as starved:
-            error = str(starved)
-        pipeline.fleet.release()
-    else:
-        pipeline.fleet.serve()
-    error = broadcast_error(error, pipeline.policy.processes.control)
-    if error:
-        raise StarvedError(error)
+    with leaving_together(pipeline.policy.processes.control):
+        if pipeline.driver:
+            try:
+                groups, metrics = pipeline.driver.collector.collect(pipeline.step)
+            finally:
+                pipeline.fleet.release()
+        else:
+            pipeline.fleet.serve()
     return groups, metrics
 
 
@@ -229,8 +225,13 @@ def loop_state(pipeline: Pipeline) -> LoopState:
 
 
 def restore(pipeline: Pipeline, state: LoopState) -> None:
-    """Continue from a loaded checkpoint's loop state."""
+    """Continue from a loaded checkpoint's loop state. Raises InputError, on all processes, for other data."""
     pipeline.step = state.step
+    with leaving_together(pipeline.policy.processes.control):
+        _restore_driver(pipeline, state)
+
+
+def _restore_driver(pipeline: Pipeline, state: LoopState) -> None:
     if pipeline.driver:
         if state.values["dataset_fingerprint"] != pipeline.driver.dataset_fingerprint:
             raise InputError(

@@ -24,7 +24,8 @@ case "$output" in /*) ;; *) output=$PWD/$output ;; esac
 cd "$project"
 source tools/install.sh
 
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# The quickstart is sized for CPU cores: a GPU that happens to be there is left alone.
+export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # All processes are on this machine: let gloo use the loopback interface whatever the host name resolves to.
 [ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
 run() { "$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node "$processes" "$@"; }

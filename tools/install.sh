@@ -9,14 +9,17 @@ project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -n "${VIRTUAL_ENV:-}" ]; then
     PYTHON="$VIRTUAL_ENV/bin/python"
 else
-    [ -x "$project/.venv/bin/python" ] || "${PYTHON_BASE:-python3}" -m venv "$project/.venv"
+    PYTHON="$project/.venv/bin/python"
+    [ -x "$PYTHON" ] || PYTHON="${PYTHON_BASE:-python3}"
+fi
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: Python 3.11 or newer is needed, $("$PYTHON" --version) was found; set PYTHON_BASE to a newer one" >&2
+    exit 2
+}
+if [ -z "${VIRTUAL_ENV:-}" ] && [ "$PYTHON" != "$project/.venv/bin/python" ]; then
+    "$PYTHON" -m venv "$project/.venv"
     PYTHON="$project/.venv/bin/python"
 fi
-
-"$PYTHON" - <<'PY' || { echo "error: Python 3.11 or newer is needed, $("$PYTHON" --version) was found; set PYTHON_BASE" >&2; exit 2; }
-import sys
-sys.exit(sys.version_info < (3, 11))
-PY
 
 extras="${1:-}"
 stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.dapo_mega_installed"

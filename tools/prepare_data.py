@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         options.run(options)
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2
     return 0

@@ -100,13 +100,12 @@ def run(command: list[str]) -> None:
 
 
 def matching_updates(folder: Path) -> int:
-    """Supervised updates that take as long as DAPO's rollouts, scoring and updates did, by measured speed."""
-    stages = ("time/rollout_s", "time/score_s", "time/update_s")
-    seconds = sum(record.get(s, 0.0) for record in read_metrics(folder / "dapo" / "metrics.jsonl") for s in stages)
-    sft = read_metrics(folder / "sft" / "metrics.jsonl")
-    tokens_per_update = 32 * 31
-    speed = sum(record["policy/tokens_per_s"] for record in sft) / len(sft) / tokens_per_update
-    return round(seconds * speed)
+    """Supervised updates that take as long as DAPO's steps did (evaluation and checkpoints aside)."""
+    stages = ("rollout", "pack", "score", "update", "weight_sync")
+    dapo = read_metrics(folder / "dapo" / "metrics.jsonl")
+    seconds = sum(record.get(f"time/{stage}_s", 0.0) for record in dapo for stage in stages)
+    supervised = [record["time/step_s"] for record in read_metrics(folder / "sft" / "metrics.jsonl")]
+    return round(seconds / (sum(supervised) / len(supervised)))
 
 
 def first(run_dir: Path) -> dict[str, float]:

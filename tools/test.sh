@@ -8,4 +8,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_H
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest "$@"
+# The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
+CUDA_VISIBLE_DEVICES= "$PYTHON" -m pytest "$@"

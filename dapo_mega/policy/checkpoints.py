@@ -56,7 +56,7 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint, or None. Local: reads only.
 
-        `latest` is a hint; when it is missing or names a folder that is gone, the newest complete one counts.
+        Folders are complete as soon as they have their name; the file `latest` is for people and other tools.
         """
         complete = [path for path in self._steps() if (path / "loop.json").is_file()]
         return complete[-1] if complete else None
@@ -79,7 +79,7 @@ class CheckpointStore:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-            _replace_text(self.root / "latest", final.name)
+            replace_text(self.root / "latest", final.name)
             for old in self._steps()[: -self._keep_last]:
                 shutil.rmtree(old)
         dist.barrier(group=processes.control)
@@ -97,18 +97,18 @@ class CheckpointStore:
         }
         try:
             loaded = dist_checkpointing.load(wanted, str(path))
-        except (CheckpointingException, TorchCheckpointException, OSError, RuntimeError, KeyError) as error:
+            values = json.loads((path / "loop.json").read_text())
+            with np.load(path / "loop.npz") as file:
+                arrays = {name: file[name] for name in file.files}
+        except (CheckpointingException, TorchCheckpointException, OSError, ValueError, KeyError) as error:
             raise InputError(
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
-                f"the run was started with, or give another output_dir"
+                f"the run was started with, remove the folder if it is damaged, or give another output_dir"
             ) from error
         unwrapped(policy.stage).load_state_dict(loaded["model"])
         policy.optimizer.load_state_dict(loaded["optimizer"])
         _separate_adam_steps(policy)
         policy.scheduler.load_state_dict(loaded["scheduler"])
-        values = json.loads((path / "loop.json").read_text())
-        with np.load(path / "loop.npz") as file:
-            arrays = {name: file[name] for name in file.files}
         _restore_rng(policy, arrays)
         return LoopState(values.pop("step"), values, arrays)
 
@@ -185,7 +185,9 @@ def _attempt(action: Callable[[], None]) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[-300:] or type(error).__name__
+    """The last line: errors gathered from several processes are whole tracebacks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _prepare(partial: Path) -> None:
@@ -214,10 +216,10 @@ def _write_loop_state(folder: Path, state: LoopState, rng: Arrays) -> None:
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
-    _replace_text(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
+    replace_text(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old or the new content, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,20 +29,20 @@ def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shards = _ShardWriter(partial)
     failure = None
+    if writing:
+        shutil.rmtree(partial, ignore_errors=True)
     for bucket in policy.gatherer.buckets(_BUCKET_BYTES):
         if writing and failure is None:
             try:
                 shards.add(bucket)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 failure = str(error)
     if writing and failure is None:
         try:
             shards.finish()
             _copy_companions(policy, partial)
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(partial, folder)
-        except OSError as error:
+            _swap_in(partial, folder)
+        except (OSError, SafetensorError) as error:
             failure = str(error)
     outcome = [failure]
     dist.broadcast_object_list(outcome, src=0, group=policy.processes.control)
@@ -50,6 +50,16 @@ def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
         if writing:
             shutil.rmtree(partial, ignore_errors=True)
         raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({outcome[0]}); free space and run again")
+
+
+def _swap_in(partial: Path, folder: Path) -> None:
+    """Put the new folder in place; the old one goes only when the new one is there."""
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 class _ShardWriter:

@@ -70,7 +70,7 @@ def packed_segments(cu_seqlens: Tensor, max_seqlen: int, *, plan_attention: bool
             longest = int(lengths[order[position]])
             # A block wastes at most a third of its rows' attention on padding.
             members = order[position:][lengths[order[position:]] * 3 >= longest * 2]
-            offsets = torch.arange(longest)
+            offsets = torch.arange(longest, device=starts.device)
             valid = offsets[None] < lengths[members][:, None]
             gather = starts[members][:, None] + torch.where(valid, offsets[None], 0)
             buckets.append(SegmentBucket(gather.flatten(), (len(members), longest), valid.flatten().nonzero()[:, 0]))

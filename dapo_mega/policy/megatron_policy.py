@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.handover import leaving_together
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
 from dapo_mega.packing import MicroBatch
 from dapo_mega.policy.layer_specs import packed_segments, uses_transformer_engine
@@ -52,7 +53,8 @@ class ScoringModel:
         self._plan_attention = not uses_transformer_engine(model)
         self._schedule = get_forward_backward_func()
         self.stage: Any = build_stage(arch, self.config, model)
-        load_hf_weights(unwrapped(self.stage), self.path, self.layout, processes)
+        with leaving_together(processes.control):
+            load_hf_weights(unwrapped(self.stage), self.path, self.layout, processes)
         self.stage.eval()
 
     @property
@@ -150,13 +152,17 @@ class MegatronPolicy(ScoringModel):
             end_wd=optimizer.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
+            # A checkpoint restores how far the schedule is; what it looks like is the configuration's.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
 
     def update(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
 
         Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they
-        do not depend on how the mini-batch was split. Raises FloatingPointError for a gradient that is not finite.
+        do not depend on how the mini-batch was split. A mini-batch without any token in the loss changes nothing and
+        is counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
         """
         self.stage.train()
         self.stage.zero_grad_buffer()
@@ -166,14 +172,17 @@ class MegatronPolicy(ScoringModel):
             return lambda logits: objective.evaluate(model.response_logprobs, logits, batch)
 
         reports = self._run(iter(batches), len(batches), make_loss, forward_only=False)
+        totals = self._sum_reports(reports, objective)
         # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
         self.scheduler.step(increment=1)
-        successful, grad_norm, _ = self.optimizer.step()
-        if not successful:
-            raise FloatingPointError("the optimizer refused a gradient that is not finite; no weights were changed")
-        totals = self._sum_reports(reports, objective)
+        is_empty = objective.denominator(totals) == 0
+        grad_norm = 0.0
+        if not is_empty:
+            successful, grad_norm, _ = self.optimizer.step()
+            assert successful
         return {
             **objective.summarise(totals),
+            "policy/empty_update_share": float(is_empty),
             "policy/grad_norm": float(grad_norm),
             "policy/learning_rate": float(self.optimizer.param_groups[0]["lr"]),
         }

@@ -41,6 +41,9 @@ class Objective(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of weighted token losses, denominator (int32 scalar), report vector (detached)."""
 
+    def denominator(self, totals: Tensor) -> float:
+        """The mini-batch's denominator, from the summed report vectors."""
+
     def summarise(self, totals: Tensor) -> dict[str, float]:
         """Metrics from the summed report vectors."""
 
@@ -122,6 +125,9 @@ class PolicyGradient:
             )
         return loss, _denominator(micro, loss), report
 
+    def denominator(self, totals: Tensor) -> float:
+        return float(totals[_POLICY_REPORT.index("denominator")])
+
     def summarise(self, totals: Tensor) -> dict[str, float]:
         total = dict(zip(_POLICY_REPORT, totals, strict=True))
         tokens = total["loss_tokens"]
@@ -156,6 +162,9 @@ class Imitation:
         loss = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
         report = torch.stack([loss.detach(), torch.tensor(float(micro.denominator), device=loss.device)])
         return loss, _denominator(micro, loss), report
+
+    def denominator(self, totals: Tensor) -> float:
+        return float(totals[1])
 
     def summarise(self, totals: Tensor) -> dict[str, float]:
         return {"policy/loss": _share(totals[0], totals[1])}

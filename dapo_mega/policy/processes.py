@@ -55,8 +55,11 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_processes(config: ParallelConfig, seed: int, device: torch.device) -> Processes:
-    """Join the process group and Megatron's groups. Raises InputError for sizes that do not fit the world."""
+def start_processes(config: ParallelConfig, seed: int) -> Processes:
+    """Join the process group and Megatron's groups, on this process's GPU where there are any.
+
+    Raises InputError for sizes that do not fit the world.
+    """
     cpu_accelerator.install()
     world_size = world_size_from_environment()
     if config.world_size not in (None, world_size):
@@ -68,6 +71,9 @@ def start_processes(config: ParallelConfig, seed: int, device: torch.device) -> 
         data_size = config.data_size(world_size)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = cpu_accelerator.device()
     if not dist.is_initialized():
         _join_process_group(device)
     parallel_state.initialize_model_parallel(
@@ -93,8 +99,6 @@ def start_processes(config: ParallelConfig, seed: int, device: torch.device) -> 
 
 
 def _join_process_group(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)

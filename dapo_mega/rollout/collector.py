@@ -135,7 +135,7 @@ class Collector:
     def _starvation(self, tally: RolloutTally) -> str:
         counts = self.buffer.counts
         return (
-            f"dynamic sampling is starved: after {tally.rounds} generation rounds of "
+            f"dynamic sampling is starved: after {tally.rounds} generation rounds of up to "
             f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
             f"({counts.all_right} all right, {counts.all_wrong} all wrong, {tally.dropped_groups} failed of "
@@ -149,8 +149,9 @@ class Collector:
             "rollout/retried_requests": float(tally.retried),
             "rollout/dropped_groups": float(tally.dropped_groups),
         }
-        for outcome in ("timeout", "crash", "refused"):
-            metrics[f"reward/{outcome}_total"] = float(self._scorer.outcomes[outcome])
+        outcomes = self._scorer.pop_outcomes()
+        for outcome in ("no_answer", "timeout", "crash", "refused"):
+            metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])
         if not tally.scored:
             return metrics
         lengths = np.array([len(s.response.token_ids) for s in tally.scored])

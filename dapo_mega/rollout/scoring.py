@@ -26,7 +26,7 @@ class ResponseScorer:
         self._max_response_tokens = max_response_tokens
         self._seed = seed
         self.outcomes: Counter[str] = Counter()
-        """Verification outcomes (correct, wrong, no_answer, timeout, crash, refused) since the start."""
+        """Verification outcomes (correct, wrong, no_answer, timeout, crash, refused) since `pop_outcomes`."""
 
     def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:
         """One scored response per pair, in order."""
@@ -42,6 +42,11 @@ class ResponseScorer:
             self._reward(response, text, is_correct)
             for (_, response), text, is_correct in zip(asked, texts, correct, strict=True)
         ]
+
+    def pop_outcomes(self) -> Counter[str]:
+        """Outcomes since the last call."""
+        outcomes, self.outcomes = self.outcomes, Counter()
+        return outcomes
 
     def _coin(self, request_id: int) -> bool:
         return bool(np.random.Philox(key=[self._seed, request_id]).random_raw() & 1)

@@ -37,7 +37,7 @@ def model_path(tmp_path_factory):
 def processes():
     from dapo_mega.policy.processes import start_processes, stop_processes
 
-    yield start_processes(ParallelConfig(), 0, torch.device("cuda", 0))
+    yield start_processes(ParallelConfig(), 0)
     stop_processes()
 
 

@@ -14,6 +14,7 @@ from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.run import run_training
+from tests.distributed.launching import wait_for
 
 from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, start, steps_done
 
@@ -131,14 +132,45 @@ def test_a_run_folder_of_another_configuration_is_refused(task):
     assert "--accept-changes" in result.stderr
 
 
-def test_a_checkpoint_of_other_training_data_is_refused(task):
+def test_what_one_process_finds_ends_all_in_one_line(task):
+    """The training prompts changed: rank 0 alone notices, and both processes leave without a traceback."""
     folder, config = task
     output = folder / "other_data"
     values = yaml.safe_load(config.read_text())
     data = folder / "moving.parquet"
     shutil.copy(values["data"]["train"]["path"], data)
-    finish(start(config, 1, output, "num_steps=2", f"data.train.path={data}"), output)
+    finish(start(config, 2, output, "num_steps=2", f"data.train.path={data}"), output)
+    before = (output / "config.yaml").read_text()
     shutil.copy(values["data"]["evaluation"]["path"], data)
-    result = run_command("--config", str(config), f"output_dir={output}", f"data.train.path={data}")
+    statuses = wait_for(start(config, 2, output, f"data.train.path={data}"), 240)
+    logs = [log.read_text() for log in sorted((folder / "other_data_logs").glob("*.log"))]
+    assert statuses == [2, 2], logs
+    assert "Traceback" not in "".join(logs)
+    errors = [line for log in logs for line in log.splitlines() if line.startswith("error:")]
+    assert len(set(errors)) == 1
+    assert "num_prompts=60, this run has 8" in errors[0] or "other training prompts" in errors[0]
+    assert (output / "config.yaml").read_text() == before
+
+
+def test_a_run_killed_while_it_exports_is_exported_by_the_next_start(task):
+    folder, config = task
+    output = folder / "export"
+    finish(start(config, 1, output, "num_steps=2"), output)
+    expected = (output / "hf" / "model.safetensors").read_bytes()
+    (output / "hf").rename(output / ".hf.partial")
+    (output / ".hf.partial" / "part-7.safetensors").write_text("left by the killed process")
+    finish(start(config, 1, output, "num_steps=2"), output)
+    assert (output / "hf" / "model.safetensors").read_bytes() == expected
+    assert not (output / "hf" / "part-7.safetensors").exists()
+
+
+def test_a_trained_model_without_its_checkpoints_is_not_overwritten(task):
+    folder, config = task
+    output = folder / "no_checkpoints"
+    finish(start(config, 1, output, "num_steps=2"), output)
+    shutil.rmtree(output / "checkpoints")
+    before = (output / "metrics.jsonl").read_bytes()
+    result = run_command("--config", str(config), f"output_dir={output}")
     assert result.returncode == 2
-    assert "other training prompts" in result.stderr
+    assert "no checkpoint to continue from" in result.stderr
+    assert (output / "metrics.jsonl").read_bytes() == before

@@ -18,7 +18,7 @@ from tests.distributed.tiny import make_model, make_samples
 
 @pytest.fixture(scope="module")
 def processes():
-    yield start_processes(ParallelConfig(), 0, torch.device("cpu"))
+    yield start_processes(ParallelConfig(), 0)
     stop_processes()
 
 

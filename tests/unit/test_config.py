@@ -70,6 +70,12 @@ def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
     assert run.data.train.columns.prompt == "q"
 
 
+@pytest.mark.parametrize("path", ["/a b/my project #2/x", "/c: d/y", "123", "1e-4", "/tmp/[x]"])
+def test_a_path_is_taken_as_it_is_written(file, path):
+    run = load_config(RunConfig, file, [f"model.path={path}", f"output_dir={path}", f"data.train.path={path}"])
+    assert (run.model.path, run.output_dir, run.data.train.path) == (path, path, path)
+
+
 def test_a_resolved_configuration_reads_back_equal(file, tmp_path):
     run = load_config(RunConfig, file, ["algorithm.preset=grpo"])
     copy = tmp_path / "copy.yaml"

@@ -10,9 +10,21 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 LAYERS = [
     {"types", "config", "errors", "metrics", "commands"},
-    {"data", "rewards", "algorithms", "buffer", "packing", "models", "group_state", "batching", "plan", "dry_run"},
+    {
+        "data",
+        "rewards",
+        "algorithms",
+        "buffer",
+        "packing",
+        "models",
+        "group_state",
+        "handover",
+        "batching",
+        "plan",
+        "dry_run",
+    },
     {"rollout", "policy", "weight_sync"},
-    {"evaluation", "handover", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
+    {"evaluation", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {"megatron", "sglang", "aiohttp", "requests", "urllib", "http", "socket"}

@@ -81,3 +81,8 @@ def test_samples_of_a_long_tail_are_spread_evenly_over_ranks():
 def test_a_sample_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="30 tokens does not fit the budget of 20"):
         plan_micro_batches(np.array([3, 30]), 2, 20)
+
+
+def test_a_loose_budget_still_gives_every_rank_its_share():
+    plan = plan_micro_batches(np.array([10, 10, 1, 1]), 2, 100)
+    assert sorted(sum([10, 10, 1, 1][i] for b in rank for i in b) for rank in plan) == [11, 11]

@@ -42,7 +42,7 @@ def run_case(model_dir, case):
 
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
     parallel = ParallelConfig(tensor=case["tensor"], pipeline=case["pipeline"], sequence=case.get("sequence", False))
-    processes = start_processes(parallel, 0, torch.device("cpu"))
+    processes = start_processes(parallel, 0)
     # With a large epsilon one Adam step is a smooth function of the gradient, lr * g / (|g| + eps), so that the
     # updated weights show the gradient itself and not only its sign.
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, epsilon=1.0, clip_grad=1.0)

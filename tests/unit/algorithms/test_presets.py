@@ -36,7 +36,7 @@ def algorithm(preset, **changes):
     return run.algorithm
 
 
-def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool) -> float:
+def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float = 0.0) -> float:
     advantages = group_advantages(REWARDS, config.advantage)
     samples = [
         Sample(
@@ -59,7 +59,7 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool) -> float:
     reference = old + math.log(0.5)
 
     def response_logprobs(logits, batch, with_entropy):
-        return old + ratios.log(), torch.zeros(len(ratios))
+        return old + ratios.log(), torch.full((len(ratios),), entropy)
 
     batch = TokenBatch(micro_batch, old, reference)
     loss, denominator, _ = PolicyGradient(config).evaluate(response_logprobs, torch.empty(0), batch)
@@ -119,8 +119,7 @@ def test_a_value_written_beside_a_preset_wins():
     assert algorithm("dapo").clip_high == 0.28
 
 
-def test_entropy_bonus_lowers_the_loss():
+def test_entropy_bonus_lowers_the_loss_by_coefficient_times_mean_entropy():
     config = algorithm("dapo", entropy_coefficient=0.5)
     without = minibatch_loss(algorithm("dapo"), False)
-    # The stand-in model above reports zero entropy, so only the sign of the term can be seen with another one.
-    assert minibatch_loss(config, False) == pytest.approx(without)
+    assert minibatch_loss(config, False, entropy=3.0) == pytest.approx(without - 1.5)
