@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ def prepare(folder: Path) -> Path:
     surplus are in play although the model knows nothing.
     """
     tool = str(REPOSITORY / "tools" / "prepare_data.py")
-    common = {"check": True, "cwd": folder, "env": {**__import__("os").environ, "PYTHONPATH": str(REPOSITORY)}}
+    common = {"check": True, "cwd": folder, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}}
     subprocess.run(
         [sys.executable, tool, "arithmetic", "--output", "data", "--num-train", "60", "--num-eval", "8",
          "--num-demonstrations", "64", "--max-digits", "2"],
@@ -91,7 +92,8 @@ def kill_when(workers: list[subprocess.Popen], condition: Callable[[], bool], ti
 
 def steps_done(output_dir: Path) -> int:
     file = output_dir / "metrics.jsonl"
-    return int(read_metrics(file)[-1]["step"]) if file.is_file() and read_metrics(file) else -1
+    records = read_metrics(file) if file.is_file() else []
+    return int(records[-1]["step"]) if records else -1
 
 
 def decisive(metrics: dict[str, float]) -> dict[str, float]:

@@ -66,4 +66,7 @@ def test_a_dry_run_loads_neither_megatron_nor_transformers():
         "heavy = [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformers')]\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, stdout=subprocess.DEVNULL, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
