@@ -89,6 +89,7 @@ class CheckpointStore:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
         _allocate_adam_state(policy)
         _keep_adam_step(policy)
+        _keep_bucket_padding(policy)
         model = unwrapped(policy.stage).sharded_state_dict()
         wanted: dict[str, Any] = {
             "model": model,
@@ -155,6 +156,39 @@ def _keep_adam_step(policy: MegatronPolicy) -> None:
             part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
 
 
+def _keep_bucket_padding(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 gathers the optimizer's state without the padding at the end of each gradient bucket, and then
+    cuts parameters out of it by positions that count the padding: with more than one bucket (tied embeddings on
+    several pipeline stages have their own) it would write shifted state into the checkpoint. Here the padding is put
+    back. Can go when sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
+    for part in policy.optimizer.chained_optimizers:
+        part.get_parameter_state_dp_zero = functools.partial(_padded_world_state, part)
+
+
+def _padded_world_state(part: Any, **settings: Any) -> Any:
+    state = type(part).get_parameter_state_dp_zero(part, **settings)
+    if state is None:
+        return None
+    for index, buffer in enumerate(part.buffers):
+        for tensors in state[index].values():
+            for name, compact in tensors.items():
+                if isinstance(compact, torch.Tensor):
+                    tensors[name] = _with_bucket_padding(compact, buffer)
+    return state
+
+
+def _with_bucket_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[n without padding] to [buffer.numel], every bucket where the buffer has it."""
+    padded = torch.zeros(buffer.numel, dtype=compact.dtype)
+    start = 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start:end]
+        start = end
+    assert start == len(compact)
+    return padded
+
+
 def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
@@ -198,6 +232,7 @@ def _prepare(partial: Path) -> None:
 
 def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
     _allocate_adam_state(policy)
+    _keep_bucket_padding(policy)
     model = unwrapped(policy.stage).sharded_state_dict()
     content = {
         "model": model,

@@ -74,5 +74,6 @@ def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, 
             assert after.get(name) == before.get(name), (name, before["step"])
         for name in ("policy/loss", "policy/grad_norm", "policy/entropy"):
             assert after.get(name, 0) == pytest.approx(before.get(name, 0), rel=1e-4, abs=1e-6), (name, before["step"])
-        if after["step"] > 0:
+        # A step that trains on surplus alone has no response of the current weights to compare.
+        if after["step"] > 0 and after["buffer/staleness_mean"] == 0:
             assert after["rollout/logprob_abs_diff_max"] < 1e-4
