@@ -6,21 +6,22 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from dapo_mega.batching import StepBatch, pack_step, samples_of_groups
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import InputError
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.group_state import pack_groups, unpack_groups
 from dapo_mega.handover import broadcast_columns, leaving_together
 from dapo_mega.metrics import MetricAccumulator
-from dapo_mega.packing import MicroBatch, columns_from_samples
+from dapo_mega.packing import MicroBatch, build_micro_batch, columns_from_samples, plan_micro_batches
 from dapo_mega.pipeline import Pipeline
 from dapo_mega.policy.checkpoints import LoopState
 from dapo_mega.policy.megatron_policy import TokenScores
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
-from dapo_mega.types import Group
+from dapo_mega.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def train(pipeline: Pipeline) -> None:
             batch = hand_over(pipeline, groups)
         with pipeline.timers.stage("score"):
             mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
+            if "rollout/logprob_abs_diff_mean" not in mismatch:
+                mismatch = {**probe_agreement(pipeline), **mismatch}
         with pipeline.timers.stage("update"):
             updates = update(pipeline, mini_batches)
         pipeline.step += 1
@@ -103,6 +106,38 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
     )
     mini_batches = [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches]
     return mini_batches, _measure_scores(pipeline, everything, scores)
+
+
+def probe_agreement(pipeline: Pipeline) -> Metrics:
+    """Engine against trainer on one response sampled for this purpose: for steps that train on surplus alone, which
+    brings no response of the current weights."""
+    policy, config = pipeline.policy, pipeline.config
+    columns = None
+    with leaving_together(policy.processes.control):
+        if pipeline.driver:
+            collector = pipeline.driver.collector
+            answers = collector.probe(pipeline.step)
+            pipeline.fleet.release()
+            if not answers:
+                raise StarvedError("the engine did not answer a probe of its weights; see its log and start again")
+            prompt = collector.prompts[0].token_ids
+            tokens = np.concatenate([prompt, answers[0].token_ids])
+            columns = columns_from_samples([Sample(tokens, len(prompt), 0.0, False, answers[0].logprobs)])
+        else:
+            pipeline.fleet.serve()
+    columns = broadcast_columns(columns, policy.processes.control)
+    plan = plan_micro_batches(columns.lengths, policy.processes.data_size, config.batch.tokens_per_microbatch)
+    batches = [
+        build_micro_batch(
+            columns,
+            indices,
+            aggregation=config.algorithm.aggregation,
+            max_response_tokens=config.rollout.max_response_tokens,
+            multiple_of=policy.token_multiple,
+        )
+        for indices in plan[policy.processes.data_rank]
+    ]
+    return _measure_scores(pipeline, batches, policy.score(batches))
 
 
 def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores]) -> Metrics:

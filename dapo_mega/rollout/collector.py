@@ -17,6 +17,9 @@ from dapo_mega.rollout.engine import RolloutEngine
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
 
+# Probes are numbered apart from the run's requests, so that they decide nothing.
+_FIRST_PROBE_ID = 1 << 61
+
 
 @dataclass
 class RolloutTally:
@@ -80,6 +83,13 @@ class Collector:
         config = self._config
         missing = config.batch.groups_per_step - len(self.buffer)
         return -(-config.generation_groups * missing // config.batch.groups_per_step)
+
+    def probe(self, version: int) -> list[Response]:
+        """One response to the first prompt, outside the run's request numbers; none when the engine failed."""
+        request_id = _FIRST_PROBE_ID + version
+        seed = (self._config.seed << 64) | request_id
+        request = GenerationRequest(request_id, self.prompts[0].token_ids, seed, self._sampling)
+        return [answer for answer in self._engine.generate([request]) if isinstance(answer, Response)]
 
     def state(self) -> dict[str, Any]:
         """Plain numbers that, with the buffer's groups, continue the run exactly."""
