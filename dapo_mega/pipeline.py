@@ -17,10 +17,11 @@ from dapo_mega.config import RunConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation import Evaluator
+from dapo_mega.files import replace_file
 from dapo_mega.group_state import dataset_fingerprint
 from dapo_mega.handover import leaving_together
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
-from dapo_mega.policy.checkpoints import CheckpointStore, replace_text
+from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.policy.processes import Processes, start_processes
 from dapo_mega.rewards import AnswerVerifier
@@ -184,7 +185,7 @@ def write_run_record(config: RunConfig) -> None:
     """Write the resolved configuration and the versions that compute it into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / "config.yaml", dump_config(config))
+    replace_file(folder / "config.yaml", dump_config(config))
     names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
     versions = {"python": platform.python_version()}
     for name in names:
@@ -192,4 +193,4 @@ def write_run_record(config: RunConfig) -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    replace_text(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+    replace_file(folder / "versions.json", json.dumps(versions, indent=2) + "\n")

@@ -14,6 +14,7 @@ from dapo_mega.commands import is_rank_zero, say
 from dapo_mega.config import SftConfig, dump_config, load_config
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
+from dapo_mega.files import replace_file
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
 from dapo_mega.policy.hf_export import save_hf_checkpoint
@@ -53,7 +54,7 @@ def run_sft(config: SftConfig) -> None:
     )
     if is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(config))
+        replace_file(folder / "config.yaml", dump_config(config))
         with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
             _imitate(policy, config, demonstrations, writer, progress)
     else:

@@ -6,9 +6,10 @@ Each line is strict JSON. JSON has no NaN and no infinities, so these are writte
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from dapo_mega.files import replace_file
 
 _FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -41,12 +42,7 @@ def drop_from_step(path: Path, start_step: int) -> int:
     kept = [line for line, record in records if record["step"] < start_step]
     content = b"".join(line + b"\n" for line in kept)
     if content != path.read_bytes():
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, content)
     return len(records) - len(kept)
 
 

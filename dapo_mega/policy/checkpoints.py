@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import replace_file
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
 
@@ -79,7 +80,7 @@ class CheckpointStore:
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-            replace_text(self.root / "latest", final.name)
+            replace_file(self.root / "latest", final.name)
             for old in self._steps()[: -self._keep_last]:
                 shutil.rmtree(old)
         dist.barrier(group=processes.control)
@@ -251,17 +252,7 @@ def _write_loop_state(folder: Path, state: LoopState, rng: Arrays) -> None:
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
-    replace_text(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old or the new content, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
 
 
 def _gather_rng(policy: MegatronPolicy) -> Arrays:

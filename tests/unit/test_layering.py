@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 LAYERS = [
-    {"types", "config", "errors", "metrics", "commands"},
+    {"types", "config", "errors", "files", "metrics", "commands"},
     {
         "data",
         "rewards",
