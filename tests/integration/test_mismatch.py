@@ -17,8 +17,9 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def pipeline(tmp_path):
-    config = load_config(RunConfig, prepare(tmp_path), ["optimizer.learning_rate=1e-2"])
+def pipeline(tmp_path, request):
+    overrides = getattr(request, "param", [])
+    config = load_config(RunConfig, prepare(tmp_path), ["optimizer.learning_rate=1e-2", *overrides])
     built = build_pipeline(config, 0)
     yield built
     close(built)
@@ -53,3 +54,15 @@ def test_agreement_after_every_sync_and_a_warning_for_a_corrupted_weight(pipelin
     # The next sync heals it.
     pipeline.driver.collector.buffer.groups.clear()
     assert one_step(pipeline)["rollout/logprob_abs_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize("pipeline", [["batch.epochs=2"]], indirect=True)
+def test_mu_passes_update_once_per_mini_batch_and_leave_the_old_policy_behind(pipeline):
+    pipeline.weight_sync.push(pipeline.policy, 0)
+    groups, _ = trainer.collect(pipeline)
+    mini_batches, _ = trainer.attach_old_logprobs(pipeline, trainer.hand_over(pipeline, groups))
+    metrics = trainer.update(pipeline, mini_batches)
+    # mu = 2 passes over 6 groups in mini-batches of 3.
+    assert pipeline.policy.scheduler.num_steps == 4
+    # Only the very first update sees pi_theta = pi_old.
+    assert metrics["policy/kl_to_old"] > 1e-7
