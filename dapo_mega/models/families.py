@@ -16,7 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.layouts import Layout
 
-_FAMILIES = {"qwen2": "dapo_mega.models.qwen2"}
+_FAMILIES = {"qwen2": "dapo_mega.models.qwen2", "qwen3_moe": "dapo_mega.models.qwen3_moe"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class TensorRule:
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
     `megatron` lists the names the parameter has under the local and the Transformer Engine layers (the latter
-    fuse a norm into the linear layer behind it). `{layer}` stands for the global layer number.
+    fuse a norm into the linear layer behind it). `{layer}` stands for the global layer number, `{expert}` for the
+    global number of an expert.
     """
 
     megatron: tuple[str, ...]
@@ -32,17 +33,27 @@ class TensorRule:
     layout: Layout
 
     @property
-    def per_layer(self) -> bool:
-        return "{layer}" in self.hf[0]
+    def per_expert(self) -> bool:
+        return "{expert}" in self.hf[0]
+
+    def placed(self, layer: int, expert: int | None = None) -> PlacedTensor:
+        """The rule applied to one layer (and expert): concrete names."""
+        return PlacedTensor(
+            tuple(name.format(layer=layer, expert=expert) for name in self.megatron),
+            tuple(name.format(layer=layer, expert=expert) for name in self.hf),
+            self.layout,
+            expert,
+        )
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A rule applied to one layer: concrete names."""
+    """One parameter by its concrete names; `expert` is the global number of the expert it belongs to, if any."""
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class ModelFamily:
     after_layers: tuple[TensorRule, ...]
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
-        """All parameters of a pipeline stage that holds `layers`, in checkpoint order.
+        """All parameters of a model chunk that holds `layers`, in checkpoint order.
 
         With tied embeddings the output layer is not listed: it has no tensor of its own.
         """
@@ -64,11 +75,11 @@ class ModelFamily:
             yield from (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in self.before_layers)
         for layer in layers:
             for rule in self.per_layer:
-                yield PlacedTensor(
-                    tuple(name.format(layer=layer) for name in rule.megatron),
-                    tuple(name.format(layer=layer) for name in rule.hf),
-                    rule.layout,
-                )
+                if rule.per_expert:
+                    assert arch.experts
+                    yield from (rule.placed(layer, expert) for expert in range(arch.experts.number))
+                else:
+                    yield rule.placed(layer)
         if last_stage:
             for rule in self.after_layers:
                 if not (arch.tied_embeddings and rule.megatron == ("output_layer.weight",)):

@@ -9,15 +9,10 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, TensorRule
 from dapo_mega.models.layouts import Layout
+from dapo_mega.models.rope import unscaled_rope_theta
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
-    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one record rope_parameters.
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type != "default":
-        raise InputError(f"rope scaling of type {rope_type!r} is not supported for qwen2; only unscaled rope is")
     if raw.get("use_sliding_window"):
         raise InputError("use_sliding_window=true is not supported; set it to false in config.json")
     heads = raw["num_attention_heads"]
@@ -32,7 +27,7 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
         vocab_size=raw["vocab_size"],
         max_positions=raw["max_position_embeddings"],
         norm_epsilon=raw["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rope_theta=unscaled_rope_theta(raw),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=True,
     )

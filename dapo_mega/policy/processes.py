@@ -24,9 +24,10 @@ _COMPUTE_TIMEOUT = timedelta(minutes=30)
 class Processes:
     """This process's place in the layout.
 
-    A replica is one copy of the model, spread over tensor x pipeline processes; its leader is the process of the
-    first pipeline stage with tensor rank 0. `control` is a gloo group of all processes for host data, `leaders`
-    one of the replicas' leaders, rank 0 first.
+    A replica is one copy of the model, spread over tensor x context x pipeline processes (the experts of a mixture
+    are spread over replicas too); its leader is the process of the first pipeline stage with tensor and context
+    rank 0. `control` is a gloo group of all processes for host data, `leaders` one of the replicas' leaders, rank 0
+    first, `replica` one of this replica's processes, its leader first.
     """
 
     rank: int
@@ -37,13 +38,18 @@ class Processes:
     tensor_size: int
     pipeline_rank: int
     pipeline_size: int
+    context_rank: int
+    context_size: int
+    expert_rank: int
+    expert_size: int
     device: torch.device
     control: dist.ProcessGroup
     leaders: dist.ProcessGroup
+    replica: dist.ProcessGroup
 
     @property
     def is_leader(self) -> bool:
-        return self.tensor_rank == 0 and self.pipeline_rank == 0
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,25 +83,50 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
     if not dist.is_initialized():
         _join_process_group(device)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor, pipeline_model_parallel_size=config.pipeline
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
     )
     model_parallel_cuda_manual_seed(seed)
+    # Groups are made by everyone in the same order. Megatron numbers processes tensor, context, data, pipeline.
     control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-    leader_ranks = [data_rank * config.tensor for data_rank in range(data_size)]
-    leaders = dist.new_group(leader_ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
+    per_stage = config.tensor * config.context
+    leaders = dist.new_group(
+        [data_rank * per_stage for data_rank in range(data_size)], backend="gloo", timeout=_CONTROL_TIMEOUT
+    )
+    replicas = [
+        dist.new_group(_replica_ranks(data_rank, data_size, config), backend="gloo", timeout=_CONTROL_TIMEOUT)
+        for data_rank in range(data_size)
+    ]
+    data_rank = parallel_state.get_data_parallel_rank()
     return Processes(
         rank=dist.get_rank(),
         world_size=world_size,
-        data_rank=parallel_state.get_data_parallel_rank(),
+        data_rank=data_rank,
         data_size=data_size,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=config.tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=config.pipeline,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=config.context,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=config.expert,
         device=device,
         control=control,
         leaders=leaders,
+        replica=replicas[data_rank],
     )
+
+
+def _replica_ranks(data_rank: int, data_size: int, config: ParallelConfig) -> list[int]:
+    per_stage = config.tensor * config.context
+    return [
+        (stage * data_size + data_rank) * per_stage + i for stage in range(config.pipeline) for i in range(per_stage)
+    ]
 
 
 def _join_process_group(device: torch.device) -> None:

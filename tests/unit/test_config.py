@@ -29,6 +29,16 @@ def file(tmp_path):
         ("batch.tokens_per_microbatch=100", "set it to at least 22528"),
         ("reward.overlong_cache_tokens=30000", "larger than rollout.max_response_tokens=20480"),
         ("parallel.sequence=true", "needs parallel.tensor >= 2"),
+        ("parallel.virtual_pipeline=2", "it needs parallel.pipeline >= 2, or must be 1"),
+        ("parallel={tensor: 4, expert_tensor: 2}", "parallel.expert_tensor=2 must be 1 or parallel.tensor=4"),
+        ("parallel={context: 3, world_size: 8}", "x context 3 = 3; start 6 or 9 processes"),
+        ("parallel={expert: 3, world_size: 8}", "choose expert sizes from [1, 2, 4, 8]"),
+        ("compute.fp8.scaling=mxfp8", "compute.fp8.scaling='mxfp8'"),
+        ("compute.fp8.params=true", "need compute.fp8.scaling to be delayed, tensorwise or blockwise"),
+        ("compute.fp8={scaling: delayed, bf16_layers_at_ends: 1}", "use tensorwise or blockwise"),
+        ("compute.overlap_param_gather=true", "needs compute.overlap_grad_reduce=true"),
+        ("compute={recompute: selective, recompute_modules: []}", "needs at least one of"),
+        ("compute.recompute_modules=[attention]", "compute.recompute_modules.0='attention'"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1: input should be greater than 0"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast'"),
         ("evaluation.every=5", "data.evaluation names no dataset"),
@@ -114,3 +124,16 @@ def test_a_world_that_does_not_divide_is_refused_with_sizes_that_do(file):
     run = load_config(RunConfig, file, ["parallel.tensor=2", "parallel.pipeline=2"])
     with pytest.raises(InputError, match=r"world size 6 is not a multiple.*= 4; start 4 or 8 processes"):
         describe_run(run, 6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.dtype=fp32"], "needs model.dtype=bf16"),
+        (["model.layer_implementation=local"], "needs Transformer Engine's layers"),
+    ],
+)
+def test_fp8_is_refused_around_a_model_that_cannot_use_it(file, overrides, message):
+    load_config(RunConfig, file, ["compute.fp8.scaling=blockwise"])
+    with pytest.raises(InputError, match=message):
+        load_config(RunConfig, file, ["compute.fp8.scaling=blockwise", *overrides])

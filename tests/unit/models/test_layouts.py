@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, Layout, load_architecture, merge_shards, take_shard
+from dapo_mega.models.architecture import Experts
 
 
 def architecture(heads=4, groups=2, head_dim=3, vocab=11):
@@ -76,11 +80,38 @@ def test_vocabulary_padding_is_zero_and_dropped_again():
     assert last[-1].abs().sum() == 0
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
-    with pytest.raises(InputError, match=r"parallel.tensor=3 does not divide.*choose one of \[1, 2\]"):
-        architecture().check_layout(3, 1)
-    with pytest.raises(InputError, match=r"parallel.pipeline=3 does not divide.*choose one of \[1, 2, 4\]"):
-        architecture().check_layout(1, 3)
+EXPERTS = Experts(number=6, per_token=2, ffn_hidden_size=5, normalised=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "message"),
+    [
+        ({"tensor": 3}, None, r"parallel.tensor=3 does not divide.*choose one of \[1, 2\]"),
+        ({"pipeline": 3}, None, r"parallel.pipeline=3 does not divide.*choose one of \[1, 2, 4\]"),
+        ({"pipeline": 2, "virtual_pipeline": 3}, None, r"virtual_pipeline=3 = 6 does not divide.*num_hidden_layers=4"),
+        ({"expert": 2}, None, r"parallel.expert=2 .* need a mixture-of-experts model"),
+        ({"expert": 4}, EXPERTS, r"parallel.expert=4 does not divide.*experts 6; choose one of \[1, 2, 3, 6\]"),
+        (
+            {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
+            EXPERTS,
+            r"parallel.expert_tensor=2 does not divide.*moe_intermediate_size=5",
+        ),
+        ({"tensor": 2, "expert": 2}, EXPERTS, r"needs parallel.sequence=true"),
+        ({"tensor": 2, "sequence": True}, EXPERTS, r"needs parallel.expert >= 2; set parallel.expert_tensor=2"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout, experts, message):
+    arch = replace(architecture(), experts=experts)
+    with pytest.raises(InputError, match=message):
+        arch.check_layout(ParallelConfig(**layout))
+
+
+def test_layouts_that_fit_the_model_are_accepted():
+    for layout in ({}, {"tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"pipeline": 4, "context": 3}):
+        architecture().check_layout(ParallelConfig(**layout))
+    arch = replace(architecture(), experts=EXPERTS)
+    for layout in ({}, {"expert": 3}, {"tensor": 2, "sequence": True, "expert": 6}, {"context": 2, "expert": 2}):
+        arch.check_layout(ParallelConfig(**layout))
 
 
 @pytest.mark.parametrize(

@@ -1,70 +1,15 @@
-"""One YAML file per run: frozen models, unknown keys refused, dotted overrides on the command line.
-
-Every section below is one part of the loop. Values that depend on each other are checked here, before any
-process group, model or file is touched, so that `--dry-run` on a laptop accepts exactly what a cluster would.
-"""
+"""The sections of a whole run. Values that depend on each other are checked here, before any process group, model or
+file is touched, so that `--dry-run` on a laptop accepts exactly what a cluster would."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from dapo_mega.errors import InputError
-
-
-class Section(BaseModel):
-    """Base of every configuration section: immutable, and a typing mistake is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(Section):
-    """Which policy to train."""
-
-    path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
-    architecture: str | None = Field(
-        default=None, description="A config.json to check sizes against where model.path is not at hand (--dry-run)."
-    )
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
-    )
-
-
-class ParallelConfig(Section):
-    """Megatron's layout. The data-parallel size is what remains of the world size."""
-
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    sequence: bool = Field(default=False, description="Sequence parallelism along with tensor parallelism.")
-    world_size: int | None = Field(
-        default=None, ge=1, description="Number of processes the file is meant for; checked against torchrun's."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
-        if self.sequence and self.tensor == 1:
-            raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
-        if self.world_size is not None:
-            self.data_size(self.world_size)
-        return self
-
-    def data_size(self, world_size: int) -> int:
-        """Number of data-parallel replicas among `world_size` processes."""
-        replica = self.tensor * self.pipeline
-        if world_size % replica:
-            raise ValueError(
-                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline} = "
-                f"{replica}; start {max(1, world_size // replica) * replica} or "
-                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
-            )
-        return world_size // replica
+from dapo_mega.config.base import Section, merged
+from dapo_mega.config.compute import ComputeConfig, ModelConfig, ParallelConfig, check_precision
 
 
 class ColumnsConfig(Section):
@@ -284,6 +229,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
     parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -295,11 +241,12 @@ class RunConfig(Section):
         if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
             algorithm = raw["algorithm"]
             preset = PRESETS.get(str(algorithm.get("preset", "dapo")), {})
-            return {**raw, "algorithm": _merged(preset, algorithm)}
+            return {**raw, "algorithm": merged(preset, algorithm)}
         return raw
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
+        check_precision(self.model, self.compute)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.batch.tokens_per_microbatch < longest:
             raise ValueError(
@@ -352,120 +299,15 @@ class SftConfig(Section):
     model: ModelConfig
     data: SftDataConfig
     parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
     @model_validator(mode="after")
     def _check(self) -> SftConfig:
+        check_precision(self.model, self.compute)
         if self.tokens_per_microbatch < self.data.max_tokens:
             raise ValueError(
                 f"tokens_per_microbatch={self.tokens_per_microbatch} is smaller than data.max_tokens="
                 f"{self.data.max_tokens}; set it to at least that"
             )
         return self
-
-
-ConfigT = TypeVar("ConfigT", bound=Section)
-
-
-def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate.
-
-    Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
-    """
-    if not path.is_file():
-        raise InputError(
-            f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/"
-        )
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
-    for override in overrides:
-        raw = _overridden(kind, raw, override)
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
-
-
-def dump_config(config: Section) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `defaults`, section by section."""
-    merged = dict(defaults)
-    for key, value in given.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _merged(merged[key], value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> dict[str, Any]:
-    name, equals, text = override.partition("=")
-    if not equals or not name.strip():
-        raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
-    parts = name.strip().split(".")
-    value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
-    for part in reversed(parts):
-        value = {part: value}
-    return _merged(raw, value)
-
-
-def _yaml_value(text: str, override: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"the value of override {override!r} is not valid YAML") from error
-    # YAML 1.1 reads 1e-4 (no dot) as text; people write it for learning rates.
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    return value
-
-
-def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
-    """Whether the value is taken as it is written: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
-    section: type[Section] | None = kind
-    for part in parts[:-1]:
-        section = _section_of(section, part) if section else None
-    field = section.model_fields.get(parts[-1]) if section else None
-    return field is not None and (field.annotation is str or str in get_args(field.annotation))
-
-
-def _section_of(section: type[Section], key: str) -> type[Section] | None:
-    """The section that `key` of `section` holds, if any."""
-    field = section.model_fields.get(key)
-    if field is None:
-        return None
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
-
-
-def _explain(kind: type[Section], detail: Any) -> str:
-    location = [str(part) for part in detail["loc"]]
-    name = ".".join(location) or "configuration"
-    if detail["type"] == "extra_forbidden":
-        valid = _keys_at(kind, location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
-        return f"unknown key {name!r}; {hint}"
-    if detail["type"] == "missing":
-        return f"{name} is missing; add it to the file or as {name}=VALUE"
-    if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
-    given = detail.get("input")
-    return f"{name}={given!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-
-
-def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
-    """Valid keys of the section at `location`; every section's keys are those of its model."""
-    section: type[Section] | None = kind
-    for part in location:
-        section = _section_of(section, part) if section else None
-    return list(section.model_fields) if section else []

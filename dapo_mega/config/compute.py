@@ -1,0 +1,180 @@
+"""The model, its parallel layout, and how it computes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from dapo_mega.config.base import Section, divisors
+
+
+class ModelConfig(Section):
+    """Which policy to train."""
+
+    path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
+    architecture: str | None = Field(
+        default=None, description="A config.json to check sizes against where model.path is not at hand (--dry-run)."
+    )
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
+    )
+
+
+class ParallelConfig(Section):
+    """Megatron's layout. The data-parallel size is what remains of the world size."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    virtual_pipeline: int = Field(
+        default=1, ge=1, description="Model chunks per pipeline stage; 2 or more interleaves them (smaller bubble)."
+    )
+    context: int = Field(default=1, ge=1, description="Processes that share the tokens of each sequence.")
+    expert: int = Field(default=1, ge=1, description="Processes that share the experts of a mixture-of-experts model.")
+    expert_tensor: int = Field(default=1, ge=1, description="Tensor parallelism within an expert.")
+    sequence: bool = Field(default=False, description="Sequence parallelism along with tensor parallelism.")
+    world_size: int | None = Field(
+        default=None, ge=1, description="Number of processes the file is meant for; checked against torchrun's."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves chunks of pipeline stages; it needs "
+                f"parallel.pipeline >= 2, or must be 1"
+            )
+        if self.expert_tensor > 1 and self.expert_tensor != self.tensor:
+            raise ValueError(f"parallel.expert_tensor={self.expert_tensor} must be 1 or parallel.tensor={self.tensor}")
+        if self.world_size is not None:
+            self.data_size(self.world_size)
+        return self
+
+    def data_size(self, world_size: int) -> int:
+        """Number of data-parallel replicas among `world_size` processes."""
+        replica = self.tensor * self.pipeline * self.context
+        if world_size % replica:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline}"
+                f"{f' x context {self.context}' if self.context > 1 else ''} = "
+                f"{replica}; start {max(1, world_size // replica) * replica} or "
+                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
+                f"{' / parallel.context' if self.context > 1 else ''}"
+            )
+        per_stage = world_size // self.pipeline
+        experts = self.expert * self.expert_tensor
+        if per_stage % experts:
+            raise ValueError(
+                f"parallel.expert={self.expert} x parallel.expert_tensor={self.expert_tensor} = {experts} does not "
+                f"divide the {per_stage} processes of a pipeline stage (world size {world_size} / pipeline "
+                f"{self.pipeline}); choose expert sizes from {divisors(per_stage)}"
+            )
+        return world_size // replica
+
+    @property
+    def segment_multiple(self) -> int:
+        """Packed sequences are padded to a multiple of this: context parallelism cuts each into 2 x context pieces."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Number of micro-batches per process must be a multiple of this: interleaved stages work in full rounds."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+
+class Fp8Config(Section):
+    """FP8 matrix products of Transformer Engine (Hopper and newer)."""
+
+    scaling: Literal["none", "delayed", "tensorwise", "blockwise"] = Field(
+        default="none", description="How factors between FP8 and real values are found; none computes in model.dtype."
+    )
+    format: Literal["hybrid", "e4m3"] = Field(default="hybrid", description="hybrid: gradients in E5M2.")
+    params: bool = Field(default=False, description="Keep weights in FP8 and gather them as such.")
+    bf16_layers_at_ends: int = Field(
+        default=0, ge=0, description="First and last layers that stay in bf16 (not with delayed scaling)."
+    )
+    amax_history: int = Field(default=1024, ge=1, description="Updates that delayed scaling looks back.")
+
+    @property
+    def enabled(self) -> bool:
+        return self.scaling != "none"
+
+    @model_validator(mode="after")
+    def _check(self) -> Fp8Config:
+        if not self.enabled and (self.params or self.bf16_layers_at_ends):
+            raise ValueError(
+                "compute.fp8.params and compute.fp8.bf16_layers_at_ends need compute.fp8.scaling to be delayed, "
+                "tensorwise or blockwise"
+            )
+        if self.scaling == "delayed" and self.bf16_layers_at_ends:
+            raise ValueError(
+                "compute.fp8.bf16_layers_at_ends is not possible with compute.fp8.scaling=delayed (Megatron keeps one "
+                "scaling state for all layers); use tensorwise or blockwise"
+            )
+        return self
+
+
+class MoeConfig(Section):
+    """Training of a mixture of experts. The defaults leave routing to the checkpoint: RL's loss is the objective.
+
+    The auxiliary losses are means over a micro-batch, so unlike the objective they depend on how the mini-batch is
+    split.
+    """
+
+    aux_loss_coefficient: float = Field(default=0.0, ge=0, description="Load balancing over experts.")
+    z_loss_coefficient: float = Field(default=0.0, ge=0, description="Keeps router logits small.")
+    router_bias_update_rate: float = Field(
+        default=0.0, ge=0, description="DeepSeek-V3's balancing bias: its change per update; 0 has no bias."
+    )
+
+
+class ComputeConfig(Section):
+    """How the policy computes: precision, memory against time, and what runs at the same time."""
+
+    fp8: Fp8Config = Fp8Config()
+    moe: MoeConfig = MoeConfig()
+    fused_output_layer: bool = Field(
+        default=True, description="Log-probs without ever holding the logits of a whole micro-batch."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations computed again in the backward pass instead of kept."
+    )
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...] = Field(
+        default=("core_attn",), description="What selective recompute leaves out of memory."
+    )
+    recompute_layers: int = Field(
+        default=1, ge=1, description="Full recompute: layers between two activations that are kept."
+    )
+    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients during the backward pass.")
+    overlap_param_gather: bool = Field(default=False, description="Gather weights during the next forward pass.")
+    optimizer_offload: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the optimizer's state kept and updated in host memory."
+    )
+    deterministic: bool = Field(default=False, description="Only algorithms that give the same bits every time.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ComputeConfig:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("compute.overlap_param_gather=true needs compute.overlap_grad_reduce=true")
+        if self.recompute == "selective" and not self.recompute_modules:
+            raise ValueError("compute.recompute=selective needs at least one of compute.recompute_modules")
+        return self
+
+
+def check_precision(model: ModelConfig, compute: ComputeConfig) -> None:
+    """Refuse FP8 around a model that is not in bf16, or with layers that have none."""
+    if not compute.fp8.enabled:
+        return
+    if model.dtype != "bf16":
+        raise ValueError(
+            f"compute.fp8.scaling={compute.fp8.scaling} needs model.dtype=bf16, in which all but the FP8 products is "
+            f"computed, not {model.dtype}"
+        )
+    if model.layer_implementation == "local":
+        raise ValueError(
+            f"compute.fp8.scaling={compute.fp8.scaling} needs Transformer Engine's layers; set it to none, or "
+            f"model.layer_implementation to auto"
+        )

@@ -1,0 +1,110 @@
+"""Reads configuration files with overrides, and says in one line what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from dapo_mega.config.base import Section, merged
+from dapo_mega.errors import InputError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate.
+
+    Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/"
+        )
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
+    for override in overrides:
+        raw = _overridden(kind, raw, override)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
+
+
+def dump_config(config: Section) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
+        raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
+    parts = name.strip().split(".")
+    value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
+    for part in reversed(parts):
+        value = {part: value}
+    return merged(raw, value)
+
+
+def _yaml_value(text: str, override: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"the value of override {override!r} is not valid YAML") from error
+    # YAML 1.1 reads 1e-4 (no dot) as text; people write it for learning rates.
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return value
+
+
+def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
+    """Whether the value is taken as it is written: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
+    section: type[Section] | None = kind
+    for part in parts[:-1]:
+        section = _section_of(section, part) if section else None
+    field = section.model_fields.get(parts[-1]) if section else None
+    return field is not None and (field.annotation is str or str in get_args(field.annotation))
+
+
+def _section_of(section: type[Section], key: str) -> type[Section] | None:
+    """The section that `key` of `section` holds, if any."""
+    field = section.model_fields.get(key)
+    if field is None:
+        return None
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+
+
+def _explain(kind: type[Section], detail: Any) -> str:
+    location = [str(part) for part in detail["loc"]]
+    name = ".".join(location) or "configuration"
+    if detail["type"] == "extra_forbidden":
+        valid = _keys_at(kind, location[:-1])
+        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
+        return f"unknown key {name!r}; {hint}"
+    if detail["type"] == "missing":
+        return f"{name} is missing; add it to the file or as {name}=VALUE"
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    given = detail.get("input")
+    return f"{name}={given!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
+    """Valid keys of the section at `location`; every section's keys are those of its model."""
+    section: type[Section] | None = kind
+    for part in location:
+        section = _section_of(section, part) if section else None
+    return list(section.model_fields) if section else []
