@@ -45,6 +45,8 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.13",
+            # Runs the GPU kernels on the CPU, in its interpreter.
+            "triton>=3.4; sys_platform == 'linux'",
             "types-PyYAML",
             "types-psutil",
         ],

@@ -1,0 +1,147 @@
+"""The Triton kernels, run by Triton's interpreter, against the plain-torch arithmetic of a chunk of logits.
+
+The interpreter has to be chosen before Triton is imported, so this file is also the program that runs the kernels:
+`TRITON_INTERPRET=1 python test_logprob_kernels.py OUTPUT` writes every case's results.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_mega.policy import logprob_kernels, logprobs
+from dapo_mega.policy.logprobs import empty_statistics, gradient_coefficients
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rows` x `width` logits in a buffer of `padded` columns, of a slice that owns every other target."""
+
+    rows: int
+    width: int
+    padded: int
+    dtype: torch.dtype
+    with_entropy: bool
+    inverse_temperature: float = 1.0
+    scale: float = 3.0
+
+    def inputs(self):
+        """Logits [n, v] and columns [n], -1 at odd rows."""
+        generator = torch.Generator().manual_seed(self.width)
+        buffer = (torch.randn(self.rows, self.padded, generator=generator) * self.scale).to(self.dtype)
+        targets = torch.randint(0, self.width, (self.rows,), generator=generator)
+        targets[1::2] = -1
+        return buffer[:, : self.width], targets
+
+    def coefficients(self, statistics, targets):
+        """As for a normaliser that other ranks' columns raised by half a nat."""
+        peak, total, weighted, _ = statistics
+        generator = torch.Generator().manual_seed(1)
+        factors = torch.randn(2, self.rows, generator=generator)
+        entropy = total.log() - weighted / total
+        normaliser = peak + total.log() + 0.5
+        return gradient_coefficients(targets, self.inverse_temperature, normaliser, entropy, *factors)
+
+
+CASES = [
+    Case(rows, width, padded, dtype, with_entropy)
+    for rows, width, padded in ((1, 1, 1), (5, 37, 40), (3, 4096, 4096), (4, 9001, 9024))
+    for dtype in (torch.float32, torch.bfloat16)
+    for with_entropy in (True, False)
+] + [
+    Case(4, 5000, 5000, torch.float32, True, inverse_temperature=100.0, scale=1e4),
+    Case(4, 5000, 5000, torch.float32, True, inverse_temperature=0.01),
+]
+
+
+def evaluate(implementation, case, statistics_name):
+    """Statistics, gradient, and the buffer's columns beyond the slice, before and after."""
+    logits, targets = case.inputs()
+    statistics = empty_statistics(case.rows, logits)
+    settings = (targets, case.inverse_temperature)
+    getattr(implementation, statistics_name)(logits, *settings, statistics, case.with_entropy)
+    gradient, _ = case.inputs()
+    beyond = gradient._base[:, case.width :] if gradient._base is not None else gradient[:, :0]
+    before = beyond.clone()
+    # Both implementations get the coefficients that torch's statistics make.
+    exact = empty_statistics(case.rows, logits)
+    logprobs.chunk_statistics_(case.inputs()[0], *settings, exact, True)
+    implementation.chunk_gradient_(gradient, *settings, case.coefficients(exact, targets), case.with_entropy)
+    return statistics, gradient, before, beyond
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    if not logprob_kernels.IS_AVAILABLE:
+        pytest.skip("Triton is not installed")
+    output = tmp_path_factory.mktemp("kernels") / "results.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, __file__, str(output)], env=environment, check=True, timeout=300)
+    return torch.load(output)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]).partition("(")[2])
+def test_kernels_agree_with_torch(interpreted, index):
+    case = CASES[index]
+    statistics, gradient, before, beyond = interpreted[index]
+    expected_statistics, expected_gradient, _, _ = evaluate(logprobs, case, "chunk_statistics_")
+    torch.testing.assert_close(statistics, expected_statistics, rtol=1e-5, atol=1e-5)
+    bound = 1e-5 if case.dtype is torch.float32 else 2**-7
+    # exp(x - z) of float32 x and z of this size is known to that relative accuracy only.
+    largest = expected_statistics[0].abs().max().item()
+    bound += 2**-22 * largest
+    torch.testing.assert_close(gradient, expected_gradient, rtol=bound, atol=1e-6)
+    assert torch.equal(before, beyond)
+
+
+@pytest.mark.skipif(not logprob_kernels.IS_AVAILABLE, reason="Triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_kernels_compile_for_hopper(monkeypatch, tmp_path, dtype, with_entropy):
+    """Down to machine code, which needs no GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    for kernel, vectors in (
+        (logprob_kernels._statistics_kernel, "statistics"),
+        (logprob_kernels._gradient_kernel, "coefficients"),
+    ):
+        signature = {
+            "logits": f"*{dtype}",
+            "row_stride": "i32",
+            "targets": "*i64",
+            vectors: "*fp32",
+            f"{vectors}_stride": "i32",
+            "width": "i32",
+            "inverse_temperature": "fp32",
+            "WITH_ENTROPY": "constexpr",
+            "BLOCK": "constexpr",
+        }
+        source = triton.compiler.ASTSource(kernel, signature, {"WITH_ENTROPY": with_entropy, "BLOCK": 2048})
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_the_module_can_be_imported_without_triton():
+    program = "import sys; sys.modules['triton'] = None; import {0} as m; assert not m.IS_AVAILABLE"
+    command = [sys.executable, "-c", program.format("dapo_mega.policy.logprob_kernels")]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+
+
+def test_importing_the_policy_on_a_cpu_does_not_import_triton_itself():
+    program = "import sys; import {0}; assert 'triton' not in sys.modules"
+    command = [sys.executable, "-c", program.format("dapo_mega.policy.fused_logprobs")]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+
+
+if __name__ == "__main__":
+    assert importlib.util.find_spec("triton") is not None
+    torch.save([evaluate(logprob_kernels, case, "chunk_statistics") for case in CASES], sys.argv[1])
