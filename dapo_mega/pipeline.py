@@ -21,7 +21,9 @@ from dapo_mega.files import replace_file
 from dapo_mega.group_state import dataset_fingerprint
 from dapo_mega.handover import leaving_together
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
+from dapo_mega.models import load_architecture
 from dapo_mega.policy.checkpoints import CheckpointStore
+from dapo_mega.policy.layer_specs import check_compute
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.policy.processes import Processes, start_processes
 from dapo_mega.rewards import AnswerVerifier
@@ -76,6 +78,8 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         evaluation_prompts = load_prompts(
             config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
         )
+    check_routing(config)
+    check_compute(load_architecture(Path(config.model.path))[1], config.model, config.compute)
     processes = start_processes(config.parallel, config.seed)
     policy = MegatronPolicy(
         config.model,
@@ -85,10 +89,11 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         temperature=config.rollout.temperature,
         updates_per_step=config.batch.updates_per_step,
         num_steps=config.num_steps,
+        compute=config.compute,
     )
     reference = None
     if config.algorithm.kl.coefficient > 0:
-        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature)
+        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
     fleet = EmbeddedFleet(processes, _engine(config, processes) if processes.is_leader else None)
     driver = None
     with leaving_together(processes.control):
@@ -103,6 +108,16 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         store=CheckpointStore(Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last),
         driver=driver,
     )
+
+
+def check_routing(config: RunConfig) -> None:
+    """Refuse a router bias that the engines would never see."""
+    if config.compute.moe.router_bias_update_rate > 0:
+        raise InputError(
+            "compute.moe.router_bias_update_rate > 0 trains a routing bias that no supported model family stores in "
+            "its Hugging Face checkpoint, so the engines would route otherwise than the trainer; use "
+            "compute.moe.aux_loss_coefficient"
+        )
 
 
 def _engine(config: RunConfig, processes: Processes) -> EmbeddedEngine:

@@ -9,14 +9,15 @@ from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.families import find_family
+from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
     """Lines that say how the run would be laid out. Raises InputError for sizes that contradict each other."""
     world_size = config.parallel.world_size or world_size
-    arch, notes = _architecture(config)
+    arch, notes = find_architecture(config)
     if arch:
-        arch.check_layout(config.parallel.tensor, config.parallel.pipeline)
+        arch.check_layout(config.parallel)
     try:
         data_size = config.parallel.data_size(world_size)
     except ValueError as error:
@@ -28,7 +29,11 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
     ]
     lines = [
         f"parallel layout: {world_size} processes = tensor {config.parallel.tensor} x pipeline "
-        f"{config.parallel.pipeline} x data {data_size}" + (", sequence parallel" if config.parallel.sequence else "")
+        f"{config.parallel.pipeline}{f' x context {config.parallel.context}' if config.parallel.context > 1 else ''} "
+        f"x data {data_size}"
+        + (", sequence parallel" if config.parallel.sequence else "")
+        + (f", {config.parallel.virtual_pipeline} chunks per stage" if config.parallel.virtual_pipeline > 1 else "")
+        + (f", experts over {config.parallel.expert}" if config.parallel.expert > 1 else "")
     ]
     if arch:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -38,24 +43,18 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
                 f"max_position_embeddings={arch.max_positions}; shorten one of them"
             )
         lines.append(
-            f"model: {arch.model_type}, {num_parameters(arch) / 1e6:,.1f} M parameters, {arch.num_layers} layers "
-            f"({arch.num_layers // config.parallel.pipeline} per stage), hidden {arch.hidden_size}, "
+            f"model: {arch.model_type}, {num_parameters(arch) / 1e6:,.1f} M parameters"
+            + (f" ({num_active_parameters(arch) / 1e6:,.1f} M per token)" if arch.experts else "")
+            + f", {arch.num_layers} layers ({arch.num_layers // config.parallel.pipeline} per stage), "
+            f"hidden {arch.hidden_size}, "
             f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(config.parallel.tensor)})"
         )
     lines += _batch_lines(config, data_size)
     return lines + [f"note: {note}" for note in notes]
 
 
-def num_parameters(arch: Architecture) -> int:
-    """Weights of the whole model, embeddings included."""
-    heads, groups = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
-    attention = arch.hidden_size * (2 * heads + 2 * groups) + arch.qkv_bias * (heads + 2 * groups)
-    layer = attention + 3 * arch.hidden_size * arch.ffn_hidden_size + 2 * arch.hidden_size
-    embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
-    return arch.num_layers * layer + embeddings + arch.hidden_size
-
-
-def _architecture(config: RunConfig) -> tuple[Architecture | None, list[str]]:
+def find_architecture(config: RunConfig) -> tuple[Architecture | None, list[str]]:
+    """The sizes of the model at `model.path`, or else of `model.architecture`, with notes on where they are from."""
     if Path(config.model.path).is_dir():
         return load_architecture(Path(config.model.path))[1], []
     note = f"model.path={config.model.path} is not on this machine"

@@ -16,7 +16,7 @@ from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, loa
 from dapo_mega.errors import InputError
 from dapo_mega.files import replace_file
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
-from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
+from dapo_mega.packing import columns_from_samples
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.objectives import Imitation, TokenBatch
@@ -51,6 +51,7 @@ def run_sft(config: SftConfig) -> None:
         temperature=1.0,
         updates_per_step=1,
         num_steps=config.num_steps,
+        compute=config.compute,
     )
     if is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,19 +104,13 @@ def _micro_batches(
     policy: MegatronPolicy, config: SftConfig, demonstrations: Sequence[Demonstration]
 ) -> list[TokenBatch]:
     columns = columns_from_samples([_sample(demonstration) for demonstration in demonstrations])
-    plan = plan_micro_batches(columns.lengths, policy.processes.data_size, config.tokens_per_microbatch)
-    return [
-        TokenBatch(
-            build_micro_batch(
-                columns,
-                indices,
-                aggregation="token_mean",
-                max_response_tokens=config.data.max_tokens,
-                multiple_of=policy.token_multiple,
-            )
-        )
-        for indices in plan[policy.processes.data_rank]
-    ]
+    micro_batches = policy.pack(
+        columns,
+        token_budget=config.tokens_per_microbatch,
+        aggregation="token_mean",
+        max_response_tokens=config.data.max_tokens,
+    )
+    return [TokenBatch(micro_batch) for micro_batch in micro_batches]
 
 
 def _sample(demonstration: Demonstration) -> Sample:

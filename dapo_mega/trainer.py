@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching import StepBatch, pack_step, samples_of_groups
+from dapo_mega.batching import StepBatch, hand_over_step, samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.group_state import pack_groups, unpack_groups
-from dapo_mega.handover import broadcast_columns, leaving_together
+from dapo_mega.handover import HandoverGroups, broadcast_columns, leaving_together
 from dapo_mega.metrics import MetricAccumulator
-from dapo_mega.packing import MicroBatch, build_micro_batch, columns_from_samples, plan_micro_batches
+from dapo_mega.packing import MicroBatch, columns_from_samples
 from dapo_mega.pipeline import Pipeline
 from dapo_mega.policy.checkpoints import LoopState
 from dapo_mega.policy.megatron_policy import TokenScores
@@ -49,7 +49,7 @@ def train(pipeline: Pipeline) -> None:
         pipeline.step += 1
         with pipeline.timers.stage("weight_sync"):
             pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        metrics = {**collected, **mismatch, **updates, "batch/packing_efficiency": batch.packing_efficiency}
+        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch)}
         if evaluation_is_due(config, pipeline.step):
             with pipeline.timers.stage("evaluation"):
                 metrics.update(evaluate(pipeline))
@@ -80,16 +80,23 @@ def hand_over(pipeline: Pipeline, groups: Sequence[Group]) -> StepBatch:
     columns = None
     if pipeline.driver:
         columns = columns_from_samples(samples_of_groups(groups, pipeline.config, pipeline.step))
-    columns = broadcast_columns(columns, policy.processes.control)
-    return pack_step(
+    processes = policy.processes
+    return hand_over_step(
         columns,
         pipeline.config,
-        data_rank=policy.processes.data_rank,
-        data_size=policy.processes.data_size,
-        multiple_of=policy.token_multiple,
-        # Attention costs 4 h L per token against about 24 h^2 of the layers' matrices; causal masks halve it.
-        attention_cost=1.0 / (12 * policy.arch.hidden_size),
+        policy.packing_layout,
+        data_rank=processes.data_rank,
+        groups=HandoverGroups(processes.control, processes.leaders, processes.replica),
     )
+
+
+def packing_metrics(batch: StepBatch) -> Metrics:
+    """How well the step's samples filled the ranks' micro-batches; see `StepPlan`."""
+    return {
+        "batch/packing_efficiency": batch.packing_efficiency,
+        "batch/budget_fill": batch.budget_fill,
+        "batch/rank_imbalance": batch.rank_imbalance,
+    }
 
 
 def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
@@ -97,7 +104,7 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
 
     Also measures how far the engine's log-probs are from them, over responses of the current weights.
     """
-    everything = [micro_batch for mini_batch in batch.mini_batches for micro_batch in mini_batch]
+    everything = [pipeline.policy.share(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
     scores = pipeline.policy.score(everything)
     references = pipeline.reference.score(everything) if pipeline.reference else [None] * len(everything)
     token_batches = iter(
@@ -126,17 +133,12 @@ def probe_agreement(pipeline: Pipeline) -> Metrics:
         else:
             pipeline.fleet.serve()
     columns = broadcast_columns(columns, policy.processes.control)
-    plan = plan_micro_batches(columns.lengths, policy.processes.data_size, config.batch.tokens_per_microbatch)
-    batches = [
-        build_micro_batch(
-            columns,
-            indices,
-            aggregation=config.algorithm.aggregation,
-            max_response_tokens=config.rollout.max_response_tokens,
-            multiple_of=policy.token_multiple,
-        )
-        for indices in plan[policy.processes.data_rank]
-    ]
+    batches = policy.pack(
+        columns,
+        token_budget=config.batch.tokens_per_microbatch,
+        aggregation=config.algorithm.aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
     return _measure_scores(pipeline, batches, policy.score(batches))
 
 

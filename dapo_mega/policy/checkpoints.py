@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 
 from dapo_mega.errors import InputError
 from dapo_mega.files import replace_file
+from dapo_mega.handover import leaving_together
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
 
@@ -74,7 +75,8 @@ class CheckpointStore:
         self._check(policy, failure, partial)
         failure = _attempt(lambda: _save_megatron(policy, partial))
         if processes.rank == 0 and failure is None:
-            failure = _attempt(lambda: _write_loop_state(partial, state(), rng))
+            num_optimizers = len(policy.optimizer.chained_optimizers)
+            failure = _attempt(lambda: _write_loop_state(partial, state(), rng, num_optimizers))
         self._check(policy, failure, partial)
         if processes.rank == 0:
             if final.exists():
@@ -88,18 +90,21 @@ class CheckpointStore:
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
+        with leaving_together(policy.processes.control):
+            _check_optimizers(policy, path)
         _allocate_adam_state(policy)
         _keep_adam_step(policy)
         _keep_bucket_padding(policy)
-        model = unwrapped(policy.stage).sharded_state_dict()
+        model = _sharded_model(policy)
         wanted: dict[str, Any] = {
-            "model": model,
+            **model,
             "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=_METADATA),
             "scheduler": {},
         }
         try:
             loaded = dist_checkpointing.load(wanted, str(path))
             values = json.loads((path / "loop.json").read_text())
+            values.pop("num_optimizers", None)
             with np.load(path / "loop.npz") as file:
                 arrays = {name: file[name] for name in file.files}
         except (CheckpointingException, TorchCheckpointException, OSError, ValueError, KeyError) as error:
@@ -107,7 +112,8 @@ class CheckpointStore:
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
                 f"the run was started with, remove the folder if it is damaged, or give another output_dir"
             ) from error
-        unwrapped(policy.stage).load_state_dict(loaded["model"])
+        for name, chunk in zip(model, policy.chunks, strict=True):
+            unwrapped(chunk).load_state_dict(loaded[name])
         policy.optimizer.load_state_dict(loaded["optimizer"])
         _separate_adam_steps(policy)
         policy.scheduler.load_state_dict(loaded["scheduler"])
@@ -234,9 +240,10 @@ def _prepare(partial: Path) -> None:
 def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
     _allocate_adam_state(policy)
     _keep_bucket_padding(policy)
-    model = unwrapped(policy.stage).sharded_state_dict()
+    policy.finish_param_gather()
+    model = _sharded_model(policy)
     content = {
-        "model": model,
+        **model,
         "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
         "scheduler": policy.scheduler.state_dict(),
     }
@@ -246,13 +253,36 @@ def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
     dist_checkpointing.save(content, str(folder), content_metadata=_METADATA)
 
 
-def _write_loop_state(folder: Path, state: LoopState, rng: Arrays) -> None:
+def _sharded_model(policy: MegatronPolicy) -> dict[str, Any]:
+    """Megatron's description of each model chunk's shards, under the names it gives chunks."""
+    names = ["model"] if len(policy.chunks) == 1 else [f"model{index}" for index in range(len(policy.chunks))]
+    return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in zip(names, policy.chunks, strict=True)}
+
+
+def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
+    """Under expert parallelism Megatron keeps the optimizer of the experts apart, also in the checkpoint."""
+    here = len(policy.optimizer.chained_optimizers)
+    try:
+        there = json.loads((path / "loop.json").read_text()).get("num_optimizers", here)
+    except (OSError, ValueError):
+        return  # Loading will say what is wrong with the file.
+    if here != there:
+        raise InputError(
+            f"checkpoint {path} was written {'with' if there > 1 else 'without'} expert parallelism and cannot be "
+            f"loaded {'with' if here > 1 else 'without'} it; resume with parallel.expert "
+            f"{'of 2 or more' if there > 1 else '= 1'}"
+        )
+
+
+def _write_loop_state(folder: Path, state: LoopState, rng: Arrays, num_optimizers: int) -> None:
     with (folder / "loop.npz").open("wb") as file:
         contents: dict[str, Any] = {**state.arrays, **rng}
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
-    replace_file(folder / "loop.json", json.dumps({"step": state.step, **state.values}))
+    replace_file(
+        folder / "loop.json", json.dumps({"step": state.step, "num_optimizers": num_optimizers, **state.values})
+    )
 
 
 def _gather_rng(policy: MegatronPolicy) -> Arrays:
@@ -280,4 +310,5 @@ def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
 
 def _layout(policy: MegatronPolicy) -> str:
     p = policy.processes
-    return f"tp{p.tensor_size}-pp{p.pipeline_size}-dp{p.data_size}"
+    layout = f"tp{p.tensor_size}-pp{p.pipeline_size}-dp{p.data_size}"
+    return f"{layout}-cp{p.context_size}" if p.context_size > 1 else layout

@@ -72,6 +72,7 @@ def _make_torch() -> types.ModuleType:
     for name in _FACTORIES:
         setattr(replacement, name, _redirected(getattr(torch, name)))
     vars(replacement)["cuda"] = _make_cuda()
+    vars(replacement)["distributed"] = _make_distributed()
     return replacement
 
 
@@ -147,6 +148,30 @@ def _make_cuda() -> types.ModuleType:
     return result
 
 
+def _make_distributed() -> types.ModuleType:
+    """The token dispatcher of experts turns split sizes into lists only where it copies them from a CUDA device
+    (moe_utils.maybe_move_tensor_to_cpu); gloo takes nothing else."""
+    distributed: Any = _copy_of(torch.distributed)
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **rest: Any,
+    ) -> Any:
+        def as_list(sizes: Any) -> Any:
+            return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+        return torch.distributed.all_to_all_single(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), **rest
+        )
+
+    distributed.all_to_all_single = all_to_all_single
+    result: types.ModuleType = distributed
+    return result
+
+
 def _replace_tensor_methods() -> None:
     """Tensor.cuda() in the embedding set-up; the optimizers accept parameters whose Tensor.type() is
     'torch.cuda.FloatTensor' and the like. Methods cannot be replaced for Megatron alone."""
@@ -171,9 +196,16 @@ def _replace_megatron_rng_access() -> None:
 
 
 def _provide_missing_names() -> None:
-    """moe_utils refers to te_general_gemm although it defines it only beside Transformer Engine."""
+    """Names that modules refer to although they define them only beside Transformer Engine: moe_utils, and
+    tensor_parallel.random when layer norms are recomputed."""
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
-    module: Any = moe_utils
-    if "te_general_gemm" not in vars(module):
-        module.te_general_gemm = None
+    routing: Any = moe_utils
+    if "te_general_gemm" not in vars(routing):
+        routing.te_general_gemm = None
+    recompute: Any = megatron_random
+    if "FP8GlobalStateManager" not in vars(recompute):
+        recompute.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        recompute.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        recompute.fp8_autocast = lambda **_: contextlib.nullcontext()

@@ -31,7 +31,7 @@ def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
     failure = None
     if writing:
         shutil.rmtree(partial, ignore_errors=True)
-    for bucket in policy.gatherer.buckets(_BUCKET_BYTES):
+    for bucket in policy.weights(_BUCKET_BYTES):
         if writing and failure is None:
             try:
                 shards.add(bucket)

@@ -4,22 +4,21 @@ with our RMSNorm and our packed attention. Both take the same packed micro-batch
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from dapo_mega.config import ModelConfig
+from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture
+from dapo_mega.policy.packed_attention import PackedAttention
 
 
 class RMSNorm(torch.nn.Module):
@@ -39,97 +38,6 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(hidden.dtype)
 
 
-@dataclass(frozen=True)
-class SegmentBucket:
-    """Segments of similar length, right-padded to one [n, L] block: `gather` holds packed positions, flat."""
-
-    gather: Tensor
-    shape: tuple[int, int]
-    valid: Tensor
-
-
-@dataclass
-class PackedSegments(PackedSeqParams):
-    """Megatron's packed-sequence parameters with the attention plan of the CPU, made once per micro-batch."""
-
-    buckets: tuple[SegmentBucket, ...] = ()
-    restore: Tensor | None = None
-
-
-def packed_segments(cu_seqlens: Tensor, max_seqlen: int, *, plan_attention: bool) -> PackedSegments:
-    """Describe one packed micro-batch to the layers; `plan_attention` prepares `PackedAttention`'s gathering."""
-    buckets: list[SegmentBucket] = []
-    restore = None
-    if plan_attention:
-        starts = cu_seqlens[:-1].long()
-        lengths = cu_seqlens.diff().long()
-        order = torch.argsort(lengths, descending=True, stable=True)
-        packed_order = []
-        position = 0
-        while position < len(order):
-            longest = int(lengths[order[position]])
-            # A block wastes at most a third of its rows' attention on padding.
-            members = order[position:][lengths[order[position:]] * 3 >= longest * 2]
-            offsets = torch.arange(longest, device=starts.device)
-            valid = offsets[None] < lengths[members][:, None]
-            gather = starts[members][:, None] + torch.where(valid, offsets[None], 0)
-            buckets.append(SegmentBucket(gather.flatten(), (len(members), longest), valid.flatten().nonzero()[:, 0]))
-            packed_order.append(gather[valid])
-            position += len(members)
-        restore = torch.argsort(torch.cat(packed_order))
-    return PackedSegments(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        buckets=tuple(buckets),
-        restore=restore,
-    )
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels.
-
-    Segments of similar length are padded on the right into one block; under a causal mask no real position
-    sees the padding behind it, so the result is exact.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any):
-        super().__init__()
-        if config.context_parallel_size > 1:
-            raise InputError("context parallelism needs Transformer Engine layers in this version")
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
-    ) -> Tensor:
-        """[T, heads * head_dim] from query [T, heads, d] and key, value [T, groups, d]."""
-        assert packed_seq_params is not None
-        assert packed_seq_params.restore is not None
-        repeat = query.shape[1] // key.shape[1]
-        outputs = []
-        for bucket in packed_seq_params.buckets:
-            q, k, v = (_blocks(tensor, bucket) for tensor in (query, key, value))
-            if repeat > 1:
-                k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-            outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.valid))
-        return torch.cat(outputs).index_select(0, packed_seq_params.restore).flatten(1)
-
-
-def _blocks(tensor: Tensor, bucket: SegmentBucket) -> Tensor:
-    """[n, heads, L, d] from packed [T, heads, d]."""
-    return tensor.index_select(0, bucket.gather).unflatten(0, bucket.shape).transpose(1, 2)
-
-
 def uses_transformer_engine(config: ModelConfig) -> bool:
     """Whether this machine gets Transformer Engine layers; refuses them where they cannot run."""
     available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -141,12 +49,70 @@ def uses_transformer_engine(config: ModelConfig) -> bool:
     return available and config.layer_implementation != "local"
 
 
-def block_spec(config: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules | ModuleSpec:
-    """Layers of this pipeline stage."""
+# What each kind of FP8 scaling needs: CUDA compute capability.
+_FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+
+
+def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> None:
+    """Refuse what this model has no use for, and what this machine cannot run, with the reason."""
+    if arch.experts is None:
+        asked = [name for name in compute.recompute_modules if name.startswith(("moe", "shared"))]
+        if compute.recompute == "selective" and asked:
+            raise InputError(
+                f"compute.recompute_modules={asked} need a mixture-of-experts model, not {arch.model_type}"
+            )
+        if compute.moe != type(compute.moe)():
+            raise InputError(f"compute.moe is for mixture-of-experts models, {arch.model_type} is not one; remove it")
+    elif compute.moe.router_bias_update_rate > 0 and arch.experts.scores != "sigmoid":
+        raise InputError(
+            f"compute.moe.router_bias_update_rate needs a model whose router scores are sigmoids (DeepSeek-V3's way), "
+            f"those of {arch.model_type} are a softmax; use compute.moe.aux_loss_coefficient"
+        )
+    check_fp8(model, compute)
+
+
+def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
+    """Refuse FP8 where it cannot run, with the reason."""
+    scaling = compute.fp8.scaling
+    if scaling == "none":
+        return
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "this machine has no CUDA device"
+    elif not uses_transformer_engine(model):
+        reason = "the transformer-engine package is not installed"
+    else:
+        capability = torch.cuda.get_device_capability()
+        if capability < _FP8_CAPABILITY[scaling]:
+            reason = f"this device has compute capability {capability}, {_FP8_CAPABILITY[scaling]} is needed"
+    if reason:
+        raise InputError(
+            f"compute.fp8.scaling={scaling} cannot run here: {reason}; set compute.fp8.scaling=none (bf16), or run on "
+            f"Hopper or newer GPUs with Transformer Engine"
+        )
+
+
+def block_spec(
+    config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
+    kinds: dict[str, Any] = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(**kinds)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # The norm before experts is a layer of its own in checkpoints of Transformer Engine layers too.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from torch import Tensor
 
-from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.algorithms.aggregation import AggregationKind
+from dapo_mega.batching import PackingLayout
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.handover import leaving_together
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
-from dapo_mega.packing import MicroBatch
-from dapo_mega.policy.layer_specs import packed_segments, uses_transformer_engine
-from dapo_mega.policy.logprobs import vocab_parallel_logprobs
-from dapo_mega.policy.model import build_stage, transformer_config, unwrapped, with_gradients
+from dapo_mega.packing import MicroBatch, SampleColumns, build_micro_batch, context_slice, plan_micro_batches
+from dapo_mega.policy.layer_specs import check_compute, uses_transformer_engine
+from dapo_mega.policy.model import build_chunks, transformer_config, unwrapped, with_gradients
 from dapo_mega.policy.objectives import Objective, TokenBatch
+from dapo_mega.policy.output_layer import ChosenTokens
+from dapo_mega.policy.packed_attention import packed_segments
 from dapo_mega.policy.processes import Processes
-from dapo_mega.policy.weights import StageLayout, WeightGatherer, load_hf_weights
+from dapo_mega.policy.weights import ChunkLayout, WeightGatherer, load_hf_weights
 
 
 @dataclass(frozen=True)
@@ -39,52 +44,115 @@ class TokenScores:
 class ScoringModel:
     """A Megatron model that can score response tokens: the frozen reference, and the base of the policy."""
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, processes: Processes, temperature: float) -> None:
-        """Builds this process's stage and loads its shard of the Hugging Face checkpoint `model.path`."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        processes: Processes,
+        temperature: float,
+        compute: ComputeConfig | None = None,
+    ) -> None:
+        """Builds this process's model chunks and loads its shard of the Hugging Face checkpoint `model.path`."""
+        compute = compute or ComputeConfig()
         self.path = Path(model.path)
         family, arch = load_architecture(self.path)
-        arch.check_layout(parallel.tensor, parallel.pipeline)
+        arch.check_layout(parallel)
+        check_compute(arch, model, compute)
         self.family: ModelFamily = family
         self.arch: Architecture = arch
         self.processes = processes
+        self.parallel = parallel
         self.temperature = temperature
-        self.config = transformer_config(arch, model, parallel)
-        self.layout = StageLayout(family, arch, parallel.pipeline)
+        self.config = transformer_config(arch, model, parallel, compute)
+        self.layout = ChunkLayout(family, arch, parallel.pipeline, parallel.virtual_pipeline)
         self._plan_attention = not uses_transformer_engine(model)
+        self._fp8_multiple = _FP8_TOKEN_MULTIPLE[compute.fp8.scaling]
         self._schedule = get_forward_backward_func()
-        self.stage: Any = build_stage(arch, self.config, model)
+        self.chunks: list[Any] = build_chunks(
+            arch, self.config, model, temperature=temperature, fused_output_layer=compute.fused_output_layer
+        )
         with leaving_together(processes.control):
-            load_hf_weights(unwrapped(self.stage), self.path, self.layout, processes)
-        self.stage.eval()
+            load_hf_weights([unwrapped(chunk) for chunk in self.chunks], self.path, self.layout, processes)
+        for chunk in self.chunks:
+            chunk.eval()
 
     @property
     def token_multiple(self) -> int:
-        """Micro-batch lengths must be a multiple of this (sequence parallelism cuts along tokens)."""
-        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        """Lengths of whole micro-batches must be a multiple of this: context parallelism cuts them into pieces,
+        sequence parallelism cuts along tokens, FP8 products take them in blocks."""
+        per_process = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        per_process = math.lcm(per_process, self._fp8_multiple)
+        return math.lcm(self.parallel.segment_multiple, per_process * self.parallel.context)
+
+    @property
+    def packing_layout(self) -> PackingLayout:
+        """What this layout asks of micro-batches."""
+        return PackingLayout(
+            data_size=self.processes.data_size,
+            multiple_of=self.token_multiple,
+            # Attention costs 4 h L per token against about 24 h^2 of the layers' matrices; causal masks halve it.
+            attention_cost=1.0 / (12 * self.arch.hidden_size),
+            count_multiple=self.parallel.micro_batch_multiple,
+            segment_multiple=self.parallel.segment_multiple,
+        )
+
+    def share(self, micro_batch: MicroBatch) -> MicroBatch:
+        """This process's positions of a micro-batch of its replica; all of them without context parallelism."""
+        return context_slice(micro_batch, self.processes.context_rank, self.processes.context_size)
+
+    def pack(
+        self, columns: SampleColumns, *, token_budget: int, aggregation: AggregationKind, max_response_tokens: int
+    ) -> list[MicroBatch]:
+        """This process's share of the micro-batches of one mini-batch, whose samples every process knows."""
+        layout = self.packing_layout
+        plan = plan_micro_batches(
+            columns.lengths,
+            layout.data_size,
+            token_budget,
+            layout.attention_cost,
+            count_multiple=layout.count_multiple,
+            segment_multiple=layout.segment_multiple,
+        )
+        return [
+            self.share(
+                build_micro_batch(
+                    columns,
+                    indices,
+                    aggregation=aggregation,
+                    max_response_tokens=max_response_tokens,
+                    multiple_of=layout.multiple_of,
+                    segment_multiple=layout.segment_multiple,
+                )
+            )
+            for indices in plan[self.processes.data_rank]
+        ]
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
         """Log-probs and entropies of every response token, without gradients, one entry per micro-batch."""
-        self.stage.eval()
+        for chunk in self.chunks:
+            chunk.eval()
+        batches = [TokenBatch(micro_batch) for micro_batch in micro_batches]
         with torch.no_grad():
-            results = self._run(iter(micro_batches), len(micro_batches), _collect_scores, forward_only=True)
+            results = self._run(batches, _collect_scores, with_entropy=True, forward_only=True)
         if self.processes.is_last_stage:
             return results
         return [TokenScores(torch.empty(0), torch.empty(0)) for _ in micro_batches]
 
-    def _run(self, batches: Iterator[Any], num_micro_batches: int, make_loss: Any, *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, batches: Sequence[TokenBatch], make_loss: MakeLoss, *, with_entropy: bool, forward_only: bool
+    ) -> list[Any]:
         """Megatron's schedule over micro-batches; returns what the losses report, on the last stage."""
 
-        def forward_step(iterator: Iterator[Any], stage: Any) -> tuple[Tensor, Any]:
+        def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
-            micro_batch: MicroBatch = batch.micro_batch if isinstance(batch, TokenBatch) else batch
-            logits = self._forward(stage, micro_batch.to(self.processes.device))
-            return logits, make_loss(self, batch)
+            return self._forward(chunk, batch.micro_batch.to(self.processes.device), with_entropy), make_loss(batch)
 
+        iterators = [iter(batches) for _ in self.chunks]
         results: list[Any] = self._schedule(
             forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[self.stage],
-            num_microbatches=num_micro_batches,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
             # Stages exchange true shapes (variable_seq_lengths); this is only the schedule's nominal length.
             seq_length=1,
             micro_batch_size=1,
@@ -93,30 +161,32 @@ class ScoringModel:
         )
         return results
 
-    def _forward(self, stage: Any, batch: MicroBatch) -> Tensor:
-        segments = packed_segments(batch.cu_seqlens, batch.max_seqlen, plan_attention=self._plan_attention)
-        # Log-probs cast chunk by chunk; Float16Module would cast all logits to float32 at once.
-        extra = {"fp32_output": False} if self.config.bf16 else {}
-        output: Tensor = stage(batch.tokens[None], batch.positions[None], None, packed_seq_params=segments, **extra)
+    def _forward(self, chunk: Any, batch: MicroBatch, with_entropy: bool) -> Tensor:
+        """Hidden states, or on the last chunk log-probs and entropies [2, N] of the response tokens."""
+        segments = packed_segments(
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            plan_attention=self._plan_attention,
+            context_rank=self.processes.context_rank,
+            context_size=self.processes.context_size,
+        )
+        rows = batch.response_mask.nonzero()[:, 0]
+        chosen = ChosenTokens(rows, batch.targets[rows], with_entropy)
+        output: Tensor = chunk(
+            batch.tokens[None], batch.positions[None], None, labels=chosen, packed_seq_params=segments
+        )
         return output
 
-    def response_logprobs(self, logits: Tensor, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N] of the micro-batch's response tokens from logits [1, T, V / tp]."""
-        rows = batch.response_mask.nonzero()[:, 0].to(logits.device)
-        return vocab_parallel_logprobs(
-            logits[0],
-            rows,
-            batch.targets.to(logits.device)[rows],
-            temperature=self.temperature,
-            vocab_size=self.arch.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            with_entropy=with_entropy,
-        )
+
+MakeLoss = Callable[[TokenBatch], Callable[..., Any]]
+
+# Tokens per process that Transformer Engine's FP8 products take at once.
+_FP8_TOKEN_MULTIPLE = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128}
 
 
-def _collect_scores(model: ScoringModel, batch: MicroBatch) -> Any:
-    def scores(logits: Tensor, non_loss_data: bool = True) -> TokenScores:
-        return TokenScores(*model.response_logprobs(logits, batch, with_entropy=True))
+def _collect_scores(batch: TokenBatch) -> Callable[..., TokenScores]:
+    def scores(output: Tensor, non_loss_data: bool = True) -> TokenScores:
+        return TokenScores(*output.unbind())
 
     return scores
 
@@ -134,11 +204,14 @@ class MegatronPolicy(ScoringModel):
         temperature: float,
         updates_per_step: int,
         num_steps: int,
+        compute: ComputeConfig | None = None,
     ) -> None:
-        super().__init__(model, parallel, processes, temperature)
-        self.gatherer = WeightGatherer(unwrapped(self.stage), self.layout, processes)
-        self.stage = with_gradients(self.stage, self.config)
-        self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config), [self.stage])
+        compute = compute or ComputeConfig()
+        super().__init__(model, parallel, processes, temperature, compute)
+        self._gatherer = WeightGatherer([unwrapped(chunk) for chunk in self.chunks], self.layout, processes)
+        self.chunks = with_gradients(self.chunks, self.config, compute)
+        self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
+        self._overlaps_param_gather = compute.overlap_param_gather
         warmup = optimizer.warmup_steps * updates_per_step
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -164,14 +237,15 @@ class MegatronPolicy(ScoringModel):
         do not depend on how the mini-batch was split. A mini-batch without any token in the loss changes nothing and
         is counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
         """
-        self.stage.train()
-        self.stage.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def make_loss(model: ScoringModel, batch: TokenBatch) -> Any:
-            return lambda logits: objective.evaluate(model.response_logprobs, logits, batch)
+        def make_loss(batch: TokenBatch) -> Any:
+            return lambda output: objective.evaluate(output[0], output[1], batch)
 
-        reports = self._run(iter(batches), len(batches), make_loss, forward_only=False)
+        reports = self._run(batches, make_loss, with_entropy=objective.needs_entropy, forward_only=False)
         totals = self._sum_reports(reports, objective)
         # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
         self.scheduler.step(increment=1)
@@ -182,10 +256,43 @@ class MegatronPolicy(ScoringModel):
             assert successful
         return {
             **objective.summarise(totals),
+            **self._router_losses(len(batches)),
             "policy/empty_update_share": float(is_empty),
             "policy/grad_norm": float(grad_norm),
             "policy/learning_rate": float(self.optimizer.param_groups[0]["lr"]),
         }
+
+    def _router_losses(self, num_micro_batches: int) -> dict[str, float]:
+        """The auxiliary losses of a mixture of experts: means over layers, micro-batches and processes."""
+        wanted = {}
+        if self.config.num_moe_experts and self.config.moe_router_load_balancing_type == "aux_loss":
+            wanted["load_balancing_loss"] = "policy/load_balancing_loss"
+        if self.config.num_moe_experts and self.config.moe_z_loss_coeff:
+            wanted["z_loss"] = "policy/router_z_loss"
+        if not wanted:
+            return {}
+        losses: dict[str, Tensor] = {}
+        track_moe_metrics(
+            loss_scale=1.0 / num_micro_batches,
+            iteration=0,
+            total_loss_dict=losses,
+            force_initialize=True,
+            track_names=list(wanted),
+            num_layers=self.config.num_layers,
+        )
+        return {metric: float(losses[name]) for name, metric in wanted.items()}
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Collective: full tensors under their Hugging Face names; see `WeightGatherer.buckets`."""
+        self.finish_param_gather()
+        return self._gatherer.buckets(bucket_bytes)
+
+    def finish_param_gather(self) -> None:
+        """Collective: after this every process's weights are those of the last update, also where gathering them is
+        left to the next forward pass."""
+        if self._overlaps_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def _sum_reports(self, reports: Sequence[Tensor], objective: Objective) -> Tensor:
         """Sum the micro-batches' report vectors over the data-parallel ranks; known to every process."""
@@ -197,7 +304,11 @@ class MegatronPolicy(ScoringModel):
         return total
 
 
-def _optimizer_config(config: OptimizerConfig, transformer: Any) -> MegatronOptimizerConfig:
+def _optimizer_config(
+    config: OptimizerConfig, transformer: TransformerConfig, compute: ComputeConfig
+) -> MegatronOptimizerConfig:
+    # Without a GPU everything lies in host memory already.
+    offload = compute.optimizer_offload if torch.cuda.is_available() else 0.0
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.learning_rate,
@@ -210,4 +321,8 @@ def _optimizer_config(config: OptimizerConfig, transformer: Any) -> MegatronOpti
         bf16=transformer.bf16,
         params_dtype=transformer.params_dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=compute.overlap_param_gather,
+        optimizer_cpu_offload=offload > 0,
+        optimizer_offload_fraction=offload,
+        overlap_cpu_optimizer_d2h_h2d=offload > 0,
     )

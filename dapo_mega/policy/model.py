@@ -1,7 +1,9 @@
-"""Builds the Megatron-Core model of this process's pipeline stage from a Hugging Face architecture."""
+"""Builds the Megatron-Core model chunks of this process's pipeline stage from a Hugging Face architecture."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from dapo_mega.config import ModelConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.models import Architecture
 from dapo_mega.policy.layer_specs import block_spec, uses_transformer_engine
+from dapo_mega.policy.output_layer import PolicyStage
 
 
-def transformer_config(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
+) -> TransformerConfig:
     """Megatron's description of `arch` in the given layout and precision."""
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    interleaved = parallel.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -38,6 +44,7 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -45,11 +52,16 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence,
         # Packed micro-batches differ in length, so stages announce shapes before activations.
         variable_seq_lengths=True,
-        # Megatron checks this against variable lengths for dense models too.
-        moe_token_dispatcher_type="alltoall",
+        # Interleaved stages send in both directions at once; batched calls would wait for each other.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         # The token-level denominator belongs to Megatron: losses are sums, divided once by the global count.
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
@@ -61,43 +73,128 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         masked_softmax_fusion=False,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=on_gpu and uses_transformer_engine(model),
-        gradient_accumulation_fusion=False,
+        # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
+        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        deterministic_mode=compute.deterministic,
+        **_expert_settings(arch, model, compute),
+        **_recompute_settings(compute),
+        **_fp8_settings(arch, compute),
     )
     config.finalize_model_grads_func = finalize_model_grads
     return config
 
 
-def build_stage(arch: Architecture, config: TransformerConfig, model: ModelConfig) -> torch.nn.Module:
-    """The (uninitialised) layers of this pipeline stage, in the model's dtype."""
-    stage: torch.nn.Module = GPTModel(
-        config,
-        block_spec(config, uses_transformer_engine(model)),
-        vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-    )
-    if torch.cuda.is_available():
-        stage.cuda(torch.cuda.current_device())
-    return Float16Module(config, stage) if config.bf16 else stage
+def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> dict[str, Any]:
+    # Megatron checks the dispatcher against variable lengths for dense models too.
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if arch.experts is None:
+        return settings
+    moe = compute.moe
+    settings |= {
+        "num_moe_experts": arch.experts.number,
+        "moe_ffn_hidden_size": arch.experts.ffn_hidden_size,
+        "moe_router_topk": arch.experts.per_token,
+        # Softmax over all experts first; then the chosen ones are scaled to sum to 1 where the model wants it.
+        "moe_router_score_function": arch.experts.scores,
+        "moe_router_pre_softmax": arch.experts.scores == "softmax" and not arch.experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coefficient else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coefficient,
+        "moe_z_loss_coeff": moe.z_loss_coefficient or None,
+        "moe_router_enable_expert_bias": moe.router_bias_update_rate > 0,
+        "moe_router_bias_update_rate": moe.router_bias_update_rate,
+        # All experts in one product, where Transformer Engine provides it.
+        "moe_grouped_gemm": uses_transformer_engine(model),
+        "moe_router_padding_for_quantization": compute.fp8.enabled,
+    }
+    return settings
 
 
-def with_gradients(stage: torch.nn.Module, config: TransformerConfig) -> DistributedDataParallel:
-    """Megatron's DDP around a stage: contiguous gradient buffers, reduce-scatter for the distributed optimizer."""
-    return DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            check_for_nan_in_grad=True,
-        ),
-        stage,
+def _recompute_settings(compute: ComputeConfig) -> dict[str, Any]:
+    if compute.recompute == "none":
+        return {}
+    if compute.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(compute.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": compute.recompute_layers,
+    }
+
+
+def _fp8_settings(arch: Architecture, compute: ComputeConfig) -> dict[str, Any]:
+    fp8 = compute.fp8
+    if not fp8.enabled:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.scaling,
+        "fp8_param": fp8.params,
+        "fp8_amax_history_len": fp8.amax_history,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": fp8.bf16_layers_at_ends > 0,
+        "num_layers_at_start_in_bf16": fp8.bf16_layers_at_ends,
+        "num_layers_at_end_in_bf16": fp8.bf16_layers_at_ends,
+    }
+
+
+def build_chunks(
+    arch: Architecture,
+    config: TransformerConfig,
+    model: ModelConfig,
+    *,
+    temperature: float,
+    fused_output_layer: bool,
+) -> list[torch.nn.Module]:
+    """The (uninitialised) model chunks of this pipeline stage in the model's dtype: one, or several interleaved."""
+    virtual_size = config.virtual_pipeline_model_parallel_size
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(virtual_size or 1):
+        vp_stage = chunk if virtual_size else None
+        stage: torch.nn.Module = PolicyStage(
+            config,
+            block_spec(config, uses_transformer_engine(model), vp_stage),
+            vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+            temperature=temperature,
+            true_vocab_size=arch.vocab_size,
+            fused=fused_output_layer,
+        )
+        if torch.cuda.is_available():
+            stage.cuda(torch.cuda.current_device())
+        chunks.append(Float16Module(config, stage) if config.bf16 else stage)
+    return chunks
+
+
+def with_gradients(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, compute: ComputeConfig
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each chunk: contiguous gradient buffers in float32, reduce-scatter for the distributed
+    optimizer, and the hooks by which the schedules overlap both with computing."""
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=compute.overlap_grad_reduce,
+        overlap_param_gather=compute.overlap_param_gather,
+        fp8_param_gather=compute.fp8.params,
+        check_for_nan_in_grad=True,
     )
+    # Later chunks reduce while earlier ones still compute, so they need no buckets of their own.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if compute.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync[0] if len(wrapped) == 1 else no_sync
+    return wrapped
 
 
 def unwrapped(stage: Any) -> GPTModel:

@@ -1,12 +1,11 @@
 """What one micro-batch contributes to an update: the policy-gradient objective, and imitation for cold starts.
 
-An objective turns logits into (sum of weighted token losses, denominator, report). Megatron divides the sum by
+An objective turns log-probs into (sum of weighted token losses, denominator, report). Megatron divides the sum by
 the denominator over all micro-batches and ranks; reports are vectors of sums that are added up likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +15,6 @@ from torch import Tensor
 from dapo_mega.algorithms import kl_estimate, policy_loss
 from dapo_mega.config import AlgorithmConfig
 from dapo_mega.packing import MicroBatch
-
-ResponseLogprobs = Callable[[Tensor, MicroBatch, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,13 @@ class Objective(Protocol):
     def report_size(self) -> int:
         """Length of the report vectors."""
 
-    def evaluate(
-        self, response_logprobs: ResponseLogprobs, logits: Tensor, batch: TokenBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of weighted token losses, denominator (int32 scalar), report vector (detached)."""
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `evaluate` uses the entropies; else they may be zeros."""
+
+    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of weighted token losses, denominator (int32 scalar), report vector (detached), from the log-probs and
+        entropies [N] of the micro-batch's response tokens."""
 
     def denominator(self, totals: Tensor) -> float:
         """The mini-batch's denominator, from the summed report vectors."""
@@ -77,12 +77,13 @@ class PolicyGradient:
     def report_size(self) -> int:
         return len(_POLICY_REPORT)
 
-    def evaluate(
-        self, response_logprobs: ResponseLogprobs, logits: Tensor, batch: TokenBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def needs_entropy(self) -> bool:
+        return self.algorithm.entropy_coefficient > 0
+
+    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         config = self.algorithm
         micro = batch.micro_batch
-        logprobs, entropy = response_logprobs(logits, micro, config.entropy_coefficient > 0)
         chosen = micro.response_mask
         in_loss = micro.loss_mask[chosen].to(logprobs.device)
         weights = micro.token_weights[chosen].to(logprobs.device)
@@ -154,11 +155,12 @@ class Imitation:
     def report_size(self) -> int:
         return 2
 
-    def evaluate(
-        self, response_logprobs: ResponseLogprobs, logits: Tensor, batch: TokenBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         micro = batch.micro_batch
-        logprobs, _ = response_logprobs(logits, micro, False)
         loss = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
         report = torch.stack([loss.detach(), torch.tensor(float(micro.denominator), device=loss.device)])
         return loss, _denominator(micro, loss), report

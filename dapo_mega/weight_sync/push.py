@@ -18,5 +18,5 @@ class WeightSync:
     def push(self, policy: MegatronPolicy, version: int) -> dict[str, float]:
         """Collective over all processes; returns when the engines sample from the new weights."""
         started = time.perf_counter()
-        self._engine.load_weights(policy.gatherer.buckets(self._bucket_bytes), version)
+        self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}

@@ -40,6 +40,39 @@ def make_model(folder: Path, *, tied: bool, seed: int = 0, num_layers: int = 4, 
     return folder
 
 
+def make_moe_model(folder: Path, *, seed: int = 0, num_layers: int = 4, normalised: bool = True) -> Path:
+    """A random Qwen3-MoE checkpoint in float32: four experts, two per token, norms on queries and keys."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=80,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=normalised,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Routers with a clear opinion: near ties would be decided by rounding.
+            scale = 0.5 if ".gate." in name else 0.08
+            parameter.add_(torch.randn_like(parameter) * scale if "norm" not in name else 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_samples(num_samples: int, seed: int = 0) -> list[Sample]:
     """Responses of unequal lengths with advantages of both signs; some truncated ones are out of the loss."""
     rng = np.random.default_rng(seed)

@@ -55,7 +55,7 @@ def run_case(model_dir, case):
         updates_per_step=1,
         num_steps=1,
     )
-    before = dict(pair for bucket in policy.gatherer.buckets(1 << 14) for pair in bucket)
+    before = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     columns = columns_from_samples(make_samples(19))
     plan = plan_micro_batches(columns.lengths, processes.data_size, case["budget"])[processes.data_rank]
     micro_batches = [
@@ -77,7 +77,7 @@ def run_case(model_dir, case):
         for b, s in zip(micro_batches, scores, strict=True)
     ]
     metrics = policy.update(batches, PolicyGradient(algorithm))
-    after = dict(pair for bucket in policy.gatherer.buckets(1 << 14) for pair in bucket)
+    after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     parallel_state.destroy_model_parallel()
     if processes.rank != 0:
         return None

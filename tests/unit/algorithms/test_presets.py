@@ -58,11 +58,9 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float
     old = torch.full((len(ratios),), math.log(0.5))
     reference = old + math.log(0.5)
 
-    def response_logprobs(logits, batch, with_entropy):
-        return old + ratios.log(), torch.full((len(ratios),), entropy)
-
     batch = TokenBatch(micro_batch, old, reference)
-    loss, denominator, _ = PolicyGradient(config).evaluate(response_logprobs, torch.empty(0), batch)
+    entropies = torch.full((len(ratios),), entropy)
+    loss, denominator, _ = PolicyGradient(config).evaluate(old + ratios.log(), entropies, batch)
     return float(loss) / int(denominator)
 
 

@@ -1,0 +1,216 @@
+"""No parallel layout changes what is learnt: three updates under each equal those of one process."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from .launching import run_workers
+from .tiny import make_model, make_moe_model
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).parent / "workers" / "three_updates.py"
+TP2 = {"tensor": 2, "sequence": True}
+VPP = {"pipeline": 2, "virtual_pipeline": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SELECTIVE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+SIGMOID = {"experts": "sigmoid", "compute": {"moe": {"router_bias_update_rate": 0.01}}}
+AUXILIARY = {"moe": {"aux_loss_coefficient": 0.05, "z_loss_coefficient": 0.01}}
+
+# number of processes -> {name: case}
+DENSE = {
+    1: {
+        "one": {},
+        "unfused": {"compute": {"fused_output_layer": False}},
+        "recompute_selective": {"compute": SELECTIVE},
+        "recompute_full": {"compute": {"recompute": "full", "recompute_layers": 2}},
+        "deterministic": {"compute": {"deterministic": True}},
+        "offload": {"compute": {"optimizer_offload": 1.0}},
+        "bf16_one": {"dtype": "bf16"},
+    },
+    2: {
+        "tp2": {"parallel": {"tensor": 2}},
+        "tp2_sp": {"parallel": TP2},
+        "tp2_sp_unfused": {"parallel": TP2, "compute": {"fused_output_layer": False}},
+        "tp2_sp_recompute": {"parallel": TP2, "compute": SELECTIVE},
+        "pp2": {"parallel": {"pipeline": 2}},
+        "vpp2x2": {"parallel": VPP, "save_after": 2},
+        "cp2": {"parallel": {"context": 2}},
+        "cp2_overlap_from_vpp2x2": {
+            "parallel": {"context": 2},
+            "compute": OVERLAP,
+            "resume": "vpp2x2",
+            "save_after": 3,
+        },
+        "tp2_from_vpp2x2": {"parallel": TP2, "resume": "vpp2x2"},
+        "dp2": {},
+        "dp2_overlap": {"compute": OVERLAP},
+        "bf16_tp2": {"parallel": TP2, "dtype": "bf16"},
+        "bf16_cp2": {"parallel": {"context": 2}, "dtype": "bf16"},
+        "bf16_vpp2x2": {"parallel": VPP, "dtype": "bf16"},
+    },
+    8: {
+        "tp2_pp2_dp2_from_vpp2x2": {"parallel": {**TP2, "pipeline": 2}, "resume": "vpp2x2"},
+        "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
+        "tp2_vpp2x2_dp2_overlap_recompute": {"parallel": {**TP2, **VPP}, "compute": {**OVERLAP, "recompute": "full"}},
+        "tp2_pp2_cp2": {"parallel": {**TP2, "pipeline": 2, "context": 2}},
+    },
+}
+EXPERTS = {
+    1: {"one": {}, "recompute_moe": {"compute": {"recompute": "selective", "recompute_modules": ["moe"]}}},
+    2: {
+        "dp2": {},
+        "ep2": {"parallel": {"expert": 2}, "save_after": 1},
+        "tp2_ep2_from_ep2": {"parallel": {**TP2, "expert": 2}, "resume": "ep2"},
+        "cp2": {"parallel": {"context": 2}},
+        "tp2_ep2": {"parallel": {**TP2, "expert": 2}},
+        "tp2_expert_tp2": {"parallel": {**TP2, "expert_tensor": 2}},
+        "auxiliary_dp2": {"compute": AUXILIARY},
+        "auxiliary_ep2": {"parallel": {"expert": 2}, "compute": AUXILIARY},
+        "bias_dp2": SIGMOID,
+        "bias_ep2": {"parallel": {"expert": 2}, **SIGMOID},
+    },
+    4: {
+        "tp2_ep4": {"parallel": {**TP2, "expert": 4}},
+        "tp2_ep4_from_ep2": {"parallel": {**TP2, "expert": 4}, "resume": "ep2"},
+        "vpp2x2_ep2": {"parallel": {**VPP, "expert": 2}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sigmoid = make_moe_model(folder / "sigmoid")
+    config = json.loads((sigmoid / "config.json").read_text())
+    (sigmoid / "config.json").write_text(json.dumps({**config, "scoring_func": "sigmoid"}))
+    return {
+        "dense": make_model(folder / "dense", tied=False),
+        "softmax": make_moe_model(folder / "softmax"),
+        "sigmoid": sigmoid,
+    }
+
+
+def run_table(table, models, default_model, folder):
+    """{name: what the case left behind}, one start of processes per world size."""
+    for world_size, cases in table.items():
+        listed = [
+            {"name": name, "model": str(models[case.get("experts", default_model)]), **case}
+            for name, case in cases.items()
+        ]
+        run_workers(WORKER, world_size, [str(folder), json.dumps(listed)], folder / f"logs_{world_size}", timeout_s=600)
+    return {path.stem: torch.load(path, weights_only=True) for path in folder.glob("*.pt")}
+
+
+@pytest.fixture(scope="module")
+def dense(models, tmp_path_factory):
+    return run_table(DENSE, models, "dense", tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def experts(models, tmp_path_factory):
+    return run_table(EXPERTS, models, "softmax", tmp_path_factory.mktemp("experts"))
+
+
+def relative_error(got, expected):
+    """Norm of the difference over the norm of what is expected, all tensors together."""
+    squares = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    errors = sum(float((got[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
+    return math.sqrt(errors / squares)
+
+
+def learnt(result):
+    return {name: result["after"][name].double() - result["before"][name].double() for name in result["after"]}
+
+
+def assert_learns_the_same(got, expected, bound=1e-5):
+    updates = len(got["metrics"])
+    assert updates == len(expected["metrics"]) or got["resumed"]
+    for step, (mine, reference) in enumerate(zip(got["metrics"], expected["metrics"][-updates:], strict=True)):
+        for name in ("policy/loss", "policy/grad_norm", "policy/learning_rate"):
+            assert mine[name] == pytest.approx(reference[name], rel=bound), (step, name)
+    if not got["resumed"]:
+        assert got["scores"] == pytest.approx(expected["scores"], rel=bound)
+    assert got["after"].keys() == expected["after"].keys()
+    for name, parameter in expected["after"].items():
+        assert relative_error({name: got["after"][name]}, {name: parameter}) < bound, name
+    # Weights change by a thousandth of themselves or less; what is compared here is the change.
+    assert relative_error(learnt(got), learnt(expected)) < bound
+    for name, change in learnt(expected).items():
+        # Single tensors whose weights are large beside their change show the weights' rounding.
+        assert relative_error({name: learnt(got)[name]}, {name: change}) < max(1e-3, bound), name
+
+
+FP32_DENSE = [name for cases in DENSE.values() for name in cases if "bf16" not in name and name != "one"]
+
+
+@pytest.mark.parametrize("name", FP32_DENSE)
+def test_a_dense_model_learns_the_same_under_every_layout(dense, name):
+    assert_learns_the_same(dense[name], dense["one"])
+
+
+@pytest.mark.parametrize(
+    "name", [n for cases in EXPERTS.values() for n in cases if n != "one" and not n.startswith(("auxiliary", "bias"))]
+)
+def test_a_mixture_of_experts_learns_the_same_under_every_layout(experts, name):
+    assert_learns_the_same(experts[name], experts["one"])
+
+
+@pytest.mark.parametrize("name", ["bf16_tp2", "bf16_cp2", "bf16_vpp2x2"])
+def test_bf16_layouts_agree_within_its_precision(dense, name):
+    """bf16 keeps 8 bits: 0.4 % a rounding, and gradients of three updates pass through some dozen of them."""
+    got, expected = dense[name], dense["bf16_one"]
+    for mine, reference in zip(got["metrics"], expected["metrics"], strict=True):
+        assert mine["policy/loss"] == pytest.approx(reference["policy/loss"], rel=0.02)
+        assert mine["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=0.02)
+    assert relative_error(learnt(got), learnt(expected)) < 0.15
+    assert relative_error(got["after"], expected["after"]) < 0.002
+
+
+def test_the_table_is_not_trivial(dense, experts):
+    for results in (dense, experts):
+        metrics = results["one"]["metrics"]
+        assert results["one"]["counts"][0] >= 3, "several micro-batches"
+        assert all(0.01 < m["policy/clip_low_share"] < 0.9 for m in metrics)
+        assert all(0.01 < m["policy/clip_high_share"] < 0.9 for m in metrics)
+        assert len({round(m["policy/loss"], 3) for m in metrics}) == 3
+        assert all(bool(change.any()) for change in learnt(results["one"]).values())
+    assert all(count % 2 == 0 for count in dense["vpp2x2"]["counts"])
+
+
+def test_auxiliary_losses_act_and_are_equal_under_expert_parallelism(experts):
+    """They are means over micro-batches, so only layouts that split alike can be compared."""
+    assert_learns_the_same(experts["auxiliary_ep2"], experts["auxiliary_dp2"])
+    router = "model.layers.0.mlp.gate.weight"
+    change, plain = learnt(experts["auxiliary_dp2"])[router], learnt(experts["dp2"])[router]
+    assert relative_error({router: change}, {router: plain}) > 0.01
+    for metrics in experts["auxiliary_ep2"]["metrics"]:
+        assert metrics["policy/load_balancing_loss"] >= 1.0 - 1e-4  # 1 is perfect balance
+        assert metrics["policy/router_z_loss"] > 0
+    assert "policy/load_balancing_loss" not in experts["dp2"]["metrics"][0]
+
+
+def test_the_balancing_bias_moves_alike_under_expert_parallelism(experts):
+    """DeepSeek-V3's rule: the bias of an expert goes up by the rate when it got fewer tokens than the mean."""
+    got, expected = experts["bias_ep2"], experts["bias_dp2"]
+    assert_learns_the_same(got, expected)
+    assert len(expected["expert_biases"]) == 4
+    for mine, reference in zip(got["expert_biases"], expected["expert_biases"], strict=True):
+        assert torch.allclose(mine, reference)
+        assert bool(reference.any())
+        assert float(reference.abs().max()) <= 3 * 0.01 + 1e-6
+
+
+def test_weights_come_out_as_they_were_loaded(models, dense, experts):
+    from safetensors.torch import load_file
+
+    for results, model in ((dense, models["dense"]), (experts, models["softmax"])):
+        checkpoint = load_file(model / "model.safetensors")
+        for name, result in results.items():
+            if name.startswith(("bf16", "bias")):
+                continue
+            assert result["before"].keys() == checkpoint.keys(), name
+            assert all(torch.equal(result["before"][key], tensor) for key, tensor in checkpoint.items()), name

@@ -1,0 +1,212 @@
+"""Worker: what Megatron really allocates for several layouts, as bytes per category; every rank writes its own.
+
+Arguments: OUTPUT_DIR JSON. The JSON lists cases {name, model, parallel, compute, dtype, lengths, num_micro_batches}:
+`parallel` and `compute` are configuration sections, `model` is the folder of a checkpoint, `lengths` are the tokens of
+each sample of one micro-batch, of which the first quarter is its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from dataclasses import fields, replace
+from pathlib import Path
+
+
+def main() -> None:
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    return_weight_gradients()
+    output_dir = Path(sys.argv[1])
+    for case in json.loads(sys.argv[2]):
+        result = run_case(case)
+        (output_dir / f"{case['name']}.{dist.get_rank()}.json").write_text(json.dumps(result))
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def return_weight_gradients():
+    """Tensors that went through hooks come back without Megatron's marks, so the fused output layer cannot add to
+    `main_grad`. Where the weight's gradient goes changes nothing about what is kept."""
+    from dapo_mega.policy import output_layer
+
+    original = output_layer.output_logprobs
+    output_layer.output_logprobs = lambda *args, **rest: original(*args, **{**rest, "accumulate_into_main_grad": False})
+
+
+def run_case(case):
+    from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.policy.megatron_policy import MegatronPolicy
+    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.policy.processes import start_processes
+
+    parallel = ParallelConfig(**case.get("parallel", {}))
+    processes = start_processes(parallel, 0)
+    policy = MegatronPolicy(
+        ModelConfig(path=case["model"], dtype=case.get("dtype", "fp32")),
+        parallel,
+        OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=10,
+        compute=ComputeConfig(**case.get("compute", {})),
+    )
+    micro_batch = make_micro_batch(policy, case["lengths"], processes)
+    kept = [kept_for_backward(policy, chunk, micro_batch) for chunk in policy.chunks]
+    peak = SavedStorages(policy)
+    batch = TokenBatch(micro_batch)
+    if processes.is_last_stage:
+        batch = TokenBatch(micro_batch, micro_batch.rollout_logprobs[micro_batch.response_mask])
+    with peak:
+        policy.update([batch] * case["num_micro_batches"], PolicyGradient(AlgorithmConfig()))
+    return {
+        "stage": processes.pipeline_rank,
+        "num_scored": sum(length - length // 4 for length in case["lengths"]),
+        "parameters": storage_bytes(parameter for chunk in policy.chunks for parameter in chunk.parameters()),
+        "gradients": storage_bytes(buffer.grad_data for buffer in gradient_buffers(policy)),
+        "optimizer": optimizer_bytes(policy),
+        "activations": kept,
+        "peak_activations": peak.peak_bytes,
+    }
+
+
+def make_micro_batch(policy, lengths, processes):
+    """One packed micro-batch of random tokens; under context parallelism this process's slice of it."""
+    import numpy as np
+
+    from dapo_mega.packing import build_micro_batch, columns_from_samples
+    from dapo_mega.types import Sample
+
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(
+            token_ids=rng.integers(1, policy.arch.vocab_size, length).astype(np.int32),
+            prompt_length=length // 4,
+            advantage=float(i % 2) - 0.5,
+            in_loss=True,
+            rollout_logprobs=np.full(length - length // 4, -7.0, np.float32),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    batch = build_micro_batch(
+        columns_from_samples(samples),
+        range(len(samples)),
+        aggregation="token_mean",
+        max_response_tokens=max(lengths),
+        multiple_of=policy.token_multiple,
+    )
+    return context_slice(batch, lengths, processes) if processes.context_size > 1 else batch
+
+
+def context_slice(batch, lengths, processes):
+    """The pieces r and 2 C - 1 - r of every sequence; lengths must be multiples of 2 C."""
+    import torch
+
+    size, rank, start, mine = processes.context_size, processes.context_rank, 0, []
+    for length in lengths:
+        piece = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            mine.append(torch.arange(start + number * piece, start + (number + 1) * piece))
+        start += length
+    index = torch.cat(mine)
+    sliced = {
+        field.name: getattr(batch, field.name)[index]
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "cu_seqlens"
+    }
+    return replace(batch, **sliced)
+
+
+class SavedStorages:
+    """Counts the distinct storages that autograd keeps for backward passes, parameters left out."""
+
+    def __init__(self, policy) -> None:
+        import torch
+
+        self._parameters = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
+        self._live = weakref.WeakSet()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        self.peak_bytes = 0
+
+    def __enter__(self):
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._hooks.__exit__(*exception)
+
+    def _pack(self, tensor):
+        saved = Saved(tensor)
+        self._live.add(saved)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes())
+        return saved
+
+    def num_bytes(self, *others):
+        # A storage's size is asked for now: recomputed ones are emptied after they were saved.
+        tensors = [*(saved.tensor for saved in self._live), *others]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(size for pointer, size in storages.items() if pointer not in self._parameters)
+
+
+class Saved:
+    """One tensor kept for backward; gone as soon as autograd lets go of it."""
+
+    def __init__(self, tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_for_backward(policy, chunk, micro_batch):
+    """Bytes that the forward pass of one micro-batch through `chunk` leaves behind, its input and output included."""
+    import torch
+
+    from dapo_mega.policy.model import unwrapped
+
+    chunk.train()
+    stage = unwrapped(chunk)
+    handed_in = []
+    if not stage.pre_process:
+        num_tokens = len(micro_batch.tokens)
+        if policy.config.sequence_parallel:
+            num_tokens //= policy.config.tensor_model_parallel_size
+        hidden = torch.randn(num_tokens, 1, policy.arch.hidden_size, dtype=policy.config.params_dtype)
+        handed_in = [hidden.requires_grad_()]
+        stage.set_input_tensor(handed_in[0])
+    saved = SavedStorages(policy)
+    with saved:
+        output = policy._forward(chunk, micro_batch, False)
+    return saved.num_bytes(output, *handed_in)
+
+
+def gradient_buffers(policy):
+    return [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def storage_bytes(tensors):
+    """Bytes of the distinct storages under `tensors`, padding of shared buffers included."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def optimizer_bytes(policy):
+    """Adam's moments and the float32 main weights, where these are not the parameters themselves."""
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
+    tensors = []
+    for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in optimizer.optimizer.param_groups:
+            tensors += group["params"]
+        for state in optimizer.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return storage_bytes(t for t in tensors if t.untyped_storage().data_ptr() not in own)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Worker: three optimizer updates of the same mini-batches under several layouts; rank 0 writes what came out.
+
+Arguments: OUTPUT_DIR JSON. The JSON lists cases {name, model, parallel, compute, budget, dtype}: `parallel` and
+`compute` are configuration sections, `model` is the folder of a checkpoint. With `save_after` a checkpoint is written
+after so many updates; with `resume` (the name of an earlier case) the updates after its checkpoint are done.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+NUM_UPDATES = 3
+SAMPLES_PER_UPDATE = 17
+
+
+def main() -> None:
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    output_dir = Path(sys.argv[1])
+    for case in json.loads(sys.argv[2]):
+        result = run_case(Path(case["model"]), case, output_dir / "checkpoints")
+        if result is not None:
+            torch.save(result, output_dir / f"{case['name']}.pt")
+    dist.destroy_process_group()
+
+
+def run_case(model_dir, case, checkpoints):
+    import torch
+    from megatron.core import parallel_state
+
+    from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.packing import columns_from_samples
+    from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
+    from dapo_mega.policy.megatron_policy import MegatronPolicy
+    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.policy.processes import start_processes
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tiny import make_samples
+
+    torch.use_deterministic_algorithms(False)
+    parallel = ParallelConfig(**case.get("parallel", {}))
+    processes = start_processes(parallel, 0)
+    policy = MegatronPolicy(
+        ModelConfig(path=str(model_dir), dtype=case.get("dtype", "fp32")),
+        parallel,
+        # With a large epsilon Adam is a smooth function of the gradients, lr * m / (sqrt(v) + eps), so that the updated
+        # weights show the gradients themselves and not only their signs.
+        OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.01, epsilon=1.0, clip_grad=1.0),
+        processes,
+        temperature=0.9,
+        updates_per_step=1,
+        num_steps=NUM_UPDATES,
+        compute=ComputeConfig(**case.get("compute", {})),
+    )
+    before = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    algorithm = AlgorithmConfig(**case.get("algorithm", {}))
+    metrics, scores, counts = [], [], []
+    done = 0
+    if "resume" in case:
+        store = CheckpointStore(checkpoints / case["resume"], keep_last=1)
+        done = store.load(policy, store.latest()).step
+    for update in range(done, NUM_UPDATES):
+        columns = columns_from_samples(make_samples(SAMPLES_PER_UPDATE, seed=update))
+        micro_batches = policy.pack(
+            columns, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
+        )
+        counts.append(len(micro_batches))
+        if update == done:
+            # Sums over all tokens tell whether every token was scored, wherever it was.
+            own = policy.score(micro_batches)
+            scores = [
+                float(sum(s.logprobs.double().sum() for s in own)),
+                float(sum(s.entropy.double().sum() for s in own)),
+            ]
+            scores = all_processes_sum(policy, scores)
+        # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
+        batches = [
+            TokenBatch(b, b.rollout_logprobs[b.response_mask] * 0.1 - 4.0) if processes.is_last_stage else TokenBatch(b)
+            for b in micro_batches
+        ]
+        metrics.append(policy.update(batches, PolicyGradient(algorithm)))
+        if case.get("save_after") == update + 1:
+            state = LoopState(update + 1, {}, {})
+            CheckpointStore(checkpoints / case["name"], keep_last=1).save(policy, lambda state=state: state, state.step)
+    after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
+    after = {name: tensor.clone() for name, tensor in after.items()}
+    biases = expert_biases(policy)
+    parallel_state.destroy_model_parallel()
+    if processes.rank != 0:
+        return None
+    return {
+        "metrics": metrics,
+        "scores": scores,
+        "before": before,
+        "after": after,
+        "counts": counts,
+        "expert_biases": biases,
+        "resumed": done > 0,
+    }
+
+
+def all_processes_sum(policy, values):
+    """Sum over the processes that hold log-probs: one per context and data rank."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(values, dtype=torch.float64)
+    if policy.processes.tensor_rank != 0:
+        total.zero_()
+    dist.all_reduce(total, group=policy.processes.control)
+    return total.tolist()
+
+
+def expert_biases(policy):
+    return [
+        module.expert_bias.clone()
+        for chunk in policy.chunks
+        for module in chunk.modules()
+        if getattr(module, "expert_bias", None) is not None
+    ]
+
+
+if __name__ == "__main__":
+    main()
