@@ -16,6 +16,7 @@ LAYERS = [
         "algorithms",
         "buffer",
         "packing",
+        "balancing",
         "models",
         "group_state",
         "handover",
