@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class EmbeddedEngine:
             raise RuntimeError("the embedded engine is closed")
         self._weight_version = -1
         self._refusal = f"loading of weight version {version} did not complete; call load_weights again"
-        targets = self._model.state_dict(keep_vars=True)
+        targets = _targets(self._model)
         given: set[str] = set()
         filled: set[int] = set()
         for bucket in buckets:
@@ -137,6 +138,20 @@ def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
         raise ValueError(f"requests cannot be served, with {listed}")
 
 
+@torch.no_grad()
+def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors by their names on disk: transformers holds all experts of a layer in two tensors."""
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name in [name for name in targets if name.endswith(".mlp.experts.gate_up_proj")]:
+        prefix = name.removesuffix("gate_up_proj")
+        gates_and_ups = (expert.chunk(2) for expert in targets.pop(name))
+        for number, (gate, up) in enumerate(gates_and_ups):
+            targets |= {f"{prefix}{number}.gate_proj.weight": gate, f"{prefix}{number}.up_proj.weight": up}
+        for number, down in enumerate(targets.pop(f"{prefix}down_proj")):
+            targets[f"{prefix}{number}.down_proj.weight"] = down
+    return targets
+
+
 def _matching_target(targets: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     if name not in targets:
         raise ValueError(f"weight {name!r} is unknown to the model; it has {', '.join(list(targets)[:4])}, ...")
@@ -157,10 +172,13 @@ def _fill(target: Tensor, tensor: Tensor, name: str, is_filled: bool) -> None:
 
 
 def _chunks(requests: Sequence[GenerationRequest], max_rows: int) -> Iterator[list[int]]:
-    """Indices of requests to decode together: equal sampling, ordered by prompt length, equal prompts adjacent."""
+    """Indices of requests to decode together: equal sampling, ordered by prompt length, equal prompts adjacent.
+
+    Lengths may differ: a row that reaches its limit leaves the batch like one that stops.
+    """
     by_sampling: dict[SamplingParams, list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
-        by_sampling[request.sampling].append(index)
+        by_sampling[replace(request.sampling, max_new_tokens=0)].append(index)
     for indices in by_sampling.values():
         indices.sort(key=lambda i: (len(requests[i].prompt_token_ids), prompt_key(requests[i])))
         yield from (indices[at : at + max_rows] for at in range(0, len(indices), max_rows))

@@ -40,13 +40,15 @@ def make_model(folder: Path, *, tied: bool, seed: int = 0, num_layers: int = 4, 
     return folder
 
 
-def make_moe_model(folder: Path, *, seed: int = 0, num_layers: int = 4, normalised: bool = True) -> Path:
+def make_moe_model(
+    folder: Path, *, seed: int = 0, num_layers: int = 4, normalised: bool = True, vocab_size: int = VOCAB_SIZE
+) -> Path:
     """A random Qwen3-MoE checkpoint in float32: four experts, two per token, norms on queries and keys."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=48,
         intermediate_size=80,
         moe_intermediate_size=32,

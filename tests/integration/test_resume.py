@@ -64,7 +64,7 @@ def test_a_finished_run_is_left_as_it_is(task, uninterrupted):
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
+@pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
 def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, uninterrupted, dimension):
     folder, config = task
     output = folder / f"from_{dimension}"

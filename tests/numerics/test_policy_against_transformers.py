@@ -14,6 +14,8 @@ from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.objectives import Imitation, TokenBatch
 from dapo_mega.policy.processes import start_processes, stop_processes
+from dapo_mega.rollout.embedded import EmbeddedEngine
+from dapo_mega.types import GenerationRequest, Sample, SamplingParams
 from tests.distributed.tiny import make_model, make_moe_model, make_samples
 
 
@@ -95,6 +97,20 @@ def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes, ki
     with torch.no_grad():
         after = transformers_logprobs(model, samples, 1.0)
     torch.testing.assert_close(policy.score([pack(samples)])[0].logprobs, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(tmp_path, processes, kind):
+    policy = make_policy(MODELS[kind](tmp_path / "model"), processes)
+    engine = EmbeddedEngine.from_config(tmp_path / "model", torch.float32)
+    engine.load_weights(policy.weights(1 << 12), 0)
+    prompt = make_samples(1)[0].token_ids[:5]
+    requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=24)) for i in range(6)]
+    answers = engine.generate(requests)
+    samples = [Sample(np.concatenate([prompt, a.token_ids]), 5, 1.0, True, a.logprobs) for a in answers]
+    scores = policy.score([pack(samples)])[0].logprobs
+    sampled = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
+    torch.testing.assert_close(scores, sampled, rtol=1e-4, atol=1e-5)
 
 
 def test_an_exported_checkpoint_loads_in_transformers_and_is_bit_equal(tmp_path, processes):

@@ -22,6 +22,7 @@ LAYERS = [
         "handover",
         "batching",
         "plan",
+        "planning",
         "dry_run",
     },
     {"rollout", "policy", "weight_sync"},

@@ -1,0 +1,1 @@
+"""What a layout costs in memory, communication and time: arithmetic only, nothing heavy is imported."""

@@ -1,0 +1,264 @@
+"""Bytes that autograd keeps of a micro-batch between its forward and its backward pass.
+
+There is one set of formulas for each implementation of the layers. Those of the local layers are compared with real
+allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine are derived from what its modules save
+(Korthikanti et al. 2022, arXiv:2205.05198, with flash attention and SwiGLU).
+
+All are functions of t, the tokens of a process; s = t / sequence-parallel size; h, the hidden size; b, the bytes of an
+element; n and g, the query and key heads of a process; d, their size; f, the inner size of the MLP on a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.planning.parameters import DTYPE_BYTES
+from dapo_mega.planning.placement import Chunk, Placement
+
+LayerKind = Literal["local", "transformer_engine"]
+_INDEX = 8
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """One packed micro-batch, before context parallelism cuts it: the tokens of each sequence, how many of them all are
+    scored, and, for a mixture of experts, the rows that this process's experts get as a multiple of the average."""
+
+    lengths: tuple[int, ...]
+    num_scored: int
+    expert_load: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Positions of the local attention's blocks: sequences down to 2/3 of a block's longest are padded to it."""
+        total, rest = 0, sorted(self.lengths, reverse=True)
+        while rest:
+            block = [length for length in rest if 3 * length >= 2 * rest[0]]
+            total += len(block) * rest[0]
+            rest = rest[len(block) :]
+        return total
+
+
+class LayerBytes(NamedTuple):
+    """What one layer keeps, by part, in the order of the forward pass."""
+
+    norm: float
+    """The norm before the attention, and its output."""
+    attention: float
+    """The core attention's own tensors."""
+    around_attention: float
+    late_norm: float
+    mlp: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class ActivationModel:
+    """Bytes kept by the parts of the model on one process, for one shape of micro-batch."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        model: ModelConfig,
+        compute: ComputeConfig,
+        shape: MicroBatchShape,
+        kind: LayerKind,
+    ) -> None:
+        self.placement = placement
+        self.compute = compute
+        self.shape = shape
+        self.is_local = kind == "local"
+        self.element = DTYPE_BYTES[model.dtype]
+        self.tokens = shape.num_tokens / placement.parallel.context
+        self.shared_tokens = self.tokens / placement.sequence_size
+        self.hidden = self.shared_tokens * placement.arch.hidden_size * self.element
+        """Bytes of one tensor of hidden states between layers."""
+        # What linear layers keep of their inputs.
+        self.operand = 1 if compute.fp8.enabled else self.element
+
+    def handed_on(self, chunk: Chunk) -> float:
+        """Hidden states that the pipeline schedule holds beside what autograd keeps: a chunk's input, unless autograd
+        keeps the same, and its output."""
+        recomputes_norm = self._recomputes("layernorm") or self.compute.recompute == "full"
+        is_kept = self._norm_keeps_hidden or recomputes_norm
+        return self.hidden * ((not chunk.is_first and not is_kept) + (not chunk.is_last))
+
+    def chunk(self, chunk: Chunk) -> float:
+        """Bytes kept of one micro-batch by one chunk."""
+        total = self._before_layers(chunk) + self.after_layers(chunk)
+        if self.compute.recompute == "full":
+            total += self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
+            # The rotary angles are an argument of every recomputed group.
+            return total + 4 * self.placement.arch.head_dim * max(self.shape.lengths)
+        return total + self._attention_plan() + self.kept_layer().total * chunk.num_layers
+
+    def recomputed_peak(self, chunk: Chunk) -> float:
+        """Bytes by which recomputing in the backward pass of `chunk` exceeds what the end of its forward pass holds."""
+        head = self.after_layers(chunk)
+        if self.compute.recompute == "full":
+            group = self.whole_layer().total * min(self.compute.recompute_layers, chunk.num_layers)
+            # The first norm keeps the hidden states that the group was given.
+            group -= self.hidden if self._norm_keeps_hidden else 0.0
+            return max(0.0, group + self._attention_plan() - head)
+        whole, kept = self.whole_layer(), self.kept_layer()
+        late = (whole.late_norm - kept.late_norm) + (whole.mlp - kept.mlp)
+        # The attention is recomputed when all that lies behind it in its layer is gone.
+        early = whole.norm - kept.norm + whole.attention - kept.attention - kept.late_norm - kept.mlp
+        early = early if self._recomputes("core_attn", "layernorm") else 0.0
+        return max(0.0, late - head, early - head)
+
+    def kept_layer(self) -> LayerBytes:
+        """One layer with what selective recompute leaves out."""
+        layer = self.whole_layer()
+        if self._recomputes("core_attn"):
+            # Queries and keys after their rotation, and the product they and the values were cut from.
+            queries, keys = self.placement.query_heads, self.placement.key_heads
+            heads = queries + keys + (0 if self._keeps_projection else queries + 2 * keys)
+            layer = layer._replace(attention=self.tokens * heads * self.placement.arch.head_dim * self.element)
+        if self._recomputes("layernorm") and self.is_local:
+            layer = layer._replace(norm=self.hidden, late_norm=self.hidden)
+        elif self._recomputes("layernorm") and self.placement.arch.experts:
+            layer = layer._replace(late_norm=self.hidden)
+        if self._recomputes("mlp") and not self.placement.arch.experts:
+            layer = layer._replace(mlp=0.0)
+        if self._recomputes("moe"):
+            layer = layer._replace(mlp=0.0)
+        return layer
+
+    def whole_layer(self) -> LayerBytes:
+        """One layer without recompute."""
+        return LayerBytes(
+            self._norm(fused=not self.is_local),
+            self._local_attention() if self.is_local else self._te_attention(),
+            self._around_attention(),
+            self._norm(fused=not self.is_local and self.placement.arch.experts is None),
+            self._experts() if self.placement.arch.experts else self._mlp(),
+        )
+
+    @property
+    def _norm_keeps_hidden(self) -> bool:
+        """Whether a norm keeps its input itself, and not a float32 copy of it."""
+        return not self.is_local or self.element == 4
+
+    @property
+    def _keeps_projection(self) -> bool:
+        """Whether the norm of the keys keeps the whole product that they, the queries and the values are a view of."""
+        return self.is_local and self.element == 4 and self.placement.arch.qk_norm
+
+    def _recomputes(self, *modules: str) -> bool:
+        chosen: tuple[str, ...] = self.compute.recompute_modules
+        return self.compute.recompute == "selective" and any(module in chosen for module in modules)
+
+    def _norm(self, *, fused: bool) -> float:
+        """Input, reciprocal root, output; the local norm keeps its float32 input and its normed input as well."""
+        tokens, width = self.shared_tokens, self.placement.arch.hidden_size
+        if self.is_local:
+            return tokens * (4 * width + 4 + 2 * width * self.element)
+        return tokens * (width * self.element + 4 + width * (self.operand if fused else self.element))
+
+    def _around_attention(self) -> float:
+        """Norms of queries and keys, rotary angles, the output projection's input."""
+        arch, heads = self.placement.arch, self.placement.query_heads
+        size, keys = arch.head_dim, self.placement.key_heads
+        total = 0.0
+        if arch.qk_norm:
+            total += (heads + keys) * (4 + size * ((4 + self.element) if self.is_local else self.element))
+        if self._keeps_projection:
+            # Queries are copied out of it where several share one of several keys.
+            total += size * self.element * (heads + keys if heads > keys > 1 else keys)
+        if self.is_local:
+            # Cosines and sines, for queries and for keys.
+            total += 4 * size * self.element + heads * size * self.element
+        elif self.compute.fp8.enabled:
+            total += heads * size * self.operand
+        return self.tokens * total
+
+    def _local_attention(self) -> float:
+        """Queries, keys and values (these repeated for each query head), output, log-sum of each row."""
+        heads, size, context = self.placement.query_heads, self.placement.arch.head_dim, self.placement.parallel.context
+        row = heads * size * self.element
+        if context == 1:
+            return self.shape.padded_tokens * (4 * row + 4 * heads)
+        total = self.tokens * (2 * row + 4 * heads)
+        for length in self.shape.lengths:
+            # Two pieces of a sequence see (2 C + 1) pieces' keys together; each has a mask of its own.
+            piece = length / (2 * context)
+            seen = (2 * context + 1) * piece
+            total += seen * 2 * row + piece * seen * self.element
+        return total
+
+    def _te_attention(self) -> float:
+        heads, keys = self.placement.query_heads, self.placement.key_heads
+        return self.tokens * (2 * (heads + keys) * self.placement.arch.head_dim * self.element + 4 * heads)
+
+    def _mlp(self) -> float:
+        inner = self.placement.arch.ffn_hidden_size / self.placement.parallel.tensor
+        if self.is_local:
+            # Gate and up together, silu(gate), up once more, their product.
+            return self.tokens * 5 * inner * self.element
+        return self.tokens * inner * (2 * self.element + self.operand)
+
+    def _experts(self) -> float:
+        arch, parallel = self.placement.arch, self.placement.parallel
+        experts = arch.experts
+        assert experts
+        # Chosen experts, their scores, the map and the scores of all, the order of the rows.
+        routing = self.shared_tokens * (experts.per_token * (2 * _INDEX + 4) + experts.number * 5)
+        rows = self.shared_tokens * experts.per_token * parallel.expert_tensor * self.shape.expert_load
+        inner = experts.ffn_hidden_size / parallel.expert_tensor
+        if self.is_local:
+            return routing + rows * (arch.hidden_size * self.element + 6 * inner * self.element + 4)
+        kept_product = 0 if self._recomputes("moe_act") else self.operand
+        return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
+
+    def _attention_plan(self) -> float:
+        """Index tensors of the packed attention, once per micro-batch and chunk."""
+        if not self.is_local:
+            return 0.0
+        if self.placement.parallel.context > 1:
+            return _INDEX * self.shape.num_tokens
+        return _INDEX * (self.shape.padded_tokens + 2 * self.tokens)
+
+    def _before_layers(self, chunk: Chunk) -> float:
+        if not chunk.is_first:
+            return 0.0
+        return self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
+
+    def after_layers(self, chunk: Chunk) -> float:
+        """The final norm, and what the scores of the response tokens keep: hidden states or logits."""
+        if not chunk.is_last:
+            return 0.0
+        width = self.placement.arch.hidden_size
+        responses = self.shape.num_scored / self.placement.parallel.context
+        norm = self._norm(fused=False)
+        if self.is_local and self.compute.fused_output_layer:
+            norm -= self.hidden
+        # Rows, targets, normalisers, entropies, and the scores themselves.
+        vectors = responses * (2 * _INDEX + 4 + 4 + 8)
+        if self.compute.fused_output_layer:
+            return norm + vectors + responses * width * self.element
+        return norm + vectors + self.tokens * self.placement.vocabulary * self.element
+
+
+def peak_activations(model: ActivationModel, stage: int, num_micro_batches: int) -> tuple[float, float]:
+    """The most bytes that autograd keeps at once on a stage, and what the schedule holds beside it at that time."""
+    chunks = model.placement.chunks(stage)
+    kept = [model.chunk(chunk) for chunk in chunks]
+    handed = [model.handed_on(chunk) for chunk in chunks]
+    extra = [model.recomputed_peak(chunk) for chunk in chunks]
+    peak = (0.0, 0.0)
+    for held in model.placement.held_forwards(stage, num_micro_batches):
+        # The chunk of the next backward pass is one whose forward pass waits; the dearest bounds them all.
+        recompute = max(e for e, count in zip(extra, held, strict=True) if count)
+        total = sum(count * size for count, size in zip(held, kept, strict=True)) + recompute
+        beside = sum(count * size for count, size in zip(held, handed, strict=True))
+        peak = max(peak, (total, beside), key=sum)
+    return peak

@@ -1,0 +1,106 @@
+"""What each GPU sends during one rollout step, in bytes: rings, so that a collective over n sends (n - 1) / n."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dapo_mega.planning.activations import LayerKind
+from dapo_mega.planning.parameters import DTYPE_BYTES, stage_buffers
+from dapo_mega.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of communication of the busiest process: bytes per step, and how many consecutive ranks its group
+    spans, which decides whether it leaves a node."""
+
+    name: str
+    num_bytes: float
+    span: int
+    overlaps: bool = False
+
+
+def step_traffic(workload: Workload, kind: LayerKind, num_parameters: int) -> list[Traffic]:
+    """Everything of a step that takes any bytes: scoring (one forward pass), updates, weight sync."""
+    everything = [*_model_parallel(workload, kind), *_data_parallel(workload), _weight_sync(workload, num_parameters)]
+    return [traffic for traffic in everything if traffic.num_bytes > 0]
+
+
+def _data_parallel(workload: Workload) -> list[Traffic]:
+    placement, config, compute = workload.placement, workload.config, workload.config.compute
+    buffers = [stage_buffers(placement, stage, config.model, compute) for stage in range(placement.parallel.pipeline)]
+    dense, spread = (max((stage[part] for stage in buffers), key=lambda held: held.gradients) for part in (0, 1))
+    # Megatron numbers processes tensor, context, data, pipeline; of experts expert-tensor, expert, data, pipeline.
+    stage_size = placement.world_size // placement.parallel.pipeline
+    # Experts that are spread have an optimizer of their own, and each one's step gathers all weights.
+    gatherings = 2 if placement.has_spread_experts and not compute.overlap_param_gather else 1
+    traffic = []
+    for name, held, shards in (
+        ("DP x CP", dense, placement.optimizer_shards),
+        ("expert DP", spread, placement.expert_shards),
+    ):
+        sent = config.batch.updates_per_step * (shards - 1) / shards
+        weights = held.parameters * gatherings * (0.5 if compute.fp8.params else 1.0)
+        traffic += [
+            Traffic(
+                f"gradient reduce-scatter ({name})", held.gradients * sent, stage_size, compute.overlap_grad_reduce
+            ),
+            Traffic(f"parameter all-gather ({name})", weights * sent, stage_size, compute.overlap_param_gather),
+        ]
+    return traffic
+
+
+def _passes(workload: Workload) -> tuple[float, float, float]:
+    """Passes over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers."""
+    config = workload.config
+    epochs = float(config.batch.epochs)
+    repeated = epochs if config.compute.recompute == "full" else 0.0
+    return 1 + (config.algorithm.kl.coefficient > 0) + epochs, epochs, repeated
+
+
+def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
+    """Within a replica. t and s are a process's tokens of a whole step, without and with sequence parallelism."""
+    placement, config = workload.placement, workload.config
+    arch, parallel = placement.arch, placement.parallel
+    element = DTYPE_BYTES[config.model.dtype]
+    forward, backward, repeated = _passes(workload)
+    passes = forward + backward + repeated
+    tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
+    shared = tokens / placement.sequence_size
+    layers = arch.num_layers / parallel.pipeline
+    hidden = tokens * arch.hidden_size * element
+    ring = (parallel.tensor - 1) / parallel.tensor
+    # An all-reduce, or a gathering and a scattering, around attention and MLP; sequence parallelism gathers the
+    # inputs once more for the weights' gradients. Embedding and output layer have one each.
+    experts = arch.experts
+    blocks = 1 if experts else 2
+    tensor = (passes * blocks * layers + forward + backward) * 2 * hidden * ring
+    if parallel.sequence:
+        tensor += backward * blocks * layers * hidden * ring
+    keys = 2 * placement.key_heads * arch.head_dim * element * tokens
+    # The ring of Transformer Engine passes keys and values again backwards, beside their gradients.
+    context = (passes + backward * (kind != "local")) * layers * keys * (parallel.context - 1)
+    routed = shared * experts.per_token * arch.hidden_size * element if experts else 0.0
+    ring_experts = (parallel.expert - 1) / parallel.expert
+    expert = passes * layers * 2 * routed * ring_experts
+    cut = passes * layers * 2 * routed * (parallel.expert_tensor - 1)
+    # Stages between others send outputs forward and gradients backward; of two, the first has nobody before its first.
+    virtual = parallel.virtual_pipeline
+    sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)
+    stages = sends * shared * arch.hidden_size * element * (parallel.pipeline > 1)
+    name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
+    return [
+        Traffic(name, tensor, parallel.tensor),
+        Traffic("CP keys and values", context, parallel.tensor * parallel.context, kind != "local"),
+        Traffic("EP all-to-all", expert, parallel.expert * parallel.expert_tensor),
+        Traffic("expert-TP gather and scatter", cut, parallel.expert_tensor),
+        Traffic("PP sends", stages, placement.world_size, virtual > 1),
+    ]
+
+
+def _weight_sync(workload: Workload, num_parameters: int) -> Traffic:
+    """Each replica's leader receives all weights of its replica."""
+    placement = workload.placement
+    replica = placement.parallel.tensor * placement.parallel.pipeline
+    size = num_parameters * DTYPE_BYTES[workload.config.model.dtype]
+    return Traffic("weight sync (received by a leader)", size * (replica - 1) / replica, placement.world_size)

@@ -1,0 +1,104 @@
+"""Which part of the model a process holds in a layout, and the order in which a pipeline stage works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dapo_mega.config import ParallelConfig
+
+if TYPE_CHECKING:
+    from dapo_mega.models import Architecture
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One model chunk: consecutive layers, with the embedding in front and the output layer behind where they are."""
+
+    first_layer: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model in a layout of `world_size` processes."""
+
+    arch: Architecture
+    parallel: ParallelConfig
+    world_size: int
+
+    @property
+    def data_size(self) -> int:
+        return self.parallel.data_size(self.world_size)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Processes that share the optimizer's state of the dense parameters: data x context parallel."""
+        return self.data_size * self.parallel.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Processes that share the optimizer's state of an expert spread over processes."""
+        return self.world_size // (self.parallel.pipeline * self.parallel.expert * self.parallel.expert_tensor)
+
+    @property
+    def has_spread_experts(self) -> bool:
+        """Whether experts have gradient buffers of their own; held whole, they lie among the dense parameters."""
+        return self.arch.experts is not None and self.parallel.expert > 1
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads per process."""
+        return self.arch.num_attention_heads // self.parallel.tensor
+
+    @property
+    def key_heads(self) -> int:
+        """Query groups per process."""
+        return self.arch.num_query_groups // self.parallel.tensor
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding per process, padding included."""
+        return self.arch.padded_vocab_size(self.parallel.tensor) // self.parallel.tensor
+
+    @property
+    def sequence_size(self) -> int:
+        """Processes among which sequence parallelism shares the tokens between the tensor-parallel regions."""
+        return self.parallel.tensor if self.parallel.sequence else 1
+
+    def chunks(self, stage: int) -> list[Chunk]:
+        """The model chunks of a pipeline stage, in the order of their layers."""
+        pipeline, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
+        size = self.arch.num_layers // (pipeline * virtual)
+        numbers = [chunk * pipeline + stage for chunk in range(virtual)]
+        last = pipeline * virtual - 1
+        return [Chunk(number * size, size, number == 0, number == last) for number in numbers]
+
+    def held_forwards(self, stage: int, num_micro_batches: int) -> Iterator[list[int]]:
+        """For every moment at which a stage has just finished a forward pass: how many forward passes of each of its
+        chunks wait for their backward pass (1F1B; interleaved with two or more chunks, as Megatron orders them)."""
+        pipeline, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
+        total = num_micro_batches * virtual
+        warmup = pipeline - stage - 1
+        if virtual > 1:
+            warmup = 2 * warmup + (virtual - 1) * pipeline
+        warmup = min(warmup, total)
+        held = [0] * virtual
+        for step in range(total):
+            held[_chunk_at(step, pipeline, virtual)] += 1
+            yield list(held)
+            if step >= warmup:
+                held[virtual - 1 - _chunk_at(step - warmup, pipeline, virtual)] -= 1
+
+    def bubble_share(self, num_micro_batches: int) -> float:
+        """Idle share of a stage's time: (p - 1) / (v m) over the work, Narayanan et al. 2021, section 2.2."""
+        idle = (self.parallel.pipeline - 1) / (self.parallel.virtual_pipeline * num_micro_batches)
+        return idle / (1 + idle)
+
+
+def _chunk_at(step: int, pipeline: int, virtual: int) -> int:
+    """Chunk of the `step`-th forward pass: rounds of as many micro-batches as there are stages."""
+    return step % (pipeline * virtual) // pipeline

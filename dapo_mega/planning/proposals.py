@@ -1,0 +1,99 @@
+"""Layouts of a number of GPUs that fit into memory, by estimated time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from dapo_mega.config import ParallelConfig, RunConfig, divisors
+from dapo_mega.errors import InputError
+from dapo_mega.planning.estimate import Assumptions, Estimate, estimate
+from dapo_mega.planning.placement import Placement
+
+_RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One layout that fits, and what limits its speed."""
+
+    settings: dict[str, object]
+    estimate: Estimate
+
+    @property
+    def reason(self) -> str:
+        time = self.estimate.time
+        parts = {
+            "computing": time.scoring + time.updates,
+            "the pipeline's bubble": time.bubble,
+            "communication": time.communication,
+        }
+        text = ", ".join(f"{seconds / time.total:.0%} {name}" for name, seconds in parts.items() if seconds > 0)
+        traffic = max(self.estimate.traffic, key=self.estimate.assumptions.machine.seconds, default=None)
+        return f"{text}; most sent: {traffic.name}" if traffic else text
+
+
+def propose(config: RunConfig, base: Placement, assumptions: Assumptions) -> tuple[list[Proposal], int]:
+    """The layouts that fit, fastest first, and how many valid ones were looked at.
+
+    Of one layout the least recompute that fits is kept: more of it only costs time.
+    """
+    proposals, num_valid = [], 0
+    for parallel in valid_layouts(base):
+        num_valid += 1
+        for recompute in _RECOMPUTES:
+            candidate = _with_layout(config, base, parallel, recompute)
+            result = estimate(candidate, Placement(base.arch, parallel, base.world_size), assumptions)
+            if result.fits:
+                settings: dict[str, object] = parallel.model_dump(exclude={"world_size"}) | {"recompute": recompute}
+                proposals.append(Proposal(settings, result))
+                break
+    return sorted(proposals, key=lambda proposal: proposal.estimate.time.total), num_valid
+
+
+def valid_layouts(base: Placement) -> Iterator[ParallelConfig]:
+    """Every layout that the configuration and the model accept; tensor parallelism always with sequence parallelism."""
+    world_size, arch = base.world_size, base.arch
+    for tensor in divisors(world_size):
+        for pipeline in divisors(world_size // tensor):
+            for context in divisors(world_size // (tensor * pipeline)):
+                for expert, expert_tensor in _expert_sizes(base, tensor, pipeline):
+                    for virtual in divisors(max(1, arch.num_layers // pipeline)) if pipeline > 1 else [1]:
+                        if virtual > 4:
+                            continue
+                        settings = {
+                            "tensor": tensor,
+                            "pipeline": pipeline,
+                            "virtual_pipeline": virtual,
+                            "context": context,
+                            "expert": expert,
+                            "expert_tensor": expert_tensor,
+                            "sequence": tensor > 1,
+                            "world_size": world_size,
+                        }
+                        yield from _accepted(base, settings)
+
+
+def _expert_sizes(base: Placement, tensor: int, pipeline: int) -> list[tuple[int, int]]:
+    if base.arch.experts is None:
+        return [(1, 1)]
+    stage_size = base.world_size // pipeline
+    return [(expert, cut) for expert in divisors(stage_size) for cut in sorted({1, tensor}) if stage_size % cut == 0]
+
+
+def _accepted(base: Placement, settings: dict[str, int | bool]) -> Iterator[ParallelConfig]:
+    try:
+        parallel = ParallelConfig.model_validate(settings)
+        base.arch.check_layout(parallel)
+    except (ValidationError, InputError):
+        return
+    yield parallel
+
+
+def _with_layout(config: RunConfig, base: Placement, parallel: ParallelConfig, recompute: str) -> RunConfig:
+    """`recompute` selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing."""
+    modules = ("moe",) if base.arch.experts else ("mlp",)
+    compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})
+    return config.model_copy(update={"parallel": parallel, "compute": compute})

@@ -1,0 +1,198 @@
+"""The plan of a run as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dapo_mega.planning.activations import ActivationModel
+from dapo_mega.planning.estimate import Assumptions, Estimate
+from dapo_mega.planning.memory import (
+    GIB,
+    activation_parts,
+    cache_bytes_per_token,
+    engine_weight_bytes,
+    layer_kind,
+)
+from dapo_mega.planning.parameters import num_parameters
+from dapo_mega.planning.proposals import Proposal
+from dapo_mega.planning.step_time import generation_seconds
+
+_LARGEST_SHOWN = 10
+_REMEDIES = {
+    "parameters": "raise parallel.tensor or parallel.pipeline (or parallel.expert for experts)",
+    "gradients": "raise parallel.tensor or parallel.pipeline (or parallel.expert for experts)",
+    "optimizer": "add data-parallel replicas, or set compute.optimizer_offload",
+    "activations and working set": "set compute.recompute=full, raise parallel.context or parallel.tensor with "
+    "parallel.sequence=true, or lower batch.tokens_per_microbatch (not below the longest sample)",
+    "rollout engine": "keep engines on GPUs of their own (--engine-gpus plans that)",
+    "KV cache": "lower rollout.max_batch_rows or rollout.max_response_tokens",
+    "reference model": "set algorithm.kl.coefficient=0",
+}
+
+
+def report(plan: Estimate) -> Iterator[str]:
+    """Memory, tokens, schedule, communication and time, each with what is assumed."""
+    yield from _memory_lines(plan)
+    yield from _engine_lines(plan)
+    yield from _schedule_lines(plan)
+    yield from _traffic_lines(plan)
+    yield from _time_lines(plan)
+
+
+def proposal_lines(
+    proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions
+) -> Iterator[str]:
+    """The fastest layouts that fit, one a line, with what their time consists of."""
+    available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
+    yield (
+        f"layouts of {world_size} GPUs: {num_valid} are valid for this model, {len(proposals)} of them fit into "
+        f"{available / GIB:.0f} GiB"
+    )
+    if not proposals:
+        yield "  add GPUs, set compute.optimizer_offload=1, or plan engines on GPUs of their own (--engine-gpus)"
+    for proposal in proposals[:_LARGEST_SHOWN]:
+        settings = proposal.settings
+        memory, time = proposal.estimate.worst, proposal.estimate.time
+        text = " ".join(
+            f"{name}={str(value).lower()}" for name, value in settings.items() if value not in (1, False, "none")
+        )
+        data_size = proposal.estimate.workload.placement.data_size
+        yield (
+            f"  {time.total:8,.0f} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
+            f"{text or 'no model parallelism'} (data {data_size}): {proposal.reason}"
+        )
+
+
+def _memory_lines(plan: Estimate) -> Iterator[str]:
+    workload = plan.workload
+    config = workload.config
+    kind = layer_kind(config)
+    shape = workload.full_micro_batch()
+    yield f"memory per GPU in GiB, by pipeline stage ({config.model.dtype}, {kind} layers):"
+    names = list(dict.fromkeys(name for stage in plan.stages for name in (*stage.always, *stage.either)))
+    yield "  stage" + "".join(f"{name:>{len(name) + 3}}" for name in [*names, "total"])
+    for stage in plan.stages:
+        parts = {**stage.always, **stage.either, "total": stage.total}
+        cells = (_cell(parts, name) for name in [*names, "total"])
+        yield f"  {stage.stage:5}" + "".join(cells)
+    yield from _activation_lines(plan)
+    if workload.placement.arch.experts:
+        yield "  assumed: every expert gets as many tokens as the others; a busier one needs more"
+    yield (
+        "  activations: formulas checked against real allocations on the CPU (tests/distributed/test_planning.py)"
+        if kind == "local"
+        else "  activations of Transformer Engine's layers are derived, not yet checked on a GPU; parameters, "
+        "gradients and optimizer state are as Megatron allocates them"
+    )
+    if config.compute.fp8.enabled:
+        yield "  FP8: weights kept twice (one transposed), operands of products in one byte; not yet checked on a GPU"
+    yield (
+        f"  micro-batch: {shape.num_tokens} tokens in {len(shape.lengths)} sequence(s) of at most "
+        f"{max(shape.lengths)}, all of them scored; {plan.assumptions.reserved_bytes / GIB:.1f} GiB are left to "
+        "CUDA, NCCL and fragmentation"
+    )
+    yield from _verdict(plan)
+
+
+def _activation_lines(plan: Estimate) -> Iterator[str]:
+    workload, stage = plan.workload, plan.worst.stage
+    config = workload.config
+    kept, handed, working = activation_parts(workload, stage)
+    model = ActivationModel(
+        workload.placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config)
+    )
+    held = max(workload.placement.held_forwards(stage, workload.micro_batches(workload.longest)), key=sum)
+    one = sum(model.chunk(chunk) for chunk in workload.placement.chunks(stage)) / len(held)
+    yield (
+        f"  activations of stage {stage}: {kept / GIB:.1f} GiB kept for backward ({sum(held)} forward passes in "
+        f"flight, {one / GIB:.2f} GiB each; recompute {config.compute.recompute}), {handed / GIB:.2f} held by the "
+        f"schedule, {working / GIB:.2f} working set"
+    )
+
+
+def _verdict(plan: Estimate) -> Iterator[str]:
+    worst, memory = plan.worst, plan.assumptions.machine.memory_bytes
+    text = f"{worst.total / GIB:.1f} GiB on stage {worst.stage} of {plan.available / GIB:.1f} GiB"
+    if plan.fits:
+        yield f"  fits: {text}"
+        return
+    parts = {**worst.always, **worst.either}
+    large = sorted(parts, key=lambda name: -parts[name])[:2]
+    yield f"  DOES NOT FIT into {memory / GIB:.0f} GiB: {text}; largest: " + "; ".join(
+        f"{name} {parts[name] / GIB:.1f} GiB ({_REMEDIES.get(name, 'lower it')})" for name in large
+    )
+
+
+def _engine_lines(plan: Estimate) -> Iterator[str]:
+    workload, engine = plan.workload, plan.engine
+    placement = workload.placement
+    per_token = cache_bytes_per_token(placement, engine)
+    everything = workload.generated_per_round * workload.longest * per_token * engine.tensor
+    where = "embedded, one on each replica's leader" if engine.is_embedded else f"{engine.num_gpus} GPUs of their own"
+    size = num_parameters(placement.arch)
+    seconds, cache, rows = generation_seconds(workload, engine, plan.assumptions.machine, size)
+    yield (
+        f"rollout engine: {where}, tensor {engine.tensor}, {engine.dtype}; per GPU "
+        f"{engine_weight_bytes(engine, size) / GIB:.1f} GiB weights, KV cache {per_token / 1024:.0f} KiB per token; "
+        f"a round's {workload.generated_per_round} responses at {workload.longest} tokens would hold "
+        f"{everything / GIB:,.0f} GiB over all engines"
+    )
+    yield (
+        f"  {rows} responses at once per engine"
+        + (f" in {cache / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
+        + f"; one round of decoding about {seconds:,.0f} s (assumed: reading weights and cache sets the pace; "
+        "prefill left out)"
+    )
+
+
+def _schedule_lines(plan: Estimate) -> Iterator[str]:
+    workload = plan.workload
+    mean, largest = workload.mean_length, workload.longest
+    num_micro_batches = workload.micro_batches(mean)
+    yield (
+        f"tokens per step: {workload.responses_per_step * mean / 1e6:,.1f} M on average (prompt "
+        f"{workload.mean_prompt:.0f} + response {workload.mean_response:.0f} assumed), at most "
+        f"{workload.responses_per_step * largest / 1e6:,.1f} M"
+    )
+    yield (
+        f"micro-batches per rank and update: {num_micro_batches} of {workload.micro_batch_tokens:,.0f} tokens on "
+        f"average, {workload.micro_batches(largest)} at most; {workload.config.batch.updates_per_step} updates per "
+        "step; "
+        f"pipeline bubble {workload.placement.bubble_share(num_micro_batches):.1%} of a stage's time"
+    )
+
+
+def _traffic_lines(plan: Estimate) -> Iterator[str]:
+    machine = plan.assumptions.machine
+    yield "communication per step, sent by one GPU:"
+    for traffic in plan.traffic:
+        where = "within a node" if traffic.span <= machine.gpus_per_node else "between nodes"
+        hidden = ", overlapped with computing" if traffic.overlaps else ""
+        yield (
+            f"  {traffic.name:36} {traffic.num_bytes / GIB:10,.2f} GiB {where}{hidden}, "
+            f"{machine.seconds(traffic):,.1f} s on the wire"
+        )
+    if not plan.traffic:
+        yield "  none"
+
+
+def _time_lines(plan: Estimate) -> Iterator[str]:
+    time, machine = plan.time, plan.assumptions.machine
+    yield (
+        f"step time without generation: {time.total:,.0f} s = {time.scoring:,.0f} scoring + {time.updates:,.0f} "
+        "updates "
+        f"+ {time.bubble:,.0f} bubble + {time.communication:,.0f} communication not hidden"
+    )
+    yield (
+        f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "
+        f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between "
+        "nodes of "
+        f"{machine.gpus_per_node} GPUs, memory {machine.memory_rate / 1e12:.2f} TB/s x "
+        f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and "
+        f"checkpoints left out, the last stage (with the output layer) sets the pace"
+    )
+
+
+def _cell(parts: Mapping[str, float], name: str) -> str:
+    text = f"{parts[name] / GIB:.2f}" if name in parts else "-"
+    return f"{text:>{len(name) + 3}}"

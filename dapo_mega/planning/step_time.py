@@ -1,0 +1,141 @@
+"""How long a rollout step takes, by arithmetic: floating-point operations over a rate, bytes over a bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dapo_mega.planning.activations import LayerKind
+from dapo_mega.planning.communication import Traffic, step_traffic
+from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
+from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a GPU is assumed to do. Rates in units per second; bandwidths are of one GPU, one way."""
+
+    flops: float
+    flops_share: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+    gpus_per_node: int
+    memory_bytes: float
+    memory_rate: float
+    memory_rate_share: float
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Time on the wire; a group that fits into a node stays within it."""
+        is_inside = traffic.span <= self.gpus_per_node
+        return traffic.num_bytes / (self.intra_node_bytes if is_inside else self.inter_node_bytes)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step's parts, generation left out."""
+
+    scoring: float
+    updates: float
+    bubble: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return self.scoring + self.updates + self.bubble + self.communication
+
+
+def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_parameters: int) -> StepTime:
+    """The slowest stage's work, the pipeline's bubble, and the communication that nothing hides."""
+    config, placement = workload.config, workload.placement
+    num_micro_batches = workload.micro_batches(workload.mean_length)
+    passes = 1 + (config.algorithm.kl.coefficient > 0)
+    forward = _slowest_stage(workload, machine, 1.0, 1.0) * passes
+    layers, head = 3.0 + _recomputed_share(workload), 3.0 + config.compute.fused_output_layer
+    update = _slowest_stage(workload, machine, layers, head) * config.batch.epochs
+    share = placement.bubble_share(num_micro_batches)
+    # Scoring runs all of a step's micro-batches through the pipeline at once.
+    score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)
+    bubble = update * share / (1 - share) + forward * score_share / (1 - score_share)
+    one_update = update / config.batch.updates_per_step
+    traffic = step_traffic(workload, kind, num_parameters)
+    return StepTime(forward, update, bubble, _exposed(traffic, machine, one_update, config.batch.updates_per_step))
+
+
+def layer_flops(placement: Placement, length: float) -> tuple[float, float]:
+    """(linear layers, attention) of one layer's forward pass, per token of a sequence of `length` tokens."""
+    arch = placement.arch
+    heads, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    linear = arch.hidden_size * (2 * heads + 2 * keys)
+    if arch.experts:
+        linear += arch.hidden_size * (arch.experts.number + 3 * arch.experts.ffn_hidden_size * arch.experts.per_token)
+    else:
+        linear += 3 * arch.hidden_size * arch.ffn_hidden_size
+    # A causal query sees half of the sequence: scores and weighted sum.
+    return 2.0 * linear, 2.0 * heads * length
+
+
+def generation_seconds(
+    workload: Workload, engine: EngineLayout, machine: Machine, num_parameters: int
+) -> tuple[float, float, int]:
+    """(seconds of a round's decoding, GPU memory in bytes for the cache, rows decoded at once by an engine).
+
+    Every decoding step reads the weights and the rows' keys and values once; prefilling is left out. A round lasts as
+    long as its longest response, which is taken to be of the largest length.
+    """
+    placement = workload.placement
+    num_engines = engine.num_engines(placement.data_size)
+    wanted = -(-workload.generated_per_round // num_engines)
+    weights = engine_weight_bytes(engine, num_parameters)
+    per_token = cache_bytes_per_token(placement, engine)
+    rows, cache = min(engine.max_rows, wanted), 0.0
+    if not engine.is_embedded:
+        cache = max(0.0, 0.9 * machine.memory_bytes - weights)
+        rows = min(wanted, int(cache // (per_token * workload.mean_length)))
+    if rows == 0:
+        return float("inf"), cache, 0
+    # Continuous batching on GPUs of their own; embedded, each batch of rows waits for its longest response.
+    rounds = -(-wanted // rows) if engine.is_embedded else 1
+    steps = workload.config.rollout.max_response_tokens
+    if not engine.is_embedded:
+        steps = max(steps, round(wanted / rows * workload.mean_response))
+    rate = machine.memory_rate * machine.memory_rate_share
+    read = weights + rows * per_token * (workload.mean_prompt + workload.mean_response / 2)
+    return rounds * steps * read / rate, cache, rows
+
+
+def _slowest_stage(workload: Workload, machine: Machine, layer_passes: float, head_passes: float) -> float:
+    """Seconds of a step's tokens on the last stage, which also has the output layer."""
+    placement = workload.placement
+    parallel = placement.parallel
+    tokens = workload.responses_per_step * workload.mean_length / placement.data_size
+    linear, attention = layer_flops(placement, workload.mean_length)
+    flops = tokens * placement.arch.num_layers / parallel.pipeline * (linear + attention) * layer_passes
+    responses = workload.responses_per_step * workload.mean_response / placement.data_size
+    scored = responses if workload.config.compute.fused_output_layer else tokens
+    flops += scored * 2 * placement.arch.vocab_size * placement.arch.hidden_size * head_passes
+    return flops / (parallel.tensor * parallel.context) / (machine.flops * machine.flops_share)
+
+
+def _recomputed_share(workload: Workload) -> float:
+    """Operations of a layer that the backward pass repeats, over those of its forward pass."""
+    compute, arch = workload.config.compute, workload.placement.arch
+    if compute.recompute == "none":
+        return 0.0
+    if compute.recompute == "full":
+        return 1.0
+    linear, attention = layer_flops(workload.placement, workload.mean_length)
+    inner = arch.experts.ffn_hidden_size * arch.experts.per_token if arch.experts else arch.ffn_hidden_size
+    mlp = 6.0 * arch.hidden_size * inner
+    chosen: tuple[str, ...] = compute.recompute_modules
+    repeated = attention * ("core_attn" in chosen) + mlp * ("moe" in chosen if arch.experts else "mlp" in chosen)
+    return repeated / (linear + attention)
+
+
+def _exposed(traffic: Sequence[Traffic], machine: Machine, one_update: float, num_updates: int) -> float:
+    """Seconds of communication; what overlaps counts only where it is longer than half of an update's computing."""
+    total = 0.0
+    for entry in traffic:
+        seconds = machine.seconds(entry)
+        total += max(0.0, seconds - num_updates * one_update / 2) if entry.overlaps else seconds
+    return total

@@ -1,0 +1,63 @@
+"""How many tokens a rollout step has, and how they become micro-batches, before any response is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dapo_mega.config import RunConfig
+from dapo_mega.planning.activations import MicroBatchShape
+from dapo_mega.planning.placement import Placement
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run's batch sizes with assumed mean lengths, in tokens."""
+
+    config: RunConfig
+    placement: Placement
+    mean_prompt: float
+    mean_response: float
+
+    @property
+    def longest(self) -> int:
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+
+    @property
+    def mean_length(self) -> float:
+        return self.mean_prompt + self.mean_response
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.config.batch.groups_per_step * self.config.batch.group_size
+
+    @property
+    def responses_per_update(self) -> int:
+        return self.config.batch.mini_batch_groups * self.config.batch.group_size
+
+    @property
+    def generated_per_round(self) -> int:
+        return self.config.generation_groups * self.config.batch.group_size
+
+    def micro_batches(self, length: float) -> int:
+        """Micro-batches per data-parallel rank and update when samples have `length` tokens."""
+        budget = self.config.batch.tokens_per_microbatch
+        # A micro-batch holds whole samples.
+        tokens = self.responses_per_update * length / self.placement.data_size
+        capacity = budget // length * length if length <= budget else budget
+        multiple = self.config.parallel.micro_batch_multiple
+        return max(1, math.ceil(tokens / capacity / multiple)) * multiple
+
+    @property
+    def micro_batch_tokens(self) -> float:
+        """Mean tokens of a micro-batch of mean lengths."""
+        tokens = self.responses_per_update * self.mean_length / self.placement.data_size
+        return tokens / self.micro_batches(self.mean_length)
+
+    def full_micro_batch(self) -> MicroBatchShape:
+        """The dearest micro-batch: its budget full of the longest samples, every position scored."""
+        budget = self.config.batch.tokens_per_microbatch
+        lengths = [self.longest] * (budget // self.longest)
+        if budget % self.longest:
+            lengths.append(budget % self.longest)
+        return MicroBatchShape(tuple(lengths), budget)

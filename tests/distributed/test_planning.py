@@ -1,0 +1,156 @@
+"""The planned bytes against what Megatron allocates on the CPU, category by category, within 3 %."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.models import load_architecture
+from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
+from dapo_mega.planning.parameters import stage_bytes
+from dapo_mega.planning.placement import Placement
+
+from .launching import run_workers
+
+WORKER = Path(__file__).parent / "workers" / "allocations.py"
+TOLERANCE = 0.03
+# Multiples of 4 for two context-parallel processes; a third of the local attention is padding.
+LENGTHS = [300, 204, 200, 200, 48]
+ALL_DENSE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+ALL_EXPERTS = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]}
+UNFUSED = {"fused_output_layer": False}
+FULL = {"recompute": "full"}
+
+# (model, dtype, parallel, compute)
+ONE_PROCESS = {
+    "one": ("wide", "fp32", {}, {}),
+    "one_bf16": ("wide", "bf16", {}, {}),
+    "tied": ("narrow", "fp32", {}, {}),
+    "attention_recomputed": ("wide", "bf16", {}, {"recompute": "selective"}),
+    "much_recomputed": ("narrow", "fp32", {}, ALL_DENSE),
+    "much_recomputed_bf16": ("wide", "bf16", {}, ALL_DENSE),
+    "all_recomputed": ("wide", "fp32", {}, FULL),
+    "all_recomputed_in_twos": ("narrow", "bf16", {}, {**FULL, "recompute_layers": 2}),
+    "unfused": ("wide", "fp32", {}, UNFUSED),
+    "unfused_bf16_recomputed": ("narrow", "bf16", {}, {**FULL, **UNFUSED}),
+    "experts": ("experts", "fp32", {}, {}),
+    "experts_recomputed": ("experts", "bf16", {}, ALL_EXPERTS),
+}
+TWO_PROCESSES = {
+    "tensor": ("wide", "fp32", {"tensor": 2}, {}),
+    "sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
+    "sequence_unfused": ("narrow", "fp32", {"tensor": 2, "sequence": True}, {**UNFUSED, **ALL_DENSE}),
+    "pipeline": ("wide", "bf16", {"pipeline": 2}, {}),
+    "pipeline_tied_recomputed": ("narrow", "bf16", {"pipeline": 2}, FULL),
+    "interleaved": ("wide", "fp32", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "interleaved_recomputed": ("narrow", "bf16", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "selective"}),
+    "context": ("wide", "bf16", {"context": 2}, {}),
+    "context_recomputed": ("narrow", "fp32", {"context": 2}, {"recompute": "selective"}),
+    "data": ("narrow", "fp32", {}, {}),
+    "data_bf16": ("wide", "bf16", {}, {}),
+    "experts_spread": ("experts", "bf16", {"expert": 2}, {}),
+    # All layers at once: single ones differ in how many tokens a process's experts get.
+    "experts_spread_recomputed": ("experts", "fp32", {"expert": 2}, {**FULL, "recompute_layers": 4}),
+    "experts_cut": ("experts", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
+    "experts_spread_sequence": ("experts", "bf16", {"tensor": 2, "sequence": True, "expert": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+def make_models(folder):
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    shared = {"num_hidden_layers": 4, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    wide = Qwen2Config(
+        vocab_size=2003,
+        hidden_size=256,
+        intermediate_size=704,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        **shared,
+    )
+    narrow = Qwen2Config(
+        vocab_size=3001,
+        hidden_size=128,
+        intermediate_size=448,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        **shared,
+    )
+    experts = Qwen3MoeConfig(
+        vocab_size=1501,
+        hidden_size=128,
+        intermediate_size=320,
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        **shared,
+    )
+    Qwen2ForCausalLM(wide).save_pretrained(folder / "wide")
+    Qwen2ForCausalLM(narrow).save_pretrained(folder / "narrow")
+    Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cases", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)], ids=["one", "two"])
+def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models, tmp_path):
+    described = [
+        {
+            "name": name,
+            "model": str(models / model),
+            "dtype": dtype,
+            "parallel": parallel,
+            "compute": compute,
+            "lengths": LENGTHS,
+            # Enough for every stage to work forward and backward by turns.
+            "num_micro_batches": 4 if "pipeline" in parallel else 1,
+        }
+        for name, (model, dtype, parallel, compute) in cases.items()
+    ]
+    run_workers(WORKER, world_size, [str(tmp_path), json.dumps(described)], tmp_path / "logs")
+    rows = [row for case in described for row in compared(case, world_size, tmp_path)]
+    print(
+        "\n".join(
+            f"{name:45} {measured:>12,} {planned:>14,.0f} {planned / measured - 1:+.2%}"
+            for name, measured, planned in rows
+        )
+    )
+    wrong = [row for row in rows if abs(row[2] / row[1] - 1) > TOLERANCE]
+    assert not wrong, wrong
+
+
+def compared(case, world_size, folder):
+    """(what, measured, planned) for every category on every pipeline stage, the largest or mean of its processes."""
+    measured = [json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in range(world_size)]
+    model = ModelConfig(path=case["model"], dtype=case["dtype"])
+    parallel, compute = ParallelConfig(**case["parallel"]), ComputeConfig(**case["compute"])
+    placement = Placement(load_architecture(Path(case["model"]))[1], parallel, world_size)
+    for stage in range(parallel.pipeline):
+        on_stage = [result for result in measured if result["stage"] == stage]
+        planned = stage_bytes(placement, stage, model, compute)
+        name = f"{case['name']} stage {stage}"
+        for category in ("parameters", "gradients", "optimizer"):
+            yield f"{name} {category}", max(r[category] for r in on_stage), getattr(planned, category)
+        shape = MicroBatchShape(tuple(case["lengths"]), on_stage[0]["num_scored"])
+        kept = ActivationModel(placement, model, compute, shape, "local")
+        # Which experts a random router prefers differs between processes; their sum does not.
+        for number, chunk in enumerate(placement.chunks(stage)):
+            mean = sum(result["activations"][number] for result in on_stage) // len(on_stage)
+            yield f"{name} activations of chunk {number}", mean, kept.chunk(chunk) + kept.handed_on(chunk)
+        peak = sum(result["peak_activations"] for result in on_stage) // len(on_stage)
+        yield f"{name} peak of the schedule", peak, peak_activations(kept, stage, case["num_micro_batches"])[0]

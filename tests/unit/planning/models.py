@@ -1,0 +1,34 @@
+"""Architectures whose sizes can be worked out by hand."""
+
+from dapo_mega.models import Architecture
+from dapo_mega.models.architecture import Experts
+
+
+def dense(**changes):
+    """4 layers, hidden 8, 4 query heads and 2 key heads of size 2, MLP 16, vocabulary 20."""
+    sizes = {
+        "model_type": "qwen2",
+        "num_layers": 4,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 2,
+        "vocab_size": 20,
+        "max_positions": 4096,
+        "norm_epsilon": 1e-6,
+        "rope_theta": 1e4,
+        "tied_embeddings": False,
+        "qkv_bias": True,
+    }
+    return Architecture(**{**sizes, **changes})
+
+
+def mixture():
+    """The same with 4 experts of inner size 6, two of them per token, and norms on queries and keys."""
+    return dense(
+        model_type="qwen3_moe",
+        qkv_bias=False,
+        qk_norm=True,
+        experts=Experts(number=4, per_token=2, ffn_hidden_size=6, normalised=True),
+    )

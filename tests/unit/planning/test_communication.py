@@ -1,0 +1,108 @@
+import pytest
+
+from dapo_mega.config import RunConfig
+from dapo_mega.planning.communication import step_traffic
+from dapo_mega.planning.parameters import num_parameters
+from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.step_time import layer_flops
+from dapo_mega.planning.workload import Workload
+
+from .models import dense, mixture
+
+# 8 groups x 2 responses of 6 + 10 tokens: 256 tokens a step in two updates.
+RUN = {
+    "output_dir": "o",
+    "num_steps": 1,
+    "model": {"path": "m", "dtype": "bf16"},
+    "data": {"train": {"path": "d"}, "max_prompt_tokens": 12},
+    "rollout": {"max_response_tokens": 20},
+    "reward": {"overlong_punishment": False},
+    "batch": {"groups_per_step": 8, "group_size": 2, "mini_batch_groups": 4, "tokens_per_microbatch": 32},
+}
+HIDDEN = 256 * 8 * 2
+"""Bytes of the hidden states of a step's tokens between two layers."""
+
+
+def workload(arch=None, world_size=1, compute=None, **parallel):
+    run = RunConfig.model_validate({**RUN, "parallel": parallel, "compute": compute or {}})
+    return Workload(run, Placement(arch or dense(), run.parallel, world_size), 6, 10)
+
+
+def traffic(arch=None, kind="local", **settings):
+    work = workload(arch, **settings)
+    return {entry.name: entry.num_bytes for entry in step_traffic(work, kind, num_parameters(work.placement.arch))}
+
+
+def test_one_process_sends_nothing():
+    assert traffic() == {}
+
+
+def test_micro_batches_follow_from_tokens_and_budget():
+    # 8 responses of 16 tokens per update, two in 32 tokens.
+    assert workload().micro_batches(16) == 4
+    assert workload(world_size=2).micro_batches(16) == 2
+    assert workload(world_size=2, pipeline=2, virtual_pipeline=2).micro_batches(16) == 4
+    # Of 17 tokens only one fits.
+    assert workload().micro_batches(17) == 8
+    assert workload(world_size=2).micro_batch_tokens == 32
+
+
+def test_tensor_parallelism_reduces_twice_a_layer_and_once_at_either_end():
+    # Scoring, forward and backward pass; a ring all-reduce of two processes sends each byte once.
+    sent = 3 * (2 * 4 + 1) * HIDDEN
+    assert traffic(world_size=2, tensor=2)["TP all-reduce"] == sent
+    # Linear layers gather their inputs once more for the weights' gradients.
+    extra = 2 * 4 * HIDDEN / 2
+    assert traffic(world_size=2, tensor=2, sequence=True)["TP + SP gather and scatter"] == sent + extra
+
+
+def test_full_recompute_repeats_the_forward_pass():
+    again = traffic(world_size=2, tensor=2, compute={"recompute": "full"})["TP all-reduce"]
+    assert again == (4 * 2 * 4 + 3) * HIDDEN
+
+
+def test_data_parallelism_scatters_gradients_and_gathers_weights_once_an_update():
+    sent = traffic(world_size=4)
+    padded = sent["gradient reduce-scatter (DP x CP)"] / (2 * 3 / 4 * 4)
+    assert num_parameters(dense()) <= padded <= num_parameters(dense()) * 1.3
+    assert sent["parameter all-gather (DP x CP)"] == sent["gradient reduce-scatter (DP x CP)"] / 2
+
+
+def test_context_parallelism_passes_keys_and_values():
+    # 2 key heads of size 2, keys and values in bf16, half of the tokens, to one other process.
+    once = 4 * 128 * 2 * 2 * 2 * 2
+    assert traffic(world_size=2, context=2)["CP keys and values"] == 3 * once
+    assert traffic(world_size=2, context=2, kind="transformer_engine")["CP keys and values"] == 4 * once
+
+
+def test_spread_experts_have_an_optimizer_whose_step_gathers_all_weights_again():
+    once, twice = (
+        traffic(
+            mixture(), world_size=4, expert=2, compute={"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+        )
+        for overlap in (True, False)
+    )
+    name = "parameter all-gather (DP x CP)"
+    assert twice[name] == 2 * once[name]
+
+
+def test_experts_get_their_rows_and_send_them_back():
+    # Half of the tokens, two rows each, half of which go to the other process.
+    assert traffic(mixture(), world_size=2, expert=2)["EP all-to-all"] == 3 * 4 * 2 * (HIDDEN / 2 * 2) / 2
+
+
+def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
+    # Scoring and updates; the first of two stages has nobody to send gradients to, but for its second chunk.
+    assert traffic(world_size=2, pipeline=2)["PP sends"] == 2 * HIDDEN
+    assert traffic(world_size=2, pipeline=2, virtual_pipeline=2)["PP sends"] == (2 * 2 + 1) * HIDDEN
+    assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
+
+
+def test_a_layers_operations_are_two_per_weight_and_token():
+    placement = workload().placement
+    linear, attention = layer_flops(placement, 100)
+    assert linear == 2 * (128 + 64 + 384)
+    # 50 keys on average, 4 heads of size 2, a product and a sum for scores and for values.
+    assert attention == 50 * 8 * 2 * 2
+    mixed, _ = layer_flops(workload(mixture()).placement, 100)
+    assert mixed == pytest.approx(2 * (128 + 64 + 32 + 288))

@@ -1,0 +1,136 @@
+"""The command line, and the layouts that it proposes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo_mega.errors import InputError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TOOL = REPOSITORY / "tools" / "plan_run.py"
+CONFIG = str(REPOSITORY / "configs" / "qwen2.5-32b-dapo.yaml")
+ARCHITECTURE = f"model.architecture={REPOSITORY / 'configs' / 'architectures' / 'qwen2.5-32b.json'}"
+OWN_ENGINES = ["--engine-gpus", "32", "--engine-tensor", "4"]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("plan_run", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(tool, capsys, *arguments):
+    tool.main([CONFIG, ARCHITECTURE, *arguments])
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A run of a model small enough for its numbers to be seen through."""
+    (tmp_path / "model.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen2",
+                "num_hidden_layers": 4,
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 4096,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-6,
+            }
+        )
+    )
+    run = {
+        "output_dir": "o",
+        "num_steps": 1,
+        "model": {"path": "absent", "architecture": str(tmp_path / "model.json")},
+        "data": {"train": {"path": "d"}, "max_prompt_tokens": 256},
+        "rollout": {"max_response_tokens": 768, "max_batch_rows": 8},
+        "reward": {"overlong_punishment": False},
+        "batch": {"groups_per_step": 16, "group_size": 4, "mini_batch_groups": 8, "tokens_per_microbatch": 2048},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return str(tmp_path / "run.yaml")
+
+
+def test_the_papers_run_names_what_does_not_fit_and_what_to_change(tool, capsys):
+    verdict = next(line for line in lines(tool, capsys) if "FIT" in line)
+    assert "on stage 0" in verdict
+    assert "lower rollout.max_batch_rows" in verdict
+
+
+def test_with_engines_of_its_own_and_recompute_the_papers_run_fits(tool, capsys):
+    text = lines(tool, capsys, *OWN_ENGINES, "compute.recompute=full")
+    assert any("  fits: " in line for line in text)
+    assert any("not yet checked on a GPU" in line for line in text)
+    local = lines(tool, capsys, *OWN_ENGINES, "model.layer_implementation=local")
+    assert any("checked against real allocations on the CPU" in line for line in local)
+
+
+def test_proposals_fit_are_sorted_and_accepted_as_overrides(tool, capsys, small):
+    tool.main([small, "--gpus", "4", "--propose"])
+    head, *proposals = capsys.readouterr().out.splitlines()
+    assert head.startswith("layouts of 4 GPUs: ")
+    seconds = [float(line.split(" s ")[0].replace(",", "")) for line in proposals]
+    assert seconds == sorted(seconds)
+    assert len(proposals) == 10
+    for line in proposals:
+        given = line.split("stage ")[1].split(" ", 1)[1].split("(")[0].split()
+        settings = [pair for pair in given if "=" in pair]
+        overrides = [f"parallel.{pair}" for pair in settings if not pair.startswith("recompute")]
+        tool.main([small, "--gpus", "4", *overrides])
+        assert "fits: " in capsys.readouterr().out
+
+
+def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
+    # Two key heads and four layers: tensor 1, 2; pipeline 1, 2, 4; context the rest.
+    tool.main([small, "--gpus", "8", "--propose", "--gpu-memory-gib", "80"])
+    head = capsys.readouterr().out.splitlines()[0]
+    # (tensor, pipeline): any divisor of what remains as context; pipeline 2 in 1 or 2 chunks a stage.
+    tensor_1 = 4 + 2 * 3 + 2
+    tensor_2 = 3 + 2 * 2 + 1
+    assert f"{tensor_1 + tensor_2} are valid" in head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["parallel.tensor=3", "parallel.world_size=96"], "choose one of [1, 2, 4, 8]"),
+        (["--gpus", "100"], "not a multiple of tensor 8 x pipeline 4 = 32"),
+        (["--mfu", "0"], "--mfu=0 must be larger than 0"),
+        (["--engine-gpus", "6", "--engine-tensor", "4"], "must be a multiple of --engine-tensor=4"),
+        (["--mean-response-tokens", "30000"], "larger than the configuration's longest response, 20480"),
+        (["model.architecture=null"], "give model.architecture"),
+        (["batch.tokens_per_microbatch=9"], "set it to at least 22528"),
+    ],
+)
+def test_a_mistake_is_one_line(tool, capsys, arguments, message):
+    with pytest.raises(InputError) as caught:
+        lines(tool, capsys, *arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_input_leaves_with_status_2():
+    result = subprocess.run([sys.executable, str(TOOL), "absent.yaml"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: configuration file absent.yaml does not exist")
+
+
+def test_the_arithmetic_loads_neither_torch_nor_megatron():
+    code = (
+        "import sys, dapo_mega.planning.estimate, dapo_mega.planning.proposals, dapo_mega.planning.report\n"
+        "heavy = [m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'transformers', 'numpy')]\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

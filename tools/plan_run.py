@@ -1,0 +1,122 @@
+"""What a configuration's layout costs in GPU memory, communication and time, before a GPU is touched.
+
+python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml
+python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
+python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml --engine-gpus 32 --engine-tensor 4 --gpus 96 --propose
+
+The model's weights need not be here: model.architecture (a config.json) is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_mega.commands import run_command, say
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture
+from dapo_mega.plan import describe_run, find_architecture
+from dapo_mega.planning.estimate import Assumptions, estimate
+from dapo_mega.planning.memory import GIB
+from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.proposals import propose
+from dapo_mega.planning.report import proposal_lines, report
+from dapo_mega.planning.step_time import Machine
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of the configuration that the arguments name."""
+    options = _parser().parse_intermixed_args(argv)
+    config = load_config(RunConfig, options.config, options.overrides)
+    if options.gpus is not None:
+        # The file's own number would refuse another one.
+        parallel = config.parallel.model_copy(update={"world_size": None})
+        config = config.model_copy(update={"parallel": parallel})
+    world_size = options.gpus or config.parallel.world_size or 1
+    arch, assumptions = _architecture(config), _assumptions(options, config)
+    if options.propose:
+        _print_proposals(config, arch, world_size, assumptions)
+        return
+    for line in describe_run(config, world_size):
+        say(line)
+    for line in report(estimate(config, Placement(arch, config.parallel, world_size), assumptions)):
+        say(line)
+
+
+def _print_proposals(config: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions) -> None:
+    placement = Placement(arch, config.parallel, world_size)
+    proposals, num_valid = propose(config, placement, assumptions)
+    for line in proposal_lines(proposals, num_valid, world_size, assumptions):
+        say(line)
+
+
+def _architecture(config: RunConfig) -> Architecture:
+    arch, notes = find_architecture(config)
+    if arch is None:
+        raise InputError("; ".join(notes))
+    return arch
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="What a configuration's layout costs, before a GPU is touched.")
+    parser.add_argument("config", type=Path, help="YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
+    parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
+    numbers: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
+        ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
+        ("--reserve-gib", float, 5.0, "of it, left to CUDA, NCCL and fragmentation"),
+        ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
+        ("--mean-response-tokens", float, None, "default: a quarter of rollout.max_response_tokens"),
+        ("--peak-tflops", float, 989.0, "dense bf16 rate of a GPU"),
+        ("--mfu", float, 0.4, "share of it that the trainer reaches"),
+        ("--intra-node-gbps", float, 350.0, "GB/s of a GPU within a node, one way"),
+        ("--inter-node-gbps", float, 45.0, "GB/s of a GPU between nodes, one way"),
+        ("--gpus-per-node", int, 8, "GPUs of a node"),
+        ("--memory-gbps", float, 3350.0, "GB/s of a GPU's own memory"),
+        ("--memory-share", float, 0.6, "share of it that decoding reaches"),
+        ("--engine-gpus", int, 0, "GPUs of the rollout engines; 0: embedded in the trainer's processes"),
+        ("--engine-tensor", int, 1, "tensor-parallel size of an engine on GPUs of its own"),
+    )
+    for name, kind, default, text in numbers:
+        parser.add_argument(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
+    return parser
+
+
+def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
+    for name, value in vars(options).items():
+        if isinstance(value, float | int) and not isinstance(value, bool) and name != "engine_gpus" and not value > 0:
+            raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
+    if options.engine_gpus < 0 or options.engine_gpus % options.engine_tensor:
+        raise InputError(
+            f"--engine-gpus={options.engine_gpus} must be a multiple of --engine-tensor={options.engine_tensor}"
+        )
+    mean_prompt = options.mean_prompt_tokens or config.data.max_prompt_tokens / 8
+    mean_response = options.mean_response_tokens or config.rollout.max_response_tokens / 4
+    for name, mean, largest in (
+        ("prompt", mean_prompt, config.data.max_prompt_tokens),
+        ("response", mean_response, config.rollout.max_response_tokens),
+    ):
+        if mean > largest:
+            raise InputError(
+                f"--mean-{name}-tokens={mean:g} is larger than the configuration's longest {name}, {largest}"
+            )
+    machine = Machine(
+        flops=options.peak_tflops * 1e12,
+        flops_share=options.mfu,
+        intra_node_bytes=options.intra_node_gbps * 1e9,
+        inter_node_bytes=options.inter_node_gbps * 1e9,
+        gpus_per_node=options.gpus_per_node,
+        memory_bytes=options.gpu_memory_gib * GIB,
+        memory_rate=options.memory_gbps * 1e9,
+        memory_rate_share=options.memory_share,
+    )
+    return Assumptions(
+        machine, mean_prompt, mean_response, options.engine_tensor, options.engine_gpus, options.reserve_gib * GIB
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
