@@ -62,20 +62,27 @@ def _grouped_decode_attention(
 ) -> tuple[Tensor, None]:
     """SDPA, with single-token queries [B, H, 1, D] computed per key head: query heads that share it are one matrix.
 
-    In float32 on a CPU the SDPA kernel costs more for such queries than two batched products, and with a mask
-    transformers before 5.23 copies the cache once per query head. Whatever else a model asks for is left to SDPA.
+    On a CPU the SDPA kernel costs more for such queries than two batched products in float32 (in bfloat16 ten times
+    as much), and with a mask transformers before 5.23 copies the cache once per query head. Scores must not be rounded
+    to bfloat16, so keys and values are float32 in any case. Whatever else a model asks for is left to SDPA.
     """
     is_plain_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     has_extras = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if query.shape[2] != 1 or query.dtype != torch.float32 or not is_plain_mask or has_extras:
+    if query.shape[2] != 1 or key.dtype != torch.float32 or not is_plain_mask or has_extras:
+        key, value = key.to(query.dtype), value.to(query.dtype)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     num_rows, num_key_heads, _, head_dim = key.shape
-    grouped = query.reshape(num_rows, num_key_heads, -1, head_dim) * (head_dim**-0.5 if scaling is None else scaling)
-    scores = grouped @ key.transpose(2, 3)
+    grouped = query.float().reshape(num_rows, num_key_heads, -1, head_dim)
+    scores = (grouped * (head_dim**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, -torch.inf)
     output = torch.softmax(scores, dim=-1) @ value
-    return output.reshape(num_rows, 1, -1, value.shape[-1]), None
+    return output.to(query.dtype).reshape(num_rows, 1, -1, value.shape[-1]), None
+
+
+def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
+    is_narrow = model.dtype.itemsize < 4
+    return torch.float32 if is_narrow and model.config._attn_implementation == _GROUPED_DECODE else model.dtype
 
 
 def prompt_key(request: GenerationRequest) -> bytes:
@@ -89,12 +96,12 @@ class _SlotLayer(DynamicLayer):
     The base class concatenates: it copies the whole cache for every token.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, keys: Tensor, values: Tensor) -> None:
-        """`num_slots` zeroed slots in use, shaped and typed like `keys` and `values` [*, heads, *, head_dim]."""
+    def __init__(self, num_rows: int, num_slots: int, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """`num_slots` zeroed slots of `dtype` in use, shaped like `keys` and `values` [*, heads, *, head_dim]."""
         super().__init__()
         self.is_initialized = True
         self._first, self._end = 0, num_slots
-        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots) for tensor in (keys, values)]
+        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots, dtype) for tensor in (keys, values)]
         self._expose(num_rows)
         # Slots without a token are masked, but 0 * NaN from uninitialised memory would still spread.
         self.keys.zero_()
@@ -122,7 +129,7 @@ class _SlotLayer(DynamicLayer):
     def _move_to_larger_buffers(self) -> None:
         used = (self.keys, self.values)
         num_rows, _, num_slots, _ = self.keys.shape
-        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots) for tensor in used]
+        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots, tensor.dtype) for tensor in used]
         self._first, self._end = 0, num_slots
         for buffer, old in zip(self._buffers, used, strict=True):
             buffer[:, :, :num_slots] = old
@@ -131,25 +138,26 @@ class _SlotLayer(DynamicLayer):
         self.keys, self.values = (buffer[:num_rows, :, self._first : self._end] for buffer in self._buffers)
 
 
-def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int) -> Tensor:
+def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised, with half as many slots again as are in use, so that growing costs each token O(1) copies."""
     _, num_heads, _, head_dim = like.shape
-    return like.new_empty(num_rows, num_heads, num_slots + max(_SPARE_SLOTS, num_slots // 2), head_dim)
+    roomy = num_slots + max(_SPARE_SLOTS, num_slots // 2)
+    return like.new_empty(num_rows, num_heads, roomy, head_dim, dtype=dtype)
 
 
 class RowBatch:
     """Rows that are decoded in lockstep; row r of every tensor belongs to `_rows[r]`."""
 
     def __init__(self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel) -> None:
-        """`rows` are (index, request) with equal sampling parameters, by prompt length, equal prompts adjacent.
-
-        The batch empties `rows`.
+        """`rows` are (index, request), by prompt length, equal prompts adjacent; their sampling parameters are equal
+        but for `max_new_tokens`. The batch empties `rows`.
         """
         self._rows = rows
         self._model = model
         self._sampling = rows[0][1].sampling
         self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
-        history = (len(rows), self._sampling.max_new_tokens)
+        self._limits = np.array([request.sampling.max_new_tokens for _, request in rows])
+        history = (len(rows), int(self._limits.max()))
         self._tokens = torch.empty(history, dtype=torch.int64, device=model.device)
         self._logprobs = torch.empty(history, dtype=torch.float32, device=model.device)
         self._uniforms = torch.empty(0)
@@ -162,13 +170,14 @@ class RowBatch:
     def decode(self) -> Iterator[FinishedRow]:
         """All rows, each as soon as it finishes."""
         logits = self._prefill()
-        limit = self._sampling.max_new_tokens
-        for step in range(limit):
+        for step in range(self._tokens.shape[1]):
             tokens, logprobs = self._sample(logits, step)
             self._tokens[: len(tokens), step] = tokens
             self._logprobs[: len(tokens), step] = logprobs
             stopped = torch.isin(tokens, self._stop_ids)
-            finished = stopped if step + 1 < limit else torch.ones_like(stopped)
+            finished = stopped
+            if step + 1 == self._limits.min():
+                finished = stopped | torch.from_numpy(self._limits == step + 1).to(stopped.device)
             if bool(finished.any()):
                 yield from self._finish(finished, stopped, step + 1)
             if not self._rows:
@@ -202,7 +211,8 @@ class RowBatch:
             logits_to_keep=1,
         )
         self._layers = self._layers or [
-            _SlotLayer(len(self._rows), self._num_slots, layer.keys, layer.values) for layer in cache.layers
+            _SlotLayer(len(self._rows), self._num_slots, layer.keys, layer.values, _cache_dtype(self._model))
+            for layer in cache.layers
         ]
         repeats = torch.tensor([len(rows) for rows in members], device=device)
         first, last = members[0][0], members[-1][-1]
@@ -213,7 +223,7 @@ class RowBatch:
 
     def _sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         if step % _UNIFORMS_AT_ONCE == 0:
-            count = min(_UNIFORMS_AT_ONCE, self._sampling.max_new_tokens - step)
+            count = min(_UNIFORMS_AT_ONCE, self._tokens.shape[1] - step)
             streams = [request_uniforms(request.seed, count, start=step) for _, request in self._rows]
             self._uniforms = torch.from_numpy(np.stack(streams)).to(logits.device)
         uniforms = self._uniforms[: len(self._rows), step % _UNIFORMS_AT_ONCE]
@@ -250,7 +260,9 @@ class RowBatch:
         movers = [row for row in range(num_rows, len(is_finished)) if not is_finished[row]]
         for place, mover in zip(places, movers, strict=True):
             self._rows[place] = self._rows[mover]
+            self._limits[place] = self._limits[mover]
         del self._rows[num_rows:]
+        self._limits = self._limits[:num_rows]
         if self._rows:
             self._move(torch.tensor(places), torch.tensor(movers), num_rows, length)
 

@@ -199,6 +199,56 @@ def test_requests_with_different_sampling_share_a_call(model: Qwen2ForCausalLM, 
     assert_matches_reference(model, [requests[i] for i in plain], [responses[i] for i in plain])
 
 
+def test_rows_with_different_limits_are_decoded_together_and_each_ends_at_its_own(
+    model: Qwen2ForCausalLM, engine: EmbeddedEngine
+) -> None:
+    limits = (7, 1, 30, 7, 12, 150)
+    requests = [
+        replace(request, sampling=SamplingParams(max_new_tokens=limit, stop_token_ids=(3,)))
+        for request, limit in zip(make_requests([6, 3, 3, 9, 1, 6], 1, SamplingParams()), limits, strict=True)
+    ]
+    rows: list[int] = []
+    assert engine._model is not None
+    engine._model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    responses = generate(engine, requests)
+    assert_matches_reference(model, requests, responses)
+    for response, limit in zip(responses, limits, strict=True):
+        stopped = response.token_ids[-1] == 3
+        assert len(response.token_ids) <= limit if stopped else len(response.token_ids) == limit
+        assert response.finish_reason == ("stop" if stopped else "length")
+    assert len(rows) == max(len(response.token_ids) for response in responses)
+    assert sum(rows[1:]) == sum(len(response.token_ids) - 1 for response in responses)
+
+
+def test_bf16_logprobs_are_as_near_to_float32_as_those_of_a_full_forward() -> None:
+    """Attention of the cache in bfloat16 must not round its scores: sharp heads would tell engine and trainer apart."""
+    model = make_model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj.weight" in name:
+                parameter.mul_(6)
+    narrow = make_model().to(torch.bfloat16)
+    narrow.load_state_dict(model.state_dict())
+    engine = EmbeddedEngine.from_config(
+        Qwen2Config(**{**model.config.to_dict(), "attn_implementation": "sdpa"}), torch.bfloat16
+    )
+    engine.load_weights([list(narrow.state_dict().items())], 0)
+    narrow.set_attn_implementation("sdpa")
+    rounded = make_model()
+    rounded.load_state_dict(narrow.state_dict())
+    requests = make_requests([1, 9, 20, 30], 8, SamplingParams(max_new_tokens=60))
+    ours, full = [], []
+    for request, response in zip(requests, generate(engine, requests), strict=True):
+        tokens = torch.from_numpy(response.token_ids).long()[:, None]
+        exact = reference_logprobs(rounded, request, response, 1.0).gather(1, tokens)[:, 0]
+        trained = reference_logprobs(narrow, request, response, 1.0).float().gather(1, tokens)[:, 0]
+        ours.append((torch.from_numpy(response.logprobs) - exact).abs())
+        full.append((trained - exact).abs())
+    assert torch.cat(ours).mean() < 1.1 * torch.cat(full).mean()
+
+
 def test_a_stop_token_ends_a_response_and_belongs_to_it(engine: EmbeddedEngine) -> None:
     stops = (3, 11)
     requests = make_requests([6, 3], 16, SamplingParams(max_new_tokens=20, stop_token_ids=stops))
