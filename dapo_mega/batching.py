@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,8 @@ class StepBatch:
     packing_efficiency: float
     budget_fill: float
     rank_imbalance: float
+    has_fresh: bool = True
+    """Whether any response of the whole step is of the weights that the step starts from."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def hand_over_step(
     # Own samples arrive in the order in which the micro-batches hold them.
     numbers = iter(range(len(own)))
     renumbered = [[[next(numbers) for _ in indices] for indices in plan_[data_rank]] for plan_ in plan.mini_batches]
-    return _pack(own, renumbered, plan, config, layout)
+    return replace(_pack(own, renumbered, plan, config, layout), has_fresh=bool(headers.is_fresh.any()))
 
 
 def _pack(

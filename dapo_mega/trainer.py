@@ -42,7 +42,7 @@ def train(pipeline: Pipeline) -> None:
             batch = hand_over(pipeline, groups)
         with pipeline.timers.stage("score"):
             mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
-            if "rollout/logprob_abs_diff_mean" not in mismatch:
+            if not batch.has_fresh:
                 mismatch = {**probe_agreement(pipeline), **mismatch}
         with pipeline.timers.stage("update"):
             updates = update(pipeline, mini_batches)
@@ -102,17 +102,21 @@ def packing_metrics(batch: StepBatch) -> Metrics:
 def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
     """pi_old <- pi_theta: score every response token with the weights the step starts from.
 
-    Also measures how far the engine's log-probs are from them, over responses of the current weights.
+    Also measures how far the engine's log-probs are from them, over responses of the current weights. A step of a
+    single update needs no pass of its own for this: the update itself starts from those weights.
     """
     everything = [pipeline.policy.share(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
-    scores = pipeline.policy.score(everything)
     references = pipeline.reference.score(everything) if pipeline.reference else [None] * len(everything)
+    scores: Sequence[TokenScores | None] = [None] * len(everything)
+    metrics: Metrics = {}
+    if pipeline.config.batch.updates_per_step > 1:
+        own = pipeline.policy.score(everything)
+        metrics, scores = _measure_scores(pipeline, everything, own), own
     token_batches = iter(
-        TokenBatch(micro_batch, score.logprobs, reference.logprobs if reference else None)
+        TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
     )
-    mini_batches = [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches]
-    return mini_batches, _measure_scores(pipeline, everything, scores)
+    return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
 
 
 def probe_agreement(pipeline: Pipeline) -> Metrics:
@@ -189,6 +193,9 @@ def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
 def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:
     """mu passes of one optimizer update per mini-batch; metrics are means over the updates."""
     objective = PolicyGradient(pipeline.config.algorithm)
+    if pipeline.config.batch.updates_per_step == 1:
+        metrics, scores = pipeline.policy.update_and_score(mini_batches[0], objective)
+        return {**_measure_scores(pipeline, [b.micro_batch for b in mini_batches[0]], scores), **metrics}
     means = MetricAccumulator()
     for _ in range(pipeline.config.batch.epochs):
         for mini_batch in mini_batches:

@@ -233,19 +233,41 @@ class MegatronPolicy(ScoringModel):
     def update(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
 
+        See `update_and_score`.
+        """
+        return self._update(batches, objective, None)
+
+    def update_and_score(
+        self, batches: Sequence[TokenBatch], objective: Objective
+    ) -> tuple[dict[str, float], list[TokenScores]]:
+        """One optimizer step, with the scores of every response token under the weights before it.
+
         Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they
         do not depend on how the mini-batch was split. A mini-batch without any token in the loss changes nothing and
         is counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
         """
+        scores: list[TokenScores] = []
+        metrics = self._update(batches, objective, scores)
+        return metrics, scores or [TokenScores(torch.empty(0), torch.empty(0)) for _ in batches]
+
+    def _update(
+        self, batches: Sequence[TokenBatch], objective: Objective, scores: list[TokenScores] | None
+    ) -> dict[str, float]:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def make_loss(batch: TokenBatch) -> Any:
-            return lambda output: objective.evaluate(output[0], output[1], batch)
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                if scores is not None:
+                    scores.append(TokenScores(*output.detach().unbind()))
+                return objective.evaluate(output[0], output[1], batch)
 
-        reports = self._run(batches, make_loss, with_entropy=objective.needs_entropy, forward_only=False)
+            return loss
+
+        with_entropy = objective.needs_entropy or scores is not None
+        reports = self._run(batches, make_loss, with_entropy=with_entropy, forward_only=False)
         totals = self._sum_reports(reports, objective)
         # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
         self.scheduler.step(increment=1)

@@ -19,7 +19,11 @@ from dapo_mega.packing import MicroBatch
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch with what the update needs beside it, per response token [N], on the last stage only."""
+    """A micro-batch with what the update needs beside it, per response token [N], on the last stage only.
+
+    Without `old_logprobs` the weights that are updated are the old ones, and their log-probs those of the update
+    itself, without gradient.
+    """
 
     micro_batch: MicroBatch
     old_logprobs: Tensor | None = None
@@ -87,10 +91,10 @@ class PolicyGradient:
         chosen = micro.response_mask
         in_loss = micro.loss_mask[chosen].to(logprobs.device)
         weights = micro.token_weights[chosen].to(logprobs.device)
-        assert batch.old_logprobs is not None
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         terms = policy_loss(
             logprobs,
-            batch.old_logprobs,
+            old_logprobs,
             micro.advantages[chosen].to(logprobs.device),
             clip_low=config.clip_low,
             clip_high=config.clip_high,
@@ -118,7 +122,7 @@ class PolicyGradient:
                     up_clipped.sum(),
                     (terms.clipped_dual & in_loss).sum(),
                     (terms.ratio * in_loss).sum(),
-                    (kl_estimate(logprobs, batch.old_logprobs, "k3") * in_loss).sum(),
+                    (kl_estimate(logprobs, old_logprobs, "k3") * in_loss).sum(),
                     (logprobs.exp() * up_clipped).sum(),
                     (entropy * in_loss).sum(),
                     (kl * in_loss).sum(),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dapo_mega.policy.fused_logprobs import output_logprobs
 from dapo_mega.policy.logprobs import vocab_parallel_logprobs
+from dapo_mega.policy.packed_attention import PackedSegments
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class PolicyStage(GPTModel):
         if self.post_process and fused:
             # Called as a module, so that hooks on it see the call: overlapped weight gathering waits there.
             self.output_layer.forward = self._score_hidden
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+        """Our own attention turns queries and keys itself, by cosines and sines made once for all layers."""
+        prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
+            return prepared
+        angles = prepared[1][:, 0, 0, : self.config.kv_channels // 2][kwargs["position_ids"][0]]
+        packed_seq_params.rotary = (angles.cos()[:, None], angles.sin()[:, None])
+        return (prepared[0], None, *prepared[2:])
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Tensor:  # type: ignore[override]
         if not self.post_process:

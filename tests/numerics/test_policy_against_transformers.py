@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.packing import build_micro_batch, columns_from_samples
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
-from dapo_mega.policy.objectives import Imitation, TokenBatch
+from dapo_mega.policy.objectives import Imitation, PolicyGradient, TokenBatch
 from dapo_mega.policy.processes import start_processes, stop_processes
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.types import GenerationRequest, Sample, SamplingParams
@@ -97,6 +97,32 @@ def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes, ki
     with torch.no_grad():
         after = transformers_logprobs(model, samples, 1.0)
     torch.testing.assert_close(policy.score([pack(samples)])[0].logprobs, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, processes, kl):
+    """The first update of a step starts from the weights that are its old ones."""
+    path = make_model(tmp_path / "model", tied=True)
+    objective = PolicyGradient(AlgorithmConfig(kl={"coefficient": kl}))
+    batches = [pack(make_samples(7, seed)) for seed in (0, 1)]
+    references = [torch.full((int(b.response_mask.sum()),), -3.0) for b in batches]
+    once, twice = make_policy(path, processes), make_policy(path, processes)
+    scores = twice.score(batches)
+    expected = twice.update(
+        [TokenBatch(b, s.logprobs, r) for b, s, r in zip(batches, scores, references, strict=True)], objective
+    )
+    metrics, own = once.update_and_score(
+        [TokenBatch(b, None, r) for b, r in zip(batches, references, strict=True)], objective
+    )
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert metrics["policy/ratio_mean"] == 1.0
+    assert metrics["policy/grad_norm"] > 0
+    for mine, reference in zip(own, scores, strict=True):
+        torch.testing.assert_close(mine.logprobs, reference.logprobs)
+        torch.testing.assert_close(mine.entropy, reference.entropy)
+    updated = (dict(pair for bucket in policy.weights(1 << 20) for pair in bucket) for policy in (once, twice))
+    for mine, reference in zip(*(weights.values() for weights in updated), strict=True):
+        torch.testing.assert_close(mine, reference)
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts"])
