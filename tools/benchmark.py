@@ -1,0 +1,33 @@
+"""The project's benchmarks: `python tools/benchmark.py NAME [options]`, `NAME --help` for what it measures.
+
+update      one policy update against plain transformers
+step        one DAPO step, from prompts to new weights, against TRL
+mfu         share of a GPU's peak that the update reaches
+packing     packed micro-batches against padded ones
+handover    samples from rank 0 to the others
+logprobs    log-probs without whole logits
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from dapo_mega.commands import run_command
+
+NAMES = ("update", "step", "mfu", "packing", "handover", "logprobs")
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(__doc__)
+        return
+    if name not in NAMES:
+        sys.exit(f"benchmark: {name!r} is not one of {', '.join(NAMES)}")
+    module = importlib.import_module(f"benchmark_{name}")
+    run_command(lambda: module.main(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Speed of one DAPO step, from prompts to new weights, against TRL's GRPOTrainer with the DAPO loss.
+
+python tools/benchmark.py step --peer-python PEER/bin/python            # log-normal response lengths
+python tools/benchmark.py step --peer-python PEER/bin/python --equal    # all responses as long as the longest
+
+The peer's environment, apart from this project's:
+
+    python3 -m venv PEER
+    PEER/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    PEER/bin/pip install trl==1.16.0
+
+Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced
+response lengths, one update per step. Ours is `trainer.train`: a step is all that happens from one report to the next.
+Without --peer-python only ours is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import benchmark_workload as workload
+from benchmark_timing import Duration, median_cpu, median_wall, speed_ratio
+
+from dapo_mega import trainer
+from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.data import load_tokenizer
+from dapo_mega.errors import InputError
+from dapo_mega.pipeline import Pipeline, build_pipeline, decoder
+from dapo_mega.rollout.collector import Collector
+from dapo_mega.rollout.engine import RolloutEngine
+from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.types import GenerationFailure, GenerationRequest, Response
+
+_STAGES = ("rollout", "pack", "score", "update", "weight_sync")
+
+
+class FixedLengths:
+    """An engine whose i-th response has lengths[i] tokens, whatever the model says."""
+
+    def __init__(self, engine: RolloutEngine, lengths: Sequence[int]) -> None:
+        self._engine = engine
+        self._lengths = lengths
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
+        return self._engine.generate([self._fixed(request) for request in requests])
+
+    def _fixed(self, request: GenerationRequest) -> GenerationRequest:
+        length = self._lengths[request.request_id % len(self._lengths)]
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()))
+
+
+class Peer:
+    """TRL in a process of its own, which does one step at a time."""
+
+    def __init__(self, python: Path, settings: Mapping[str, Any], folder: Path) -> None:
+        file = folder / "peer.json"
+        file.write_text(json.dumps(settings))
+        script = Path(__file__).with_name("benchmark_peer.py")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._log = (folder / "peer.log").open("w+")
+        self._process = subprocess.Popen(
+            [str(python), str(script), str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**environment, "OMP_NUM_THREADS": str(settings["threads"])},
+        )
+
+    def step(self) -> dict[str, float]:
+        """Seconds of one step: wall, cpu, generation; and its response tokens."""
+        assert self._process.stdin
+        assert self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("STEP "):
+                report: dict[str, float] = json.loads(line.removeprefix("STEP "))
+                return report
+        self._log.seek(0)
+        raise InputError(f"the peer ended: {(self._log.read().strip().splitlines() or ['no message'])[-1]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+class Turns:
+    """Stands in for the progress display: after each of our steps it notes the time and lets the peer do one."""
+
+    def __init__(self, peer: Callable[[], dict[str, float]] | None, num_rounds: int, limit_s: float) -> None:
+        self._peer = peer
+        self._num_rounds = num_rounds
+        self._deadline = time.perf_counter() + limit_s
+        self.ours: list[Duration] = []
+        self.theirs: list[dict[str, float]] = []
+        self.metrics: list[Mapping[str, float]] = []
+        self._started = (time.perf_counter(), time.process_time())
+
+    def message(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        wall, cpu = self._started
+        self.ours.append(Duration(time.perf_counter() - wall, time.process_time() - cpu))
+        self.metrics.append(metrics)
+        if self._peer:
+            self.theirs.append(self._peer())
+        enough = len(self.ours) > self._num_rounds or (len(self.ours) > 3 and time.perf_counter() > self._deadline)
+        if enough:
+            raise _EnoughError
+        self._started = (time.perf_counter(), time.process_time())
+
+
+class _EnoughError(Exception):
+    """Leaves the training loop."""
+
+
+class _Record:
+    """Stands in front of the metrics writer and keeps the stage times."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self.records: list[Mapping[str, float]] = []
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.records.append(metrics)
+        self._writer.write(step, metrics)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Measure and return the report's lines."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = workload.prepare_workload(folder, options)
+        lengths = workload.response_lengths(options, options.prompts * options.group_size, options.seed).tolist()
+        config = workload.run_config(
+            folder,
+            model,
+            options,
+            rollout={"max_response_tokens": options.longest, "dtype": options.rollout_dtype},
+            reward={"overlong_punishment": False, "overlong_cache_tokens": 1, "num_workers": 1},
+            batch={
+                "groups_per_step": options.prompts,
+                "mini_batch_groups": options.prompts,
+                "group_size": options.group_size,
+                "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
+            },
+        )
+        pipeline = build_pipeline(config, 0)
+        peer = None
+        try:
+            if options.peer_python:
+                peer = Peer(options.peer_python, _peer_settings(pipeline, model, lengths, options, folder), folder)
+            return _measure(pipeline, peer, lengths, options)
+        finally:
+            if peer:
+                peer.close()
+            pipeline.fleet.close()
+            if pipeline.driver:
+                pipeline.driver.verifier.close()
+                pipeline.driver.writer.close()
+
+
+def _peer_settings(
+    pipeline: Pipeline, model: Path, lengths: Sequence[int], options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    assert pipeline.driver
+    num_prompts = options.prompts * (options.rounds + 3)
+    known = pipeline.driver.collector.prompts
+    prompts = [known[i % len(known)] for i in range(num_prompts)]
+    return {
+        "model": str(model.resolve()),
+        "prompts": [prompt.text for prompt in prompts],
+        "answers": [prompt.ground_truth for prompt in prompts],
+        "lengths": list(lengths),
+        "group_size": options.group_size,
+        "micro_rows": options.peer_micro_rows,
+        "threads": options.threads,
+        "dtype": options.dtype,
+        "output_dir": str(folder / "peer"),
+    }
+
+
+def _measure(pipeline: Pipeline, peer: Peer | None, lengths: Sequence[int], options: argparse.Namespace) -> list[str]:
+    turns = Turns(peer.step if peer else None, options.rounds, options.limit_s)
+    driver = pipeline.driver
+    assert driver
+    config = pipeline.config
+    tokenizer = load_tokenizer(config.model.path)
+    scorer = ResponseScorer(
+        config.reward, driver.verifier, decoder(tokenizer), config.rollout.max_response_tokens, config.seed
+    )
+    engine: Any = FixedLengths(pipeline.fleet, lengths)
+    record: Any = _Record(driver.writer)
+    progress: Any = turns
+    collector = Collector(config, driver.collector.prompts, engine, scorer, ())
+    pipeline.driver = replace(driver, collector=collector, progress=progress, writer=record)
+    with contextlib.suppress(_EnoughError):
+        trainer.train(pipeline)
+    return _report(turns, record.records, lengths, options)
+
+
+def _report(
+    turns: Turns, records: Sequence[Mapping[str, float]], lengths: Sequence[int], options: argparse.Namespace
+) -> list[str]:
+    # The first step of each side warms up.
+    ours, records = turns.ours[1:], records[1:]
+    assert {record["rollout/tokens"] for record in records} == {sum(lengths)}
+    stages = ", ".join(f"{stage} {statistics.median(r[f'time/{stage}_s'] for r in records):.3f}" for stage in _STAGES)
+    lines = [
+        f"one DAPO step: {options.prompts} x {options.group_size} responses, {sum(lengths)} tokens, longest "
+        f"{max(lengths)}, {options.dtype} (engine: {options.rollout_dtype}), {options.threads} thread(s), "
+        f"{len(ours)} rounds in turn, medians",
+        f"ours: {median_cpu(ours):.3f} CPU s, {median_wall(ours):.3f} wall s ({stages})",
+    ]
+    theirs = turns.theirs[1:]
+    if theirs:
+        durations = [Duration(step["wall"], step["cpu"]) for step in theirs]
+        ratio = speed_ratio(ours, durations)
+        assert {step["tokens"] for step in theirs} == {sum(lengths)}
+        generation = statistics.median(step["generation"] for step in theirs)
+        lines += [
+            f"TRL: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it generation "
+            f"{generation:.3f})",
+            f"ours is faster by: {ratio.cpu:.2f} x CPU, {ratio.wall:.2f} x wall",
+        ]
+    lines.append(
+        "engine against trainer, mean |log-prob difference|: "
+        f"{statistics.median(r['rollout/logprob_abs_diff_mean'] for r in records):.2e} nats"
+    )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer-python", type=Path, help="python of an environment with trl; see above")
+    parser.add_argument(
+        "--peer-micro-rows",
+        type=int,
+        default=16,
+        help="its micro-batch; 0: all rows at once (default: %(default)s, its fastest)",
+    )
+    workload.add_model_options(parser)
+    workload.add_length_options(parser, mean=52, longest=256)
+    parser.add_argument("--prompts", type=int, default=16, help="per step (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and update")
+    parser.add_argument("--rollout-dtype", choices=("policy", "fp32", "bf16"), default="policy", help="our engine's")
+    parser.add_argument("--microbatch-tokens", type=int, default=4096, help="ours (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each side (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
+    options = parser.parse_args(argv)
+    quiet_libraries()
+    print("\n".join(run(options)))
+
+
+if __name__ == "__main__":
+    run_command(main)
