@@ -6,7 +6,7 @@ python tools/benchmark.py step --peer-python PEER/bin/python --equal    # all re
 The peer's environment, apart from this project's:
 
     python3 -m venv PEER
-    PEER/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    PEER/bin/pip install torch==2.13.0      # the same build as here: without a GPU the CPU's
     PEER/bin/pip install trl==1.16.0
 
 Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced
@@ -194,7 +194,7 @@ def _peer_settings(
         "group_size": options.group_size,
         "micro_rows": options.peer_micro_rows,
         "threads": options.threads,
-        "dtype": options.dtype,
+        "dtype": options.peer_dtype or options.dtype,
         "output_dir": str(folder / "peer"),
     }
 
@@ -265,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=16, help="per step (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and update")
+    parser.add_argument("--peer-dtype", choices=("fp32", "bf16"), help="the peer's (default: as --dtype)")
     parser.add_argument("--rollout-dtype", choices=("policy", "fp32", "bf16"), default="policy", help="our engine's")
     parser.add_argument("--microbatch-tokens", type=int, default=4096, help="ours (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)

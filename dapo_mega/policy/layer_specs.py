@@ -4,6 +4,7 @@ with our RMSNorm and our packed attention. Both take the same packed micro-batch
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -69,6 +70,14 @@ def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig
             f"those of {arch.model_type} are a softmax; use compute.moe.aux_loss_coefficient"
         )
     check_fp8(model, compute)
+
+
+def use_deterministic_algorithms() -> None:
+    """The same bits every time, of PyTorch, cuBLAS, Transformer Engine and NCCL. Call it before they are used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
 
 
 def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:

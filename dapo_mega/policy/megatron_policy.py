@@ -24,7 +24,7 @@ from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, Parall
 from dapo_mega.handover import leaving_together
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
 from dapo_mega.packing import MicroBatch, SampleColumns, build_micro_batch, context_slice, plan_micro_batches
-from dapo_mega.policy.layer_specs import check_compute, uses_transformer_engine
+from dapo_mega.policy.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
 from dapo_mega.policy.model import build_chunks, transformer_config, unwrapped, with_gradients
 from dapo_mega.policy.objectives import Objective, TokenBatch
 from dapo_mega.policy.output_layer import ChosenTokens
@@ -58,6 +58,8 @@ class ScoringModel:
         family, arch = load_architecture(self.path)
         arch.check_layout(parallel)
         check_compute(arch, model, compute)
+        if compute.deterministic:
+            use_deterministic_algorithms()
         self.family: ModelFamily = family
         self.arch: Architecture = arch
         self.processes = processes

@@ -182,6 +182,10 @@ def test_the_table_is_not_trivial(dense, experts):
     assert all(count % 2 == 0 for count in dense["vpp2x2"]["counts"])
 
 
+def test_deterministic_algorithms_are_used_where_asked_for(dense):
+    assert {name for name, result in dense.items() if result["deterministic"]} == {"deterministic"}
+
+
 def test_auxiliary_losses_act_and_are_equal_under_expert_parallelism(experts):
     """They are means over micro-batches, so only layouts that split alike can be compared."""
     assert_learns_the_same(experts["auxiliary_ep2"], experts["auxiliary_dp2"])

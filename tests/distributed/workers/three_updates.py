@@ -94,6 +94,7 @@ def run_case(model_dir, case, checkpoints):
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     after = {name: tensor.clone() for name, tensor in after.items()}
     biases = expert_biases(policy)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     parallel_state.destroy_model_parallel()
     if processes.rank != 0:
         return None
@@ -105,6 +106,7 @@ def run_case(model_dir, case, checkpoints):
         "counts": counts,
         "expert_biases": biases,
         "resumed": done > 0,
+        "deterministic": deterministic,
     }
 
 
