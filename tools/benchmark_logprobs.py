@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -127,7 +127,7 @@ def _single_process_group() -> dist.ProcessGroup:
     return group
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--no-entropy", action="store_true")
     parser.add_argument("--repeats", type=int, default=1, help="timed passes; the best counts")
     parser.add_argument("--chunk-positions", type=int, help="positions per chunk instead of the default")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     lines = run(
         options.tokens,
         options.hidden,

@@ -3,6 +3,7 @@
 There is one set of formulas for each implementation of the layers. Those of the local layers are compared with real
 allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine are derived from what its modules save
 (Korthikanti et al. 2022, arXiv:2205.05198, with flash attention and SwiGLU).
+The local attention is taken as on the CPU, where it computes in float32 whatever the model's type.
 
 All are functions of t, the tokens of a process; s = t / sequence-parallel size; h, the hidden size; b, the bytes of an
 element; n and g, the query and key heads of a process; d, their size; f, the inner size of the MLP on a process.
@@ -19,6 +20,7 @@ from dapo_mega.planning.placement import Chunk, Placement
 
 LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,18 @@ class MicroBatchShape:
 
     @property
     def padded_tokens(self) -> int:
-        """Positions of the local attention's blocks: sequences down to 2/3 of a block's longest are padded to it."""
+        """Positions of the local attention's blocks: sequences down to 4/5 of a block's longest are padded to it."""
         total, rest = 0, sorted(self.lengths, reverse=True)
         while rest:
-            block = [length for length in rest if 3 * length >= 2 * rest[0]]
+            block = [length for length in rest if 5 * length >= 4 * rest[0]]
             total += len(block) * rest[0]
             rest = rest[len(block) :]
         return total
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether the local attention takes its tokens as they are, gathering none."""
+        return len(set(self.lengths)) == 1
 
 
 class LayerBytes(NamedTuple):
@@ -93,12 +100,10 @@ class ActivationModel:
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
-        total = self._before_layers(chunk) + self.after_layers(chunk)
+        total = self._before_layers(chunk) + self.after_layers(chunk) + self._attention_plan()
         if self.compute.recompute == "full":
-            total += self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
-            # The rotary angles are an argument of every recomputed group.
-            return total + 4 * self.placement.arch.head_dim * max(self.shape.lengths)
-        return total + self._attention_plan() + self.kept_layer().total * chunk.num_layers
+            return total + self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
+        return total + self.kept_layer().total * chunk.num_layers
 
     def recomputed_peak(self, chunk: Chunk) -> float:
         """Bytes by which recomputing in the backward pass of `chunk` exceeds what the end of its forward pass holds."""
@@ -107,11 +112,13 @@ class ActivationModel:
             group = self.whole_layer().total * min(self.compute.recompute_layers, chunk.num_layers)
             # The first norm keeps the hidden states that the group was given.
             group -= self.hidden if self._norm_keeps_hidden else 0.0
-            return max(0.0, group + self._attention_plan() - head)
+            return max(0.0, group - head)
         whole, kept = self.whole_layer(), self.kept_layer()
-        late = (whole.late_norm - kept.late_norm) + (whole.mlp - kept.mlp)
+        # A recomputed norm's input is still there, whether or not the norm keeps it itself.
+        inputs = self.hidden if self._recomputes("layernorm") and not self._norm_keeps_hidden else 0.0
+        late = inputs + (whole.late_norm - kept.late_norm) + (whole.mlp - kept.mlp)
         # The attention is recomputed when all that lies behind it in its layer is gone.
-        early = whole.norm - kept.norm + whole.attention - kept.attention - kept.late_norm - kept.mlp
+        early = inputs + whole.norm - kept.norm + self._recomputed_attention() - kept.late_norm - kept.mlp
         early = early if self._recomputes("core_attn", "layernorm") else 0.0
         return max(0.0, late - head, early - head)
 
@@ -119,10 +126,7 @@ class ActivationModel:
         """One layer with what selective recompute leaves out."""
         layer = self.whole_layer()
         if self._recomputes("core_attn"):
-            # Queries and keys after their rotation, and the product they and the values were cut from.
-            queries, keys = self.placement.query_heads, self.placement.key_heads
-            heads = queries + keys + (0 if self._keeps_projection else queries + 2 * keys)
-            layer = layer._replace(attention=self.tokens * heads * self.placement.arch.head_dim * self.element)
+            layer = layer._replace(attention=self._attention_inputs())
         if self._recomputes("layernorm") and self.is_local:
             layer = layer._replace(norm=self.hidden, late_norm=self.hidden)
         elif self._recomputes("layernorm") and self.placement.arch.experts:
@@ -175,24 +179,62 @@ class ActivationModel:
             # Queries are copied out of it where several share one of several keys.
             total += size * self.element * (heads + keys if heads > keys > 1 else keys)
         if self.is_local:
-            # Cosines and sines, for queries and for keys.
-            total += 4 * size * self.element + heads * size * self.element
+            total += heads * size * self.element
         elif self.compute.fp8.enabled:
             total += heads * size * self.operand
         return self.tokens * total
 
-    def _local_attention(self) -> float:
-        """Queries, keys and values (these repeated for each query head), output, log-sum of each row."""
-        heads, size, context = self.placement.query_heads, self.placement.arch.head_dim, self.placement.parallel.context
-        row = heads * size * self.element
-        if context == 1:
-            return self.shape.padded_tokens * (4 * row + 4 * heads)
-        total = self.tokens * (2 * row + 4 * heads)
+    def _attention_inputs(self) -> float:
+        """Queries, keys and values that a recomputed attention keeps."""
+        queries, keys = self.placement.query_heads, self.placement.key_heads
+        projection = queries + 2 * keys
+        if not self.is_local or self.placement.arch.qk_norm:
+            # Queries and keys after their rotation or norm, and the product that the values are a view of.
+            heads = queries + keys + (0 if self._keeps_projection else projection)
+        else:
+            # The product, and queries copied out of it where several share one of several keys.
+            heads = projection + (queries if queries > keys > 1 else 0)
+        return self.tokens * heads * self.placement.arch.head_dim * self.element
+
+    def _recomputed_attention(self) -> float:
+        """Bytes by which an attention recomputed in the backward pass exceeds what the forward pass kept of it."""
+        if not self.is_local:
+            return self._te_attention() - self._attention_inputs()
+        # The inputs are still there; the output projection's is not.
+        row = self.placement.query_heads * self.placement.arch.head_dim
+        released = 0.0 if self._attends_in_place else self.tokens * row * self.element
+        return self._local_attention(with_inputs=False) - released
+
+    @property
+    def _attends_in_place(self) -> bool:
+        """Whether the local attention copies neither its values, unless it repeats them, nor its output."""
+        return self.element == _FLOAT and self.shape.has_one_length and self.placement.parallel.context == 1
+
+    def _local_attention(self, *, with_inputs: bool = True) -> float:
+        """Queries, keys and values (these repeated for each query head), output, log-sum of each row, all in float32.
+        `with_inputs` counts what is a view of the attention's inputs, too."""
+        heads, keys = self.placement.query_heads, self.placement.key_heads
+        row = heads * self.placement.arch.head_dim * _FLOAT
+        if self.placement.parallel.context > 1:
+            return self._local_attention_of_pieces(row)
+        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads)
+        if self._attends_in_place:
+            # The output is the output projection's input.
+            total -= self.tokens * row
+            if heads == keys:
+                # Values are a view of the product that queries and keys were cut from, too.
+                total -= self.tokens * row
+                total += self.tokens * 3 * row if with_inputs and not self._keeps_projection else 0.0
+        return total
+
+    def _local_attention_of_pieces(self, row: float) -> float:
+        context = self.placement.parallel.context
+        total = self.tokens * (2 * row + _FLOAT * self.placement.query_heads)
         for length in self.shape.lengths:
             # Two pieces of a sequence see (2 C + 1) pieces' keys together; each has a mask of its own.
             piece = length / (2 * context)
             seen = (2 * context + 1) * piece
-            total += seen * 2 * row + piece * seen * self.element
+            total += seen * 2 * row + piece * seen * _FLOAT
         return total
 
     def _te_attention(self) -> float:
@@ -220,12 +262,19 @@ class ActivationModel:
         return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
 
     def _attention_plan(self) -> float:
-        """Index tensors of the packed attention, once per micro-batch and chunk."""
+        """What the attention of all layers shares: rotary angles, and what packs and unpacks its tokens."""
+        size = self.placement.arch.head_dim
         if not self.is_local:
-            return 0.0
+            # The angles are an argument of every recomputed group.
+            return _FLOAT * size * max(self.shape.lengths) if self.compute.recompute == "full" else 0.0
+        rotary = _FLOAT * size * self.tokens
         if self.placement.parallel.context > 1:
-            return _INDEX * self.shape.num_tokens
-        return _INDEX * (self.shape.padded_tokens + 2 * self.tokens)
+            return rotary + _INDEX * self.shape.num_tokens
+        if self.shape.has_one_length:
+            return rotary
+        # Packing is not undone by its own index, which is kept to be done again.
+        is_repeated = self.compute.recompute == "full" or self._recomputes("core_attn")
+        return rotary + _INDEX * (self.tokens + (self.shape.padded_tokens if is_repeated else 0))
 
     def _before_layers(self, chunk: Chunk) -> float:
         if not chunk.is_first:

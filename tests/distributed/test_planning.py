@@ -16,8 +16,10 @@ from .launching import run_workers
 
 WORKER = Path(__file__).parent / "workers" / "allocations.py"
 TOLERANCE = 0.03
-# Multiples of 4 for two context-parallel processes; a third of the local attention is padding.
-LENGTHS = [300, 204, 200, 200, 48]
+# Multiples of 4 for two context-parallel processes; the local attention makes three blocks of them.
+LENGTHS = [300, 240, 208, 204, 48]
+# Here it copies less.
+ONE_LENGTH = [240, 240, 240, 240]
 ALL_DENSE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
 ALL_EXPERTS = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]}
 UNFUSED = {"fused_output_layer": False}
@@ -35,6 +37,10 @@ ONE_PROCESS = {
     "all_recomputed_in_twos": ("narrow", "bf16", {}, {**FULL, "recompute_layers": 2}),
     "unfused": ("wide", "fp32", {}, UNFUSED),
     "unfused_bf16_recomputed": ("narrow", "bf16", {}, {**FULL, **UNFUSED}),
+    "one_length": ("narrow", "fp32", {}, {}),
+    "one_length_bf16": ("narrow", "bf16", {}, {}),
+    "one_length_recomputed": ("narrow", "fp32", {}, {"recompute": "selective"}),
+    "one_length_experts": ("experts", "fp32", {}, {}),
     "experts": ("experts", "fp32", {}, {}),
     "experts_recomputed": ("experts", "bf16", {}, ALL_EXPERTS),
 }
@@ -116,7 +122,7 @@ def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, mode
             "dtype": dtype,
             "parallel": parallel,
             "compute": compute,
-            "lengths": LENGTHS,
+            "lengths": ONE_LENGTH if name.startswith("one_length") else LENGTHS,
             # Enough for every stage to work forward and backward by turns.
             "num_micro_batches": 4 if "pipeline" in parallel else 1,
         }

@@ -24,9 +24,11 @@ def main() -> None:
 
     torch.set_num_threads(1)
     return_weight_gradients()
+    plans = AttentionPlans()
     output_dir = Path(sys.argv[1])
     for case in json.loads(sys.argv[2]):
-        result = run_case(case)
+        plans.clear()
+        result = run_case(case, plans)
         (output_dir / f"{case['name']}.{dist.get_rank()}.json").write_text(json.dumps(result))
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -41,7 +43,35 @@ def return_weight_gradients():
     output_layer.output_logprobs = lambda *args, **rest: original(*args, **{**rest, "accumulate_into_main_grad": False})
 
 
-def run_case(case):
+class AttentionPlans:
+    """The packed attention's plans that are in use. Recomputed functions hold theirs as a variable, out of autograd's
+    hooks' sight."""
+
+    def __init__(self) -> None:
+        from dapo_mega.policy import megatron_policy
+
+        self._plans = []
+        original = megatron_policy.packed_segments
+
+        def noted(*args, **rest):
+            plan = original(*args, **rest)
+            self._plans = [known for known in self._plans if known()] + [weakref.ref(plan)]
+            return plan
+
+        megatron_policy.packed_segments = noted
+
+    def clear(self):
+        """Dispatchers of experts hold on to their last graph, and it to its plan, also when their model is gone."""
+        self._plans = []
+
+    def tensors(self):
+        plans = [plan for known in self._plans if (plan := known())]
+        held = [tensor for plan in plans for tensor in (plan.token_of_slot, plan.slot_of_token, plan.key_order)]
+        held += [tensor for plan in plans for tensor in plan.rotary or ()]
+        return [tensor for tensor in held if tensor is not None]
+
+
+def run_case(case, plans):
     from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from dapo_mega.policy.megatron_policy import MegatronPolicy
     from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
@@ -60,8 +90,8 @@ def run_case(case):
         compute=ComputeConfig(**case.get("compute", {})),
     )
     micro_batch = make_micro_batch(policy, case["lengths"], processes)
-    kept = [kept_for_backward(policy, chunk, micro_batch) for chunk in policy.chunks]
-    peak = SavedStorages(policy)
+    kept = [kept_for_backward(policy, chunk, micro_batch, plans) for chunk in policy.chunks]
+    peak = SavedStorages(policy, plans)
     batch = TokenBatch(micro_batch)
     if processes.is_last_stage:
         batch = TokenBatch(micro_batch, micro_batch.rollout_logprobs[micro_batch.response_mask])
@@ -126,11 +156,12 @@ def context_slice(batch, lengths, processes):
 
 
 class SavedStorages:
-    """Counts the distinct storages that autograd keeps for backward passes, parameters left out."""
+    """Counts the distinct storages kept for backward passes, by autograd or in attention plans, parameters left out."""
 
-    def __init__(self, policy) -> None:
+    def __init__(self, policy, plans) -> None:
         import torch
 
+        self._plans = plans
         self._parameters = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
         self._live = weakref.WeakSet()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
@@ -149,9 +180,14 @@ class SavedStorages:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes())
         return saved
 
+    def forget(self):
+        """An output that its own function saved would keep itself where no backward pass lets go of it."""
+        for saved in list(self._live):
+            saved.tensor = None
+
     def num_bytes(self, *others):
         # A storage's size is asked for now: recomputed ones are emptied after they were saved.
-        tensors = [*(saved.tensor for saved in self._live), *others]
+        tensors = [*(saved.tensor for saved in self._live), *self._plans.tensors(), *others]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(size for pointer, size in storages.items() if pointer not in self._parameters)
 
@@ -163,7 +199,7 @@ class Saved:
         self.tensor = tensor
 
 
-def kept_for_backward(policy, chunk, micro_batch):
+def kept_for_backward(policy, chunk, micro_batch, plans):
     """Bytes that the forward pass of one micro-batch through `chunk` leaves behind, its input and output included."""
     import torch
 
@@ -179,10 +215,12 @@ def kept_for_backward(policy, chunk, micro_batch):
         hidden = torch.randn(num_tokens, 1, policy.arch.hidden_size, dtype=policy.config.params_dtype)
         handed_in = [hidden.requires_grad_()]
         stage.set_input_tensor(handed_in[0])
-    saved = SavedStorages(policy)
+    saved = SavedStorages(policy, plans)
     with saved:
         output = policy._forward(chunk, micro_batch, False)
-    return saved.num_bytes(output, *handed_in)
+    num_bytes = saved.num_bytes(output, *handed_in)
+    saved.forget()
+    return num_bytes
 
 
 def gradient_buffers(policy):
