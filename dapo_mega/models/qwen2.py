@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, TensorRule
+from dapo_mega.models.hf_sizes import common_sizes
 from dapo_mega.models.layouts import Layout
-from dapo_mega.models.rope import unscaled_rope_theta
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
-    if raw.get("use_sliding_window"):
-        raise InputError("use_sliding_window=true is not supported; set it to false in config.json")
-    heads = raw["num_attention_heads"]
-    return Architecture(
-        model_type="qwen2",
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=raw.get("num_key_value_heads", heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        vocab_size=raw["vocab_size"],
-        max_positions=raw["max_position_embeddings"],
-        norm_epsilon=raw["rms_norm_eps"],
-        rope_theta=unscaled_rope_theta(raw),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=True,
-    )
+    return Architecture(**common_sizes(raw), qkv_bias=True)
 
 
 _MEGATRON = "decoder.layers.{layer}."

@@ -8,8 +8,8 @@ from typing import Any
 from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture, Experts
 from dapo_mega.models.families import ModelFamily, TensorRule
+from dapo_mega.models.hf_sizes import common_sizes
 from dapo_mega.models.layouts import Layout
-from dapo_mega.models.rope import unscaled_rope_theta
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
@@ -17,24 +17,12 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
         raise InputError(
             "qwen3_moe with dense layers in between (mlp_only_layers, decoder_sparse_step) is not supported"
         )
-    if raw.get("use_sliding_window") or raw.get("attention_bias"):
-        raise InputError("qwen3_moe with use_sliding_window=true or attention_bias=true is not supported")
-    heads = raw["num_attention_heads"]
+    if raw.get("attention_bias"):
+        raise InputError("qwen3_moe with attention_bias=true is not supported")
     # transformers 4 writes num_experts, transformers 5 num_local_experts.
     num_experts = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
     return Architecture(
-        model_type="qwen3_moe",
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=raw.get("num_key_value_heads", heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        vocab_size=raw["vocab_size"],
-        max_positions=raw["max_position_embeddings"],
-        norm_epsilon=raw["rms_norm_eps"],
-        rope_theta=unscaled_rope_theta(raw),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        **common_sizes(raw),
         qkv_bias=False,
         qk_norm=True,
         experts=Experts(

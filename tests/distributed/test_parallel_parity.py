@@ -186,6 +186,16 @@ def test_deterministic_algorithms_are_used_where_asked_for(dense):
     assert {name for name, result in dense.items() if result["deterministic"]} == {"deterministic"}
 
 
+@pytest.mark.parametrize("name", ["ep2", "vpp2x2_ep2", "dp2"])
+def test_every_token_goes_to_the_same_experts_under_expert_parallelism(experts, name):
+    """These layouts pad nothing, so the counts are those of the same tokens."""
+    expected = experts["one"]["routing"]
+    assert expected.shape == (4, 4)
+    assert len({int(total) for total in expected.sum(1)}) == 1, "two experts for every token in every layer"
+    assert bool((expected.max(1).values > expected.min(1).values).all()), "experts are chosen unequally"
+    assert torch.equal(experts[name]["routing"], expected)
+
+
 def test_auxiliary_losses_act_and_are_equal_under_expert_parallelism(experts):
     """They are means over micro-batches, so only layouts that split alike can be compared."""
     assert_learns_the_same(experts["auxiliary_ep2"], experts["auxiliary_dp2"])

@@ -76,7 +76,7 @@ def run_case(model_dir, case, checkpoints):
         counts.append(len(micro_batches))
         if update == done:
             # Sums over all tokens tell whether every token was scored, wherever it was.
-            own = policy.score(micro_batches)
+            own, routing = counting_routes(policy, micro_batches)
             scores = [
                 float(sum(s.logprobs.double().sum() for s in own)),
                 float(sum(s.entropy.double().sum() for s in own)),
@@ -107,7 +107,29 @@ def run_case(model_dir, case, checkpoints):
         "expert_biases": biases,
         "resumed": done > 0,
         "deterministic": deterministic,
+        "routing": routing,
     }
+
+
+def counting_routes(policy, micro_batches):
+    """Scores, and how many tokens of all processes each layer's router sent to each expert [layers, experts]."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    experts = policy.arch.experts.number if policy.arch.experts else 1
+    counts = torch.zeros(policy.arch.num_layers, experts, dtype=torch.int64)
+
+    def count(router, inputs, output):
+        counts[router.layer_number - 1] += output[1].sum(0)
+
+    routers = [module for chunk in policy.chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    handles = [router.register_forward_hook(count) for router in routers]
+    scores = policy.score(micro_batches)
+    for handle in handles:
+        handle.remove()
+    dist.all_reduce(counts, group=policy.processes.control)
+    return scores, counts
 
 
 def all_processes_sum(policy, values):
