@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.algorithms import group_advantages
+from dapo_mega.algorithms.aggregation import AggregationKind
 from dapo_mega.config import RunConfig
 from dapo_mega.handover import HandoverGroups, broadcast_headers, distribute_samples
 from dapo_mega.packing import (
@@ -104,6 +105,24 @@ class PackingLayout:
     segment_multiple: int = 1
 
 
+def build_for_layout(
+    columns: SampleColumns,
+    indices: Sequence[int],
+    layout: PackingLayout,
+    aggregation: AggregationKind,
+    max_response_tokens: int,
+) -> MicroBatch:
+    """The samples `indices` as one micro-batch with the lengths that the layout asks for."""
+    return build_micro_batch(
+        columns,
+        indices,
+        aggregation=aggregation,
+        max_response_tokens=max_response_tokens,
+        multiple_of=layout.multiple_of,
+        segment_multiple=layout.segment_multiple,
+    )
+
+
 def plan_step(lengths: npt.NDArray[np.int64], config: RunConfig, layout: PackingLayout) -> StepPlan:
     """Cut the step's samples, of `lengths` [S] tokens, into mini-batches of whole groups and plan each one.
 
@@ -185,18 +204,9 @@ def _pack(
     layout: PackingLayout,
 ) -> StepBatch:
     """One rank's mini-batches, given as indices into `columns`, with the measures of `plan`."""
+    aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     packed = tuple(
-        tuple(
-            build_micro_batch(
-                columns,
-                indices,
-                aggregation=config.algorithm.aggregation,
-                max_response_tokens=config.rollout.max_response_tokens,
-                multiple_of=layout.multiple_of,
-                segment_multiple=layout.segment_multiple,
-            )
-            for indices in mini_batch
-        )
+        tuple(build_for_layout(columns, indices, layout, aggregation, longest) for indices in mini_batch)
         for mini_batch in mini_batches
     )
     return StepBatch(packed, plan.packing_efficiency, plan.budget_fill, plan.rank_imbalance)

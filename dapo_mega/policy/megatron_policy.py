@@ -19,11 +19,11 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from torch import Tensor
 
 from dapo_mega.algorithms.aggregation import AggregationKind
-from dapo_mega.batching import PackingLayout
+from dapo_mega.batching import PackingLayout, build_for_layout
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.handover import leaving_together
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
-from dapo_mega.packing import MicroBatch, SampleColumns, build_micro_batch, context_slice, plan_micro_batches
+from dapo_mega.packing import MicroBatch, SampleColumns, context_slice, plan_micro_batches
 from dapo_mega.policy.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
 from dapo_mega.policy.model import build_chunks, transformer_config, unwrapped, with_gradients
 from dapo_mega.policy.objectives import Objective, TokenBatch
@@ -64,7 +64,6 @@ class ScoringModel:
         self.arch: Architecture = arch
         self.processes = processes
         self.parallel = parallel
-        self.temperature = temperature
         self.config = transformer_config(arch, model, parallel, compute)
         self.layout = ChunkLayout(family, arch, parallel.pipeline, parallel.virtual_pipeline)
         self._plan_attention = not uses_transformer_engine(model)
@@ -116,16 +115,7 @@ class ScoringModel:
             segment_multiple=layout.segment_multiple,
         )
         return [
-            self.share(
-                build_micro_batch(
-                    columns,
-                    indices,
-                    aggregation=aggregation,
-                    max_response_tokens=max_response_tokens,
-                    multiple_of=layout.multiple_of,
-                    segment_multiple=layout.segment_multiple,
-                )
-            )
+            self.share(build_for_layout(columns, indices, layout, aggregation, max_response_tokens))
             for indices in plan[self.processes.data_rank]
         ]
 
