@@ -5,13 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from dapo_mega.config import ParallelConfig, divisors
 from dapo_mega.errors import InputError
+from dapo_mega.models.rope import RopeScaling, unscaled_frequencies
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Group-limited routing: a token's experts come from `per_token` of `number` equal groups of experts."""
+
+    number: int
+    per_token: int
+    ranked_by: Literal["best", "sum"]
+    """What a group is worth to a token: the score of its best expert (DeepSeek-V2), or the sum of its best
+    `Experts.per_token // per_token` scores (DeepSeek-V3, Megatron-Core)."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that replaces every layer's MLP: each token goes to `per_token` of `number` experts."""
+    """The mixture of experts that replaces a layer's MLP: each token goes to `per_token` of `number` experts."""
 
     number: int
     per_token: int
@@ -20,6 +34,32 @@ class Experts:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become weights."""
+    scaling: float = 1.0
+    """What the weights of a token's experts are multiplied by."""
+    groups: ExpertGroups | None = None
+    has_router_bias: bool = False
+    """Whether the checkpoint stores biases that are added to the scores where experts are chosen."""
+    shared_ffn_hidden_size: int | None = None
+    """Inner size of the expert that every token goes to besides, if there is one."""
+    gates_shared: bool = False
+    """Whether the shared expert's output is weighted by a sigmoid of the token."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that keep their MLP, counted from 0."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): queries, keys and values are projected
+    up from latent vectors, and only a part of each query and key, shared by all heads of the keys, is rotated."""
+
+    query_rank: int | None
+    """Size of the queries' latent vector; None: queries are projected from the hidden states."""
+    key_value_rank: int
+    unrotated_head_dim: int
+    rotated_head_dim: int
+    value_head_dim: int
+    yarn_weights: tuple[float, float] | None = None
+    """How much YaRN magnifies rotated queries and keys, and whole ones (`mscale` and `mscale_all_dim`)."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +79,37 @@ class Architecture:
     rope_theta: float
     tied_embeddings: bool
     qkv_bias: bool
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """How many keys a query sees at most, its own position included; None: all before it."""
+    output_bias: bool = False
+    """Whether the projection behind the attention has a bias."""
+    mlp_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    """If set, `head_dim` is that of queries and keys, rotated and unrotated parts together."""
+
+    @property
+    def inverse_frequencies(self) -> Tensor:
+        """Angles per position [head_dim / 2] in float32 of the pairs of a head's dimensions."""
+        if self.rope_scaling is None:
+            return unscaled_frequencies(self.rope_theta, self.head_dim)
+        return self.rope_scaling.inverse_frequencies(self.rope_theta, self.head_dim)
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What the products of queries and keys are multiplied by; None: head_dim ** -0.5.
+
+        YaRN's factor on rotated queries and keys goes into the scores as its square: whole heads are rotated.
+        """
+        if self.rope_scaling is None or self.rope_scaling.attention_factor == 1.0:
+            return None
+        return float(self.head_dim**-0.5 * self.rope_scaling.attention_factor**2)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
@@ -86,6 +155,12 @@ class Architecture:
             raise InputError(
                 f"parallel.expert_tensor={parallel.expert_tensor} does not divide the experts' "
                 f"moe_intermediate_size={self.experts.ffn_hidden_size}; set it to 1"
+            )
+        shared = self.experts.shared_ffn_hidden_size or 0
+        if shared % parallel.tensor:
+            raise InputError(
+                f"parallel.tensor={parallel.tensor} does not divide the shared expert's inner size {shared}; "
+                f"choose one of {divisors(shared)}"
             )
         if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
             # Megatron 0.16 keeps the gradients of such experts in the buffers of the dense parameters and never sums

@@ -1,22 +1,36 @@
 """The table of one model family, and the look-up of the family a checkpoint belongs to.
 
-Adding a family means adding one file beside `qwen2.py` that defines `FAMILY`, and naming it in `_FAMILIES`.
+Adding a family means adding one file to this folder, such as `qwen2.py`. It defines `FAMILY`, a `ModelFamily` with
+
+- `model_type` as the family's `config.json` spells it;
+- `read`, which makes an `Architecture` of `config.json`: `hf_sizes.common_sizes` reads what families write alike, given
+  the values that transformers' configuration class of the family has for keys left out; what the policy does not
+  compute is refused by name;
+- the rules of its tensors, most of them from `decoder_rules`. A parameter of the policy without a rule, and a rule
+  without a tensor in the checkpoint, are errors when a model is loaded.
+
+It is found by being there. Given a maker of tiny models of it in `tests/distributed/tiny.py`, the tests compare it with
+transformers in every layout.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.layouts import Layout
 
-_FAMILIES = {"qwen2": "dapo_mega.models.qwen2", "qwen3_moe": "dapo_mega.models.qwen3_moe"}
+
+def _always(_: Architecture) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -25,12 +39,14 @@ class TensorRule:
 
     `megatron` lists the names the parameter has under the local and the Transformer Engine layers (the latter
     fuse a norm into the linear layer behind it). `{layer}` stands for the global layer number, `{expert}` for the
-    global number of an expert.
+    global number of an expert. `applies` tells which models have the parameter, and `layers` which of their layers.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    applies: Callable[[Architecture], bool] = _always
+    layers: Literal["all", "dense", "experts"] = "all"
 
     @property
     def per_expert(self) -> bool:
@@ -65,6 +81,8 @@ class ModelFamily:
     before_layers: tuple[TensorRule, ...]
     per_layer: tuple[TensorRule, ...]
     after_layers: tuple[TensorRule, ...]
+    drops_further_layers: bool = False
+    """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a model chunk that holds `layers`, in checkpoint order.
@@ -72,26 +90,40 @@ class ModelFamily:
         With tied embeddings the output layer is not listed: it has no tensor of its own.
         """
         if first_stage:
-            yield from (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in self.before_layers)
+            yield from self._outside_layers(arch, self.before_layers)
+        per_layer = [rule for rule in self.per_layer if rule.applies(arch)]
         for layer in layers:
-            for rule in self.per_layer:
+            absent = "dense" if arch.has_experts(layer) else "experts"
+            for rule in per_layer:
+                if rule.layers == absent:
+                    continue
                 if rule.per_expert:
                     assert arch.experts
                     yield from (rule.placed(layer, expert) for expert in range(arch.experts.number))
                 else:
                     yield rule.placed(layer)
         if last_stage:
-            for rule in self.after_layers:
-                if not (arch.tied_embeddings and rule.megatron == ("output_layer.weight",)):
-                    yield PlacedTensor(rule.megatron, rule.hf, rule.layout)
+            yield from self._outside_layers(arch, self.after_layers)
+
+    @staticmethod
+    def _outside_layers(arch: Architecture, rules: tuple[TensorRule, ...]) -> Iterator[PlacedTensor]:
+        return (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in rules if rule.applies(arch))
+
+
+@cache
+def families() -> Mapping[str, ModelFamily]:
+    """All families by `model_type`: those of the modules beside this one that define `FAMILY`."""
+    package = importlib.import_module(__package__)
+    names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{__package__}.")]
+    modules = [vars(importlib.import_module(name)) for name in names]
+    return {module["FAMILY"].model_type: module["FAMILY"] for module in modules if "FAMILY" in module}
 
 
 def find_family(model_type: str) -> ModelFamily:
     """The table of a Hugging Face `model_type`; refuses families that have none."""
-    if model_type not in _FAMILIES:
-        raise InputError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(_FAMILIES))}")
-    family: ModelFamily = importlib.import_module(_FAMILIES[model_type]).FAMILY
-    return family
+    if model_type not in families():
+        raise InputError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(families()))}")
+    return families()[model_type]
 
 
 def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_mega.errors import InputError
+from dapo_mega.models.rope import rope_sizes
 
 
-def common_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Architecture` that every family writes alike. Raises KeyError for one that is missing."""
-    if raw.get("use_sliding_window"):
-        raise InputError("use_sliding_window=true is not supported; set it to false in config.json")
+def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Architecture` that every family writes alike.
+
+    `defaults` are the values that the family's configuration class in transformers has for keys left out. Raises
+    KeyError for a key that is missing without one, InputError naming what is not supported.
+    """
+    raw = {**defaults, **raw}
+    _refuse_unsupported(raw)
     heads = raw["num_attention_heads"]
     return {
         "model_type": raw["model_type"],
@@ -19,24 +24,39 @@ def common_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": raw["hidden_size"],
         "ffn_hidden_size": raw["intermediate_size"],
         "num_attention_heads": heads,
-        "num_query_groups": raw.get("num_key_value_heads", heads),
+        "num_query_groups": raw["num_key_value_heads"] or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "vocab_size": raw["vocab_size"],
         "max_positions": raw["max_position_embeddings"],
-        "norm_epsilon": raw["rms_norm_eps"],
-        "rope_theta": _unscaled_rope_theta(raw),
+        "norm_epsilon": raw.get("rms_norm_eps", 1e-6),
+        **rope_sizes(raw),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
     }
 
 
-def _unscaled_rope_theta(raw: Mapping[str, Any]) -> float:
-    """The base of the rotations; InputError for scaled ones."""
-    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one record rope_parameters.
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type != "default":
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """InputError for a switch that changes what the model computes and that the policy does not know."""
+    if raw.get("quantization_config"):
         raise InputError(
-            f"rope scaling of type {rope_type!r} is not supported for {raw.get('model_type')}; only unscaled rope is"
+            f"the {raw['model_type']} checkpoint has a quantization_config and only unquantized weights are trained; "
+            "take it in bf16 or float32"
         )
-    return float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    for key in ("use_sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(key):
+            raise InputError(
+                f"{key}={raw[key]} in config.json is not supported for {raw['model_type']}; take a model without it"
+            )
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise InputError(f"hidden_act={activation!r} is not supported for {raw['model_type']}; only 'silu' is")
+    if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise InputError(
+            f"layer_types {sorted(others)} are not supported for {raw['model_type']}; take a model with full_attention"
+        )
+
+
+def sparse_dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers without experts, counted from 0, as Qwen's mixtures name them: `mlp_only_layers`, and all but every
+    `decoder_sparse_step`-th layer."""
+    step = raw.get("decoder_sparse_step") or 1
+    listed = raw.get("mlp_only_layers") or ()
+    return frozenset(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)

@@ -21,6 +21,8 @@ class Layout(Enum):
 
     REPLICATED = "replicated"
     """The same on every tensor-parallel rank."""
+    COLUMN = "column"
+    """[out, in] cut along `out` (ColumnParallelLinear)."""
     ROW = "row"
     """[out, in] cut along `in` (RowParallelLinear)."""
     VOCAB = "vocab"
@@ -35,12 +37,15 @@ def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp
     """This rank's Megatron tensor from the full Hugging Face tensors, given in the rule's order."""
     if layout is Layout.REPLICATED:
         return tensors[0]
+    if layout is Layout.COLUMN:
+        return tensors[0].chunk(tp_size)[tp_rank]
     if layout is Layout.ROW:
         return tensors[0].chunk(tp_size, dim=1)[tp_rank]
     if layout is Layout.VOCAB:
-        padding = arch.padded_vocab_size(tp_size) - arch.vocab_size
-        full = torch.nn.functional.pad(tensors[0], (0, 0, 0, padding)) if padding else tensors[0]
-        return full.chunk(tp_size)[tp_rank]
+        rows = arch.padded_vocab_size(tp_size) // tp_size
+        shard = tensors[0][tp_rank * rows : (tp_rank + 1) * rows]
+        padding = rows - len(shard)
+        return torch.nn.functional.pad(shard, (0, 0, 0, padding)) if padding else shard
     if layout is Layout.GATE_UP:
         return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
     groups = arch.num_query_groups
@@ -55,6 +60,8 @@ def merge_shards(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -
     """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`."""
     if layout is Layout.REPLICATED:
         return [shards[0]]
+    if layout is Layout.COLUMN:
+        return [torch.cat(list(shards))]
     if layout is Layout.ROW:
         return [torch.cat(list(shards), dim=1)]
     if layout is Layout.VOCAB:

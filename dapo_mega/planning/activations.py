@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.errors import InputError
 from dapo_mega.planning.parameters import DTYPE_BYTES
 from dapo_mega.planning.placement import Chunk, Placement
 
@@ -37,14 +38,20 @@ class MicroBatchShape:
         return sum(self.lengths)
 
     @property
-    def padded_tokens(self) -> int:
-        """Positions of the local attention's blocks: sequences down to 4/5 of a block's longest are padded to it."""
-        total, rest = 0, sorted(self.lengths, reverse=True)
+    def blocks(self) -> list[tuple[int, int]]:
+        """Rows and length of the local attention's blocks: sequences down to 4/5 of a block's longest are padded to
+        it."""
+        blocks, rest = [], sorted(self.lengths, reverse=True)
         while rest:
-            block = [length for length in rest if 5 * length >= 4 * rest[0]]
-            total += len(block) * rest[0]
-            rest = rest[len(block) :]
-        return total
+            rows = sum(5 * length >= 4 * rest[0] for length in rest)
+            blocks.append((rows, rest[0]))
+            rest = rest[rows:]
+        return blocks
+
+    @property
+    def padded_tokens(self) -> int:
+        """Positions of the local attention's blocks."""
+        return sum(rows * length for rows, length in self.blocks)
 
     @property
     def has_one_length(self) -> bool:
@@ -79,6 +86,11 @@ class ActivationModel:
         shape: MicroBatchShape,
         kind: LayerKind,
     ) -> None:
+        if placement.arch.latent_attention:
+            raise InputError(
+                f"activations of multi-head latent attention ({placement.arch.model_type}) are not modelled; "
+                f"measure the memory of a step"
+            )
         self.placement = placement
         self.compute = compute
         self.shape = shape
@@ -92,80 +104,80 @@ class ActivationModel:
         self.operand = 1 if compute.fp8.enabled else self.element
 
     def handed_on(self, chunk: Chunk) -> float:
-        """Hidden states that the pipeline schedule holds beside what autograd keeps: a chunk's input, unless autograd
-        keeps the same, and its output."""
-        recomputes_norm = self._recomputes("layernorm") or self.compute.recompute == "full"
-        is_kept = self._norm_keeps_hidden or recomputes_norm
-        return self.hidden * ((not chunk.is_first and not is_kept) + (not chunk.is_last))
+        """Hidden states that the pipeline schedule holds beside what autograd keeps: a chunk's output. Its input is
+        kept by its first norm."""
+        return self.hidden * (not chunk.is_last)
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
         total = self._before_layers(chunk) + self.after_layers(chunk) + self._attention_plan()
         if self.compute.recompute == "full":
             return total + self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
-        return total + self.kept_layer().total * chunk.num_layers
+        return total + sum(self.kept_layer(layer).total for layer in chunk.layers)
 
     def recomputed_peak(self, chunk: Chunk) -> float:
         """Bytes by which recomputing in the backward pass of `chunk` exceeds what the end of its forward pass holds."""
         head = self.after_layers(chunk)
         if self.compute.recompute == "full":
-            group = self.whole_layer().total * min(self.compute.recompute_layers, chunk.num_layers)
+            size = self.compute.recompute_layers
+            groups = [chunk.layers[start : start + size] for start in range(0, chunk.num_layers, size)]
+            group = max(sum(self.whole_layer(layer).total for layer in layers) for layers in groups)
             # The first norm keeps the hidden states that the group was given.
-            group -= self.hidden if self._norm_keeps_hidden else 0.0
-            return max(0.0, group - head)
-        whole, kept = self.whole_layer(), self.kept_layer()
-        # A recomputed norm's input is still there, whether or not the norm keeps it itself.
-        inputs = self.hidden if self._recomputes("layernorm") and not self._norm_keeps_hidden else 0.0
-        late = inputs + (whole.late_norm - kept.late_norm) + (whole.mlp - kept.mlp)
-        # The attention is recomputed when all that lies behind it in its layer is gone.
-        early = inputs + whole.norm - kept.norm + self._recomputed_attention() - kept.late_norm - kept.mlp
-        early = early if self._recomputes("core_attn", "layernorm") else 0.0
-        return max(0.0, late - head, early - head)
+            return max(0.0, group - self.hidden - head)
+        return max(0.0, *(self._repeated_bytes(layer) - head for layer in chunk.layers))
 
-    def kept_layer(self) -> LayerBytes:
+    def _repeated_bytes(self, layer: int) -> float:
+        """Bytes by which selective recomputing of one layer exceeds what its forward pass kept."""
+        whole, kept = self.whole_layer(layer), self.kept_layer(layer)
+        repeated = whole.mlp - kept.mlp
+        if self.placement.arch.has_experts(layer) and not self._recomputes("moe"):
+            # A shared expert's turn comes when the others have done their backward pass.
+            repeated = max(0.0, repeated - self._experts())
+        late = (whole.late_norm - kept.late_norm) + repeated
+        # The attention is recomputed when all that lies behind it in its layer is gone.
+        early = whole.norm - kept.norm + self._recomputed_attention() - kept.late_norm - kept.mlp
+        early = early if self._recomputes("core_attn", "layernorm") else 0.0
+        return max(late, early)
+
+    def kept_layer(self, number: int) -> LayerBytes:
         """One layer with what selective recompute leaves out."""
-        layer = self.whole_layer()
+        layer = self.whole_layer(number)
+        has_experts = self.placement.arch.has_experts(number)
         if self._recomputes("core_attn"):
             layer = layer._replace(attention=self._attention_inputs())
         if self._recomputes("layernorm") and self.is_local:
             layer = layer._replace(norm=self.hidden, late_norm=self.hidden)
-        elif self._recomputes("layernorm") and self.placement.arch.experts:
+        elif self._recomputes("layernorm") and has_experts:
             layer = layer._replace(late_norm=self.hidden)
-        if self._recomputes("mlp") and not self.placement.arch.experts:
+        if self._recomputes("moe" if has_experts else "mlp"):
             layer = layer._replace(mlp=0.0)
-        if self._recomputes("moe"):
-            layer = layer._replace(mlp=0.0)
+        elif self._recomputes("shared_experts") and has_experts:
+            layer = layer._replace(mlp=layer.mlp - self._shared_expert())
         return layer
 
-    def whole_layer(self) -> LayerBytes:
+    def whole_layer(self, number: int) -> LayerBytes:
         """One layer without recompute."""
+        has_experts = self.placement.arch.has_experts(number)
         return LayerBytes(
             self._norm(fused=not self.is_local),
             self._local_attention() if self.is_local else self._te_attention(),
             self._around_attention(),
-            self._norm(fused=not self.is_local and self.placement.arch.experts is None),
-            self._experts() if self.placement.arch.experts else self._mlp(),
+            self._norm(fused=not self.is_local and not has_experts),
+            self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
         )
-
-    @property
-    def _norm_keeps_hidden(self) -> bool:
-        """Whether a norm keeps its input itself, and not a float32 copy of it."""
-        return not self.is_local or self.element == 4
 
     @property
     def _keeps_projection(self) -> bool:
         """Whether the norm of the keys keeps the whole product that they, the queries and the values are a view of."""
-        return self.is_local and self.element == 4 and self.placement.arch.qk_norm
+        return self.is_local and self.placement.arch.qk_norm
 
     def _recomputes(self, *modules: str) -> bool:
         chosen: tuple[str, ...] = self.compute.recompute_modules
         return self.compute.recompute == "selective" and any(module in chosen for module in modules)
 
     def _norm(self, *, fused: bool) -> float:
-        """Input, reciprocal root, output; the local norm keeps its float32 input and its normed input as well."""
+        """Input, reciprocal root, output."""
         tokens, width = self.shared_tokens, self.placement.arch.hidden_size
-        if self.is_local:
-            return tokens * (4 * width + 4 + 2 * width * self.element)
         return tokens * (width * self.element + 4 + width * (self.operand if fused else self.element))
 
     def _around_attention(self) -> float:
@@ -174,7 +186,7 @@ class ActivationModel:
         size, keys = arch.head_dim, self.placement.key_heads
         total = 0.0
         if arch.qk_norm:
-            total += (heads + keys) * (4 + size * ((4 + self.element) if self.is_local else self.element))
+            total += (heads + keys) * (4 + size * self.element)
         if self._keeps_projection:
             # Queries are copied out of it where several share one of several keys.
             total += size * self.element * (heads + keys if heads > keys > 1 else keys)
@@ -217,7 +229,7 @@ class ActivationModel:
         row = heads * self.placement.arch.head_dim * _FLOAT
         if self.placement.parallel.context > 1:
             return self._local_attention_of_pieces(row)
-        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads)
+        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads) + self._window_masks()
         if self._attends_in_place:
             # The output is the output projection's input.
             total -= self.tokens * row
@@ -226,6 +238,11 @@ class ActivationModel:
                 total -= self.tokens * row
                 total += self.tokens * 3 * row if with_inputs and not self._keeps_projection else 0.0
         return total
+
+    def _window_masks(self) -> float:
+        """One mask for each block that is longer than the sliding window."""
+        window = self.placement.arch.sliding_window
+        return sum(_FLOAT * length**2 for _, length in self.shape.blocks if window and length > window)
 
     def _local_attention_of_pieces(self, row: float) -> float:
         context = self.placement.parallel.context
@@ -241,12 +258,20 @@ class ActivationModel:
         heads, keys = self.placement.query_heads, self.placement.key_heads
         return self.tokens * (2 * (heads + keys) * self.placement.arch.head_dim * self.element + 4 * heads)
 
-    def _mlp(self) -> float:
-        inner = self.placement.arch.ffn_hidden_size / self.placement.parallel.tensor
+    def _mlp(self, ffn_hidden_size: int) -> float:
+        inner = ffn_hidden_size / self.placement.parallel.tensor
         if self.is_local:
-            # Gate and up together, silu(gate), up once more, their product.
-            return self.tokens * 5 * inner * self.element
+            # Gate and up together, silu(gate), its product with up.
+            return self.tokens * 4 * inner * self.element
         return self.tokens * inner * (2 * self.element + self.operand)
+
+    def _shared_expert(self) -> float:
+        experts = self.placement.arch.experts
+        if experts is None or experts.shared_ffn_hidden_size is None:
+            return 0.0
+        # Its output and its gate are kept for each other's gradient.
+        gated = self.hidden + self.shared_tokens * self.element if experts.gates_shared else 0.0
+        return self._mlp(experts.shared_ffn_hidden_size) + gated
 
     def _experts(self) -> float:
         arch, parallel = self.placement.arch, self.placement.parallel
@@ -257,7 +282,7 @@ class ActivationModel:
         rows = self.shared_tokens * experts.per_token * parallel.expert_tensor * self.shape.expert_load
         inner = experts.ffn_hidden_size / parallel.expert_tensor
         if self.is_local:
-            return routing + rows * (arch.hidden_size * self.element + 6 * inner * self.element + 4)
+            return routing + rows * (arch.hidden_size * self.element + 5 * inner * self.element + 4)
         kept_product = 0 if self._recomputes("moe_act") else self.operand
         return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
 

@@ -70,20 +70,22 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     layers = arch.num_layers / parallel.pipeline
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
-    # An all-reduce, or a gathering and a scattering, around attention and MLP; sequence parallelism gathers the
-    # inputs once more for the weights' gradients. Embedding and output layer have one each.
+    # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
+    # gathers the inputs once more for the weights' gradients. Embedding and output layer have one each.
     experts = arch.experts
-    blocks = 1 if experts else 2
-    tensor = (passes * blocks * layers + forward + backward) * 2 * hidden * ring
+    with_experts = sum(map(arch.has_experts, range(arch.num_layers))) / parallel.pipeline
+    has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
+    blocks = 2 * layers - (0 if has_shared else with_experts)
+    tensor = (passes * blocks + forward + backward) * 2 * hidden * ring
     if parallel.sequence:
-        tensor += backward * blocks * layers * hidden * ring
+        tensor += backward * blocks * hidden * ring
     keys = 2 * placement.key_heads * arch.head_dim * element * tokens
     # The ring of Transformer Engine passes keys and values again backwards, beside their gradients.
     context = (passes + backward * (kind != "local")) * layers * keys * (parallel.context - 1)
     routed = shared * experts.per_token * arch.hidden_size * element if experts else 0.0
     ring_experts = (parallel.expert - 1) / parallel.expert
-    expert = passes * layers * 2 * routed * ring_experts
-    cut = passes * layers * 2 * routed * (parallel.expert_tensor - 1)
+    expert = passes * with_experts * 2 * routed * ring_experts
+    cut = passes * with_experts * 2 * routed * (parallel.expert_tensor - 1)
     # Stages between others send outputs forward and gradients backward; of two, the first has nobody before its first.
     virtual = parallel.virtual_pipeline
     sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)

@@ -120,8 +120,12 @@ def engine_weight_bytes(engine: EngineLayout, num_parameters: int) -> float:
 
 
 def cache_bytes_per_token(placement: Placement, engine: EngineLayout) -> float:
-    """Keys and values of one token in all layers, on one GPU of an engine, which holds at least one head."""
+    """Keys and values of one token in all layers, on one GPU of an engine, which holds at least one head of them."""
     arch = placement.arch
+    if arch.latent_attention:
+        # The latent vectors, on each GPU all of them.
+        latent = arch.latent_attention.key_value_rank + arch.latent_attention.rotated_head_dim
+        return float(arch.num_layers * latent * DTYPE_BYTES[engine.dtype])
     heads = -(-arch.num_query_groups // engine.tensor)
     return 2.0 * arch.num_layers * heads * arch.head_dim * DTYPE_BYTES[engine.dtype]
 
@@ -129,10 +133,9 @@ def cache_bytes_per_token(placement: Placement, engine: EngineLayout) -> float:
 def _layer_gradients(model: ActivationModel) -> float:
     """Gradients within one MLP, the widest part of a layer: of its product, of gate and up, of its input and output."""
     arch, parallel = model.placement.arch, model.placement.parallel
+    widths = [(model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size)]
     if arch.experts:
         rows = model.shared_tokens * arch.experts.per_token * parallel.expert_tensor
-        inner = rows * arch.experts.ffn_hidden_size / parallel.expert_tensor
-        outer = rows * arch.hidden_size
-    else:
-        inner, outer = model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size
-    return model.element * (3 * inner + 2 * outer)
+        widths = widths if arch.experts.dense_layers else []
+        widths.append((rows * arch.experts.ffn_hidden_size / parallel.expert_tensor, rows * arch.hidden_size))
+    return model.element * max(3 * inner + 2 * outer for inner, outer in widths)

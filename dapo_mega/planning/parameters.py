@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.planning.placement import Chunk, Placement
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
+    from dapo_mega.models.architecture import Experts
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GRADIENT_BYTES = 4
@@ -39,28 +40,20 @@ class ParameterBytes:
 
 def num_parameters(arch: Architecture) -> int:
     """Weights of the whole model, embeddings included."""
-    return arch.num_layers * _layer_parameters(arch, arch.experts.number if arch.experts else 0) + _end_parameters(arch)
+    dense, experts = _whole_model(arch)
+    return dense + experts
 
 
 def num_active_parameters(arch: Architecture) -> int:
     """Weights that one token meets: of a mixture of experts only the chosen ones."""
-    chosen = arch.experts.per_token if arch.experts else 0
-    return arch.num_layers * _layer_parameters(arch, chosen) + _end_parameters(arch)
+    dense, experts = _whole_model(arch)
+    return dense + (experts * arch.experts.per_token // arch.experts.number if arch.experts else 0)
 
 
-def _layer_parameters(arch: Architecture, experts: int) -> int:
-    heads, groups = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
-    attention = arch.hidden_size * (2 * heads + 2 * groups) + arch.qkv_bias * (heads + 2 * groups)
-    attention += 2 * arch.head_dim * arch.qk_norm
-    if arch.experts:
-        mlp = arch.hidden_size * (arch.experts.number + 3 * arch.experts.ffn_hidden_size * experts)
-    else:
-        mlp = 3 * arch.hidden_size * arch.ffn_hidden_size
-    return attention + mlp + 2 * arch.hidden_size
-
-
-def _end_parameters(arch: Architecture) -> int:
-    return arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2) + arch.hidden_size
+def _whole_model(arch: Architecture) -> tuple[int, int]:
+    """Weights outside experts, and of all experts together."""
+    whole, chunk = Placement(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
+    return sum(dense_numels(whole, chunk)), sum(expert_numels(whole, chunk))
 
 
 def stage_bytes(placement: Placement, stage: int, model: ModelConfig, compute: ComputeConfig) -> ParameterBytes:
@@ -85,24 +78,69 @@ def stage_buffers(
 
 def dense_numels(placement: Placement, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
-    arch, tensor = placement.arch, placement.parallel.tensor
-    hidden = arch.hidden_size
-    queries, keys = placement.query_heads * arch.head_dim, placement.key_heads * arch.head_dim
-    layer = [hidden, (queries + 2 * keys) * hidden, queries * hidden, hidden]
-    if arch.qkv_bias:
-        layer.append(queries + 2 * keys)
-    if arch.qk_norm:
-        layer += [arch.head_dim, arch.head_dim]
-    if arch.experts:
-        layer.append(arch.experts.number * hidden)
-    else:
-        layer += [2 * arch.ffn_hidden_size // tensor * hidden, arch.ffn_hidden_size // tensor * hidden]
-    embedding = placement.vocabulary * hidden
-    ends = [embedding] if chunk.is_first else []
+    arch = placement.arch
+    numels: list[int] = []
+    for layer in chunk.layers:
+        numels += [arch.hidden_size, arch.hidden_size]
+        numels += [*attention_matrices(placement), *_attention_vectors(placement)]
+        if arch.experts and arch.has_experts(layer):
+            numels += _routing_numels(placement, arch.experts)
+        else:
+            numels += _mlp_numels(placement)
+    embedding = placement.vocabulary * arch.hidden_size
+    if chunk.is_first:
+        numels.append(embedding)
     if chunk.is_last:
         # Tied weights of two stages are two copies.
-        ends += [hidden] if arch.tied_embeddings and chunk.is_first else [hidden, embedding]
-    return layer * chunk.num_layers + ends
+        numels += [arch.hidden_size] if arch.tied_embeddings and chunk.is_first else [arch.hidden_size, embedding]
+    return numels
+
+
+def attention_matrices(placement: Placement) -> list[int]:
+    """Elements of the weights around a layer's attention on one process."""
+    arch, hidden = placement.arch, placement.arch.hidden_size
+    queries, keys = placement.query_heads * arch.head_dim, placement.key_heads * arch.head_dim
+    latent = arch.latent_attention
+    if latent is None:
+        return [(queries + 2 * keys) * hidden, queries * hidden]
+    up = placement.query_heads * (latent.unrotated_head_dim + latent.value_head_dim)
+    matrices = [
+        (latent.key_value_rank + latent.rotated_head_dim) * hidden,
+        latent.key_value_rank * up,
+        placement.query_heads * latent.value_head_dim * hidden,
+    ]
+    if latent.query_rank is None:
+        return [*matrices, queries * hidden]
+    return [*matrices, latent.query_rank * hidden, queries * latent.query_rank]
+
+
+def _attention_vectors(placement: Placement) -> list[int]:
+    """Elements of the biases and norms within a layer's attention."""
+    arch, latent = placement.arch, placement.arch.latent_attention
+    vectors = [latent.key_value_rank, latent.query_rank or 0] if latent else []
+    if arch.qkv_bias:
+        vectors.append((placement.query_heads + 2 * placement.key_heads) * arch.head_dim)
+    if arch.qk_norm:
+        vectors += [arch.head_dim, arch.head_dim]
+    if arch.output_bias:
+        vectors.append(arch.hidden_size)
+    return vectors
+
+
+def _mlp_numels(placement: Placement) -> list[int]:
+    inner = placement.arch.ffn_hidden_size // placement.parallel.tensor
+    numels = [2 * inner * placement.arch.hidden_size, inner * placement.arch.hidden_size]
+    return [*numels, 2 * inner, placement.arch.hidden_size] if placement.arch.mlp_bias else numels
+
+
+def _routing_numels(placement: Placement, experts: Experts) -> list[int]:
+    """The router and the shared expert."""
+    hidden = placement.arch.hidden_size
+    numels = [experts.number * hidden]
+    if experts.shared_ffn_hidden_size:
+        inner = experts.shared_ffn_hidden_size // placement.parallel.tensor
+        numels += [2 * inner * hidden, inner * hidden]
+    return [*numels, hidden] if experts.gates_shared else numels
 
 
 def expert_numels(placement: Placement, chunk: Chunk) -> list[int]:
@@ -111,15 +149,17 @@ def expert_numels(placement: Placement, chunk: Chunk) -> list[int]:
     if experts is None:
         return []
     one = experts.ffn_hidden_size // parallel.expert_tensor * placement.arch.hidden_size
-    return [2 * one, one] * (experts.number // parallel.expert * chunk.num_layers)
+    layers = sum(map(placement.arch.has_experts, chunk.layers))
+    return [2 * one, one] * (experts.number // parallel.expert * layers)
 
 
-def linear_elements(placement: Placement, chunk: Chunk) -> int:
-    """Elements of the weights of linear layers within the transformer layers, which FP8 applies to."""
-    arch = placement.arch
-    dense = sum(dense_numels(placement, Chunk(chunk.first_layer, chunk.num_layers, False, False)))
-    vectors = 2 * arch.hidden_size + (arch.experts.number * arch.hidden_size if arch.experts else 0)
-    return dense - vectors * chunk.num_layers + sum(expert_numels(placement, chunk))
+def linear_elements(placement: Placement, layer: int) -> int:
+    """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
+    arch, chunk = placement.arch, Chunk(layer, 1, is_first=False, is_last=False)
+    vectors = 2 * arch.hidden_size
+    if arch.experts and arch.has_experts(layer):
+        vectors += (arch.experts.number + arch.experts.gates_shared) * arch.hidden_size
+    return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))
 
 
 def fp8_weight_bytes(placement: Placement, stage: int, compute: ComputeConfig) -> int:
@@ -127,13 +167,10 @@ def fp8_weight_bytes(placement: Placement, stage: int, compute: ComputeConfig) -
     if not compute.fp8.enabled:
         return 0
     ends = compute.fp8.bf16_layers_at_ends
-    total = 0
-    for chunk in placement.chunks(stage):
-        inner = range(ends, placement.arch.num_layers - ends)
-        num_fp8 = sum(i in inner for i in range(chunk.first_layer, chunk.first_layer + chunk.num_layers))
-        share = linear_elements(placement, chunk) * num_fp8 // max(1, chunk.num_layers)
-        total += share * (_FP8_WEIGHT_BYTES - (DTYPE_BYTES["bf16"] if compute.fp8.params else 0))
-    return total
+    inner = range(ends, placement.arch.num_layers - ends)
+    layers = [layer for chunk in placement.chunks(stage) for layer in chunk.layers if layer in inner]
+    elements = sum(linear_elements(placement, layer) for layer in layers)
+    return elements * (_FP8_WEIGHT_BYTES - (DTYPE_BYTES["bf16"] if compute.fp8.params else 0))
 
 
 def _buffer_bytes(numels: list[int], shards: int, model: ModelConfig, compute: ComputeConfig) -> ParameterBytes:

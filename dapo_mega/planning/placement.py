@@ -21,6 +21,10 @@ class Chunk:
     is_first: bool
     is_last: bool
 
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
 
 @dataclass(frozen=True)
 class Placement:

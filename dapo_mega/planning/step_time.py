@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from dapo_mega.config import ParallelConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
+from dapo_mega.planning.parameters import attention_matrices
 from dapo_mega.planning.placement import Placement
 from dapo_mega.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from dapo_mega.models import Architecture
 
 
 @dataclass(frozen=True)
@@ -63,16 +69,22 @@ def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_paramet
 
 
 def layer_flops(placement: Placement, length: float) -> tuple[float, float]:
-    """(linear layers, attention) of one layer's forward pass, per token of a sequence of `length` tokens."""
+    """(linear layers, attention) of the mean layer's forward pass, per token of a sequence of `length` tokens."""
     arch = placement.arch
-    heads, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
-    linear = arch.hidden_size * (2 * heads + 2 * keys)
-    if arch.experts:
-        linear += arch.hidden_size * (arch.experts.number + 3 * arch.experts.ffn_hidden_size * arch.experts.per_token)
-    else:
-        linear += 3 * arch.hidden_size * arch.ffn_hidden_size
+    mlps = sum(_mlp_weights(arch, layer) for layer in range(arch.num_layers)) / arch.num_layers
+    values = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
     # A causal query sees half of the sequence: scores and weighted sum.
-    return 2.0 * linear, 2.0 * heads * length
+    attention = arch.num_attention_heads * (arch.head_dim + values) * length
+    return 2.0 * (sum(attention_matrices(Placement(arch, ParallelConfig(), 1))) + mlps), attention
+
+
+def _mlp_weights(arch: Architecture, layer: int) -> int:
+    """Weights that a token meets in a layer's MLP, or in its router and experts."""
+    experts = arch.experts
+    if experts is None or not arch.has_experts(layer):
+        return 3 * arch.hidden_size * arch.ffn_hidden_size
+    inner = experts.ffn_hidden_size * experts.per_token + (experts.shared_ffn_hidden_size or 0)
+    return arch.hidden_size * (experts.number + experts.gates_shared + 3 * inner)
 
 
 def generation_seconds(
@@ -125,10 +137,11 @@ def _recomputed_share(workload: Workload) -> float:
     if compute.recompute == "full":
         return 1.0
     linear, attention = layer_flops(workload.placement, workload.mean_length)
-    inner = arch.experts.ffn_hidden_size * arch.experts.per_token if arch.experts else arch.ffn_hidden_size
-    mlp = 6.0 * arch.hidden_size * inner
     chosen: tuple[str, ...] = compute.recompute_modules
-    repeated = attention * ("core_attn" in chosen) + mlp * ("moe" in chosen if arch.experts else "mlp" in chosen)
+    repeated = attention * ("core_attn" in chosen)
+    for layer in range(arch.num_layers):
+        if ("moe" if arch.has_experts(layer) else "mlp") in chosen:
+            repeated += 2.0 * _mlp_weights(arch, layer) / arch.num_layers
     return repeated / (linear + attention)
 
 

@@ -85,13 +85,15 @@ def _copy_of(module: types.ModuleType) -> types.ModuleType:
 
 
 def _redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.zeros(..., device="cuda") and the like: schedules, optimizer, gradient clipping, RNG tracker."""
+    """torch.zeros(..., device="cuda") and the like: schedules, optimizer, gradient clipping, RNG tracker. Memory is not
+    pinned (YaRN's frequencies under context parallelism)."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         wanted = kwargs.get("device")
         if wanted is not None and str(wanted).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

@@ -9,34 +9,26 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from torch import Tensor
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
+from dapo_mega.policy.local_layers import RMSNorm, swiglu
 from dapo_mega.policy.packed_attention import PackedAttention
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm. Megatron's WrappedTorchNorm refuses sequence parallelism; this one marks its weight
-    so that Megatron sums the weight's gradient over the tensor-parallel group."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # In float32 and with the weight applied after the cast back, as transformers does it.
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
+from dapo_mega.policy.routing import BestExpertGroupRouter
 
 
 def uses_transformer_engine(config: ModelConfig) -> bool:
@@ -102,26 +94,91 @@ def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
 
 
 def block_spec(
-    config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
-) -> TransformerBlockSubmodules | ModuleSpec:
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
-    kinds: dict[str, Any] = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
+    make_layer = _transformer_engine_layer if transformer_engine else _local_layer
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = {has_experts: make_layer(config, has_experts) for has_experts in set(map(arch.has_experts, chunk))}
+    if arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best" and True in layers:
+        layers[True].submodules.mlp.submodules.router = BestExpertGroupRouter
+    for layer in layers.values():
+        _add_biases(layer, arch)
+    return TransformerBlockSubmodules(
+        layer_specs=[layers[arch.has_experts(layer)] for layer in chunk],
+        layer_norm=LayerNormImpl if transformer_engine else RMSNorm,
+    )
+
+
+def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
+    if arch.output_bias:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_proj = _biased(attention.linear_proj)
+    if arch.mlp_bias:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+
+
+def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`linear` with a bias, whatever it is asked for: Megatron has one switch for the linear layers of all kinds."""
+
+    class Biased(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+            super().__init__(*args, bias=True, **kwargs)
+
+    return Biased
+
+
+def _kind(config: TransformerConfig, has_experts: bool) -> dict[str, Any]:
+    """What Megatron's layer specs are chosen by."""
+    return {
+        "num_experts": config.num_moe_experts if has_experts else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm and has_experts,
         "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
     }
-    if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(**kinds)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+
+
+def _transformer_engine_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(**_kind(config, has_experts))
+
+
+def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **_kind(config, has_experts))
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    names = layer.submodules.sharded_state_dict_keys_map
+    if config.multi_latent_attention:
+        # Megatron 0.16.1 takes Transformer Engine for installed in this module, and asks for its types.
+        multi_latent_attention.HAVE_TE = HAVE_TE
+        # Whole on every process, as Transformer Engine's are. Megatron cuts the local ones and gathers their outputs:
+        # the rotated part of the keys would get its gradient from the heads of one process only.
+        attention.linear_q_down_proj = Linear
+        attention.linear_kv_down_proj = Linear
+        attention.q_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        names |= {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    elif config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
-    if config.num_moe_experts:
+    _use_own_activation(layer.submodules.mlp)
+    if has_experts:
         # The norm before experts is a layer of its own in checkpoints of Transformer Engine layers too.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+        del names["pre_mlp_layernorm."]
+    return layer
+
+
+def _use_own_activation(mlp: ModuleSpec) -> None:
+    """`swiglu` in an MLP, or in all of a mixture of experts."""
+    for part in (getattr(mlp.submodules, name, None) for name in ("experts", "shared_experts")):
+        if part:
+            part.submodules.activation_func = swiglu
+    if isinstance(mlp.submodules, MLPSubmodules):
+        mlp.submodules.activation_func = swiglu

@@ -15,11 +15,14 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
+from dapo_mega.models.rope import YarnScaling
 from dapo_mega.policy.layer_specs import block_spec, uses_transformer_engine
 from dapo_mega.policy.output_layer import PolicyStage
 
@@ -28,10 +31,16 @@ def transformer_config(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
 ) -> TransformerConfig:
     """Megatron's description of `arch` in the given layout and precision."""
+    if arch.sliding_window and parallel.context > 1 and uses_transformer_engine(model):
+        raise InputError(
+            f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
+            "Transformer Engine's ring attention; set parallel.context=1"
+        )
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
-    config = TransformerConfig(
+    make_config = MLATransformerConfig if arch.latent_attention else TransformerConfig
+    config = make_config(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_hidden_size,
@@ -44,7 +53,10 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
+        softmax_scale=arch.softmax_scale,
+        # Megatron counts the keys before the query's own.
+        window_size=(arch.sliding_window - 1, 0) if arch.sliding_window else None,
+        qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -70,13 +82,17 @@ def transformer_config(
         perform_initialization=True,
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
         bias_activation_fusion=on_gpu,
+        # Megatron's switch for an activation that the layer spec names: on the CPU our own.
+        use_te_activation_func=not on_gpu,
         masked_softmax_fusion=False,
         bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=on_gpu and uses_transformer_engine(model),
+        # Megatron's fused rotation of latent attention exists for YaRN only.
+        apply_rope_fusion=on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
         # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         deterministic_mode=compute.deterministic,
         **_expert_settings(arch, model, compute),
+        **_latent_attention_settings(arch),
         **_recompute_settings(compute),
         **_fp8_settings(arch, compute),
     )
@@ -89,25 +105,62 @@ def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeCon
     settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if arch.experts is None:
         return settings
-    moe = compute.moe
+    experts, moe = arch.experts, compute.moe
     settings |= {
-        "num_moe_experts": arch.experts.number,
-        "moe_ffn_hidden_size": arch.experts.ffn_hidden_size,
-        "moe_router_topk": arch.experts.per_token,
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+        if experts.dense_layers
+        else 1,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": experts.gates_shared,
+        "moe_router_topk": experts.per_token,
         # Softmax over all experts first; then the chosen ones are scaled to sum to 1 where the model wants it.
-        "moe_router_score_function": arch.experts.scores,
-        "moe_router_pre_softmax": arch.experts.scores == "softmax" and not arch.experts.normalised,
+        "moe_router_score_function": experts.scores,
+        "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_num_groups": experts.groups.number if experts.groups else None,
+        "moe_router_group_topk": experts.groups.per_token if experts.groups else None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coefficient else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coefficient,
         "moe_z_loss_coeff": moe.z_loss_coefficient or None,
-        "moe_router_enable_expert_bias": moe.router_bias_update_rate > 0,
+        "moe_router_enable_expert_bias": experts.has_router_bias or moe.router_bias_update_rate > 0,
         "moe_router_bias_update_rate": moe.router_bias_update_rate,
         # All experts in one product, where Transformer Engine provides it.
         "moe_grouped_gemm": uses_transformer_engine(model),
         "moe_router_padding_for_quantization": compute.fp8.enabled,
     }
     return settings
+
+
+def _latent_attention_settings(arch: Architecture) -> dict[str, Any]:
+    latent = arch.latent_attention
+    if latent is None:
+        return {}
+    settings = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.unrotated_head_dim,
+        "qk_pos_emb_head_dim": latent.rotated_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rotary_base": arch.rope_theta,
+    }
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    assert isinstance(scaling, YarnScaling)
+    assert latent.yarn_weights
+    rotated, whole = latent.yarn_weights
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": rotated,
+        "mscale_all_dim": whole,
+    }
 
 
 def _recompute_settings(compute: ComputeConfig) -> dict[str, Any]:
@@ -153,7 +206,7 @@ def build_chunks(
         vp_stage = chunk if virtual_size else None
         stage: torch.nn.Module = PolicyStage(
             config,
-            block_spec(config, uses_transformer_engine(model), vp_stage),
+            block_spec(arch, config, uses_transformer_engine(model), vp_stage),
             vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=arch.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -162,6 +215,7 @@ def build_chunks(
             share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
+            inverse_frequencies=arch.inverse_frequencies,
             vp_stage=vp_stage,
             temperature=temperature,
             true_vocab_size=arch.vocab_size,
@@ -170,7 +224,15 @@ def build_chunks(
         if torch.cuda.is_available():
             stage.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, stage) if config.bf16 else stage)
+        _keep_router_biases_in_float32(stage)
     return chunks
+
+
+def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
+    """What Megatron's routers else do in their first forward pass, after the weights were loaded."""
+    for module in stage.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
 
 
 def with_gradients(

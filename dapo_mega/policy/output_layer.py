@@ -35,8 +35,20 @@ class PolicyStage(GPTModel):
     """A GPTModel whose last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its
     `labels`; the other chunks return hidden states as ever."""
 
-    def __init__(self, *args: Any, temperature: float, true_vocab_size: int, fused: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        inverse_frequencies: Tensor,
+        temperature: float,
+        true_vocab_size: int,
+        fused: bool,
+        **kwargs: Any,
+    ) -> None:
+        """`inverse_frequencies` [head_dim / 2] are the angles per position of the rotary embedding."""
         super().__init__(*args, **kwargs)
+        if not self.config.multi_latent_attention:
+            # No buffer: it stays in float32 when the model is cast.
+            self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
         self._temperature = temperature
         self._true_vocab_size = true_vocab_size
         self._fused = fused
@@ -45,8 +57,11 @@ class PolicyStage(GPTModel):
             self.output_layer.forward = self._score_hidden
 
     def _preprocess(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
-        """Our own attention turns queries and keys itself, by cosines and sines made once for all layers."""
+        """Our own attention turns queries and keys itself, by cosines and sines made once for all layers; those of
+        latent attention are turned in Megatron's layers."""
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.config.multi_latent_attention:
+            return prepared
         if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
             return prepared
         angles = prepared[1][:, 0, 0, : self.config.kv_channels // 2][kwargs["position_ids"][0]]

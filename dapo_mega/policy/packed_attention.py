@@ -129,7 +129,8 @@ def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[Contex
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels.
+    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels, within Megatron's
+    `window_size` where it has one.
 
     Segments of similar length are padded on the right into one block; under a causal mask no real position
     sees the padding behind it, so the result is exact. Under context parallelism keys and values of all processes are
@@ -139,6 +140,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any):
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.window = config.window_size[0] + 1 if config.window_size else None
 
     def forward(
         self,
@@ -150,7 +152,8 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim] from query [T, heads, d] and key, value [T, groups, d]; T are this process's tokens."""
+        """[T, heads * e] from query [T, heads, d], key [T, groups, d] and value [T, groups, e], e at most d; T are this
+        process's tokens."""
         assert packed_seq_params is not None
         dtype = query.dtype
         if query.device.type == "cpu":
@@ -158,7 +161,12 @@ class PackedAttention(torch.nn.Module):
             query, key, value = query.float(), key.float(), value.float()
         if packed_seq_params.rotary is not None:
             query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
-        return self._attend(query, key, value, packed_seq_params).to(dtype)
+        # torch's fused kernels take heads of one size; zeros behind the values become zeros behind the output.
+        missing = query.shape[-1] - value.shape[-1]
+        output = self._attend(query, key, F.pad(value, (0, missing)) if missing else value, packed_seq_params)
+        if missing:
+            output = output.unflatten(1, query.shape[1:])[..., :-missing].flatten(1)
+        return output.to(dtype)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSegments) -> Tensor:
         if packed_seq_params.key_order is not None:
@@ -178,7 +186,12 @@ class PackedAttention(torch.nn.Module):
         outputs = []
         for bucket, *parts in zip(segments.buckets, *blocks, strict=True):
             q, k, v = (part.unflatten(0, bucket.shape).transpose(1, 2) for part in parts)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+            length = bucket.shape[1]
+            is_windowed = self.window is not None and length > self.window
+            visible = _visible(length, length, self.window, q.device) if is_windowed else None
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, is_causal=not is_windowed, scale=self.softmax_scale
+            )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         if segments.slot_of_token is None:
             return outputs[0].flatten(1)
@@ -197,11 +210,17 @@ class PackedAttention(torch.nn.Module):
             seen = slice(piece.first_key, piece.first_key + piece.num_keys)
             q = query[piece.queries].transpose(0, 1)[None]
             k, v = (tensor[seen].repeat_interleave(repeat, dim=1).transpose(0, 1)[None] for tensor in (keys, values))
-            visible = torch.ones(q.shape[2], piece.num_keys, dtype=torch.bool, device=q.device)
-            visible = visible.tril(piece.num_keys - q.shape[2])
+            visible = _visible(q.shape[2], piece.num_keys, self.window, q.device)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.softmax_scale)
             outputs.append(attended[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask [num_queries, num_keys]: the last query sees the last `window` keys (None: all), each before it one less."""
+    shift = num_keys - num_queries
+    causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(shift)
+    return causal if window is None else causal.triu(shift - window + 1)
 
 
 class _Rotate(torch.autograd.Function):

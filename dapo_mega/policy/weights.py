@@ -6,68 +6,25 @@ negotiation: a stage's processes contribute when their parameters come up.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, ModelFamily, merge_shards, take_shard
 from dapo_mega.models.families import PlacedTensor
+from dapo_mega.models.hf_checkpoint import check_source
+from dapo_mega.models.layouts import Layout
+from dapo_mega.policy.megatron_files import open_source
 from dapo_mega.policy.processes import Processes
-
-
-class HfCheckpoint:
-    """Reads single tensors of a Hugging Face safetensors checkpoint. Errors name the file and the tensor."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
-        self._handles: dict[Path, Any] = {}
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
-                raise InputError(
-                    f"{index} is not a valid safetensors index ({error}); copy the checkpoint again"
-                ) from error
-            self._files = {name: path / file for name, file in weight_map.items()}
-        elif single.is_file():
-            self._files = dict.fromkeys(self._open(single).keys(), single)
-        else:
-            raise InputError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._handles:
-            try:
-                self._handles[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise InputError(
-                    f"{file} cannot be read as safetensors ({error}); copy the checkpoint again"
-                ) from error
-        return self._handles[file]
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
-        try:
-            tensor: Tensor = self._open(self._files[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise InputError(f"tensor {name!r} cannot be read from {self._files[name]} ({error})") from error
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -95,19 +52,25 @@ class ChunkLayout:
         return self.family.tensors(self.arch, self.layers(chunk), chunk == 0, chunk == self.num_chunks - 1)
 
 
-Parameters = dict[str, torch.nn.Parameter]
+Parameters = dict[str, Tensor]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> Parameters:
-    """Parameters of this process's GPTModels by name, with local layer and expert numbers made global."""
+    """Parameters of this process's GPTModels by name, with local layer and expert numbers made global; and the biases
+    of its routers, buffers that belong to the checkpoint where the family says so."""
     experts_here = layout.arch.experts.number // processes.expert_size if layout.arch.experts else 0
     first_expert = experts_here * processes.expert_rank
     parameters = {}
     for chunk, module in zip(layout.chunks_of(processes.pipeline_rank), chunks, strict=True):
-        for name, parameter in module.named_parameters():
+        for name, parameter in chain(module.named_parameters(), _router_biases(module, layout.arch)):
             name = _renumbered(_LAYER_NUMBER, name, layout.layers(chunk).start)
             parameters[_renumbered(_EXPERT_NUMBER, name, first_expert)] = parameter
     return parameters
+
+
+def _router_biases(module: torch.nn.Module, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    if arch.experts and arch.experts.has_router_bias:
+        yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias"))
 
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -119,31 +82,26 @@ def _renumbered(number: re.Pattern[str], name: str, first: int) -> str:
     return number.sub(lambda found: str(int(found[0]) + first), name)
 
 
-def _local(parameters: Parameters, placed: PlacedTensor) -> torch.nn.Parameter:
+def _local(parameters: Parameters, placed: PlacedTensor) -> Tensor:
     return next(parameters[name] for name in placed.megatron if name in parameters)
 
 
 def load_hf_weights(chunks: Sequence[torch.nn.Module], path: Path, layout: ChunkLayout, processes: Processes) -> None:
-    """Fill this process's shard from the Hugging Face checkpoint in `path`; reads only what the shard needs.
+    """Fill this process's shard from the checkpoint in `path`, Hugging Face's or Megatron's, of any layout.
 
-    Raises InputError naming a missing tensor or one whose shape does not fit, and a parameter left unfilled.
+    Reads only what the shard needs of a Hugging Face one, and whole parameters of the stage of a Megatron one. Raises
+    InputError naming the tensors that are missing, additional or of another shape.
     """
-    checkpoint = HfCheckpoint(path)
+    checkpoint = open_source(path, layout.family, layout.arch)
+    check_source(checkpoint, layout.family, layout.arch)
     parameters = named_parameters(chunks, layout, processes)
     filled = set()
     for placed in _wanted(layout, processes, parameters):
         parameter = _local(parameters, placed)
         full = [checkpoint.tensor(name) for name in placed.hf]
         rank, size = _shard_of(placed, processes)
-        try:
-            shard = take_shard(full, placed.layout, layout.arch, rank, size)
-        except RuntimeError as error:
-            raise InputError(f"{path}: {', '.join(placed.hf)} do not have the shapes config.json says") from error
-        if shard.shape != parameter.shape:
-            raise InputError(
-                f"{path}: {', '.join(placed.hf)} give a shard of shape {tuple(shard.shape)}, expected "
-                f"{tuple(parameter.shape)}; config.json and the weights are of different models"
-            )
+        shard = take_shard(full, placed.layout, layout.arch, rank, size)
+        assert shard.shape == parameter.shape, placed
         with torch.no_grad():
             parameter.copy_(shard)
         filled.add(id(parameter))
@@ -176,39 +134,101 @@ def _shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered together: one parameter, or the same parameter of one expert on every expert rank."""
+    """What is gathered together: one parameter, or the same parameter of one expert on every expert rank.
+
+    `shape` and `dtype` are those of one shard. Contributors are numbered by their shard, experts' by expert rank and
+    shard: of `num_holders` to a placed tensor, the first `num_shards` are needed.
+    """
 
     placed: tuple[PlacedTensor, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_shards: int
+    num_holders: int
 
     @property
     def is_expert(self) -> bool:
         return self.placed[0].expert is not None
 
+    @property
+    def shard_bytes(self) -> int:
+        """Rounded up, so that the shard after this one can be of any dtype."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shard_bytes * len(self.placed) * self.num_shards
+
+    def contributors(self, index: int) -> range:
+        """Who holds the shards of the placed tensor at `index`, in order."""
+        return range(index * self.num_holders, index * self.num_holders + self.num_shards)
+
+    def is_held_by(self, contributor: int) -> bool:
+        index, shard = divmod(contributor, self.num_holders)
+        return index < len(self.placed) and shard < self.num_shards
+
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """Processes that hold all shards of a kind of parameter between them, in order of their shards, and the leaders
+    they send them to: ranks within a pipeline stage, the leaders' within the first."""
+
+    contributors: range
+    leaders: range
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A bucket on its way: `rows` are the contributors' shards [bytes] on a leader, and empty elsewhere."""
+
+    units: Sequence[_Unit]
+    rows: Mapping[int, Tensor]
+    works: Sequence[dist.Work]
+
 
 class WeightGatherer:
-    """Streams a replica's sharded weights as full tensors under their Hugging Face names to its leader."""
+    """Streams sharded weights as full tensors under their Hugging Face names to the replicas' leaders.
+
+    Every shard goes straight from one process that holds it to each leader that does not; `bytes_sent` counts what
+    this process has sent.
+    """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
-        """Collective over the replica: stages tell each other the shapes of their shards once."""
+        """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
+        self.bytes_sent = 0
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
-        self._dtype = next(iter(self._parameters.values())).dtype
         self._expert_tensor_size = parallel_state.get_expert_tensor_parallel_world_size()
+        self._stage_size = processes.world_size // processes.pipeline_size
+        self._dense_circle, self._expert_circle = self._circles()
         mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
         everyones: list[Any] = [None] * processes.pipeline_size
         dist.all_gather_object(everyones, mine, group=parallel_state.get_pipeline_model_parallel_group())
         self._units = [
             [
-                _Unit(placed, shape)
+                self._unit(placed, *shape)
                 for placed, shape in zip(self._placed(chunk), everyones[owner_of(chunk, layout)][chunk], strict=True)
             ]
             for chunk in range(layout.num_chunks)
         ]
-        # Expert shards are gathered by every process of their group, where any of them leads a stage of a replica.
-        ranks = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
-        self._gathers_experts = any(rank % (processes.tensor_size * processes.context_size) == 0 for rank in ranks)
+        # NCCL connects a group in its first operation, which all processes must join; a bucket concerns only some.
+        dist.all_reduce(torch.zeros(1, device=processes.device))
+
+    def _circles(self) -> tuple[_Circle, _Circle]:
+        """Of this process's replica, and of its expert-parallel processes. Megatron numbers the processes of a stage
+        tensor, context, data, and for experts expert tensor, expert, expert data."""
+        me = self._processes
+        replica_size = me.tensor_size * me.context_size
+        first = me.data_rank * replica_size
+        dense = _Circle(range(first, first + me.tensor_size), range(first, first + 1))
+        size = self._expert_tensor_size * me.expert_size
+        first = me.rank % self._stage_size // size * size
+        leaders = range(-(-first // replica_size) * replica_size, first + size, replica_size)
+        return dense, _Circle(range(first, first + size), leaders)
 
     def _placed(self, chunk: int) -> list[tuple[PlacedTensor, ...]]:
         """Parameters of a chunk; an expert's together with those that take its place on the other expert ranks."""
@@ -228,74 +248,82 @@ class WeightGatherer:
         ]
         return alone + together
 
-    def _shapes(self, chunk: int) -> list[tuple[int, ...]]:
-        return [tuple(self._mine(placed).shape) for placed in self._placed(chunk)]
+    def _unit(self, placed: tuple[PlacedTensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> _Unit:
+        num_holders = self._processes.tensor_size if placed[0].expert is None else self._expert_tensor_size
+        num_shards = 1 if placed[0].layout is Layout.REPLICATED else num_holders
+        return _Unit(placed, shape, dtype, num_shards, num_holders)
 
-    def _mine(self, placed: tuple[PlacedTensor, ...]) -> torch.nn.Parameter:
+    def _shapes(self, chunk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shards = [self._mine(placed) for placed in self._placed(chunk)]
+        return [(tuple(shard.shape), shard.dtype) for shard in shards]
+
+    def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
         return _local(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full tensors in buckets of at most `bucket_bytes` (or one parameter, if that is larger).
+        """Full tensors in buckets. One is on its way while the one before is used; both together take at most
+        `bucket_bytes`, but each holds at least one parameter (of an expert: on every expert rank).
 
         A collective: all processes must iterate to the end in step. Buckets come chunk by chunk, dense parameters
         before experts; they are filled on the replicas' leaders and empty on the other processes.
         """
+        before: _Transfer | None = None
+        for owner, units in self._planned(bucket_bytes // 2):
+            transfer = self._start(owner, units)
+            if before:
+                yield self._finish(before)
+            before = transfer
+        assert before
+        yield self._finish(before)
+
+    def _planned(self, limit: int) -> Iterator[tuple[int, list[_Unit]]]:
+        """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes."""
         for chunk, units in enumerate(self._units):
             owner = owner_of(chunk, self._layout)
             pending: list[_Unit] = []
             size = 0
             for unit in units:
-                nbytes = math.prod(unit.shape) * self._dtype.itemsize * self._num_shards(unit)
-                if pending and (size + nbytes > bucket_bytes or unit.is_expert != pending[0].is_expert):
-                    yield self._gather(pending, owner)
+                if pending and (size + unit.num_bytes > limit or unit.is_expert != pending[0].is_expert):
+                    yield owner, pending
                     pending, size = [], 0
                 pending.append(unit)
-                size += nbytes
-            yield self._gather(pending, owner)
+                size += unit.num_bytes
+            yield owner, pending
 
-    def _num_shards(self, unit: _Unit) -> int:
-        return len(unit.placed) * self._expert_tensor_size if unit.is_expert else self._processes.tensor_size
-
-    def _gather(self, pending: list[_Unit], owner: int) -> list[tuple[str, Tensor]]:
-        """One bucket: shards to the owning stage's first process, from there to the leader."""
+    def _start(self, owner: int, units: Sequence[_Unit]) -> _Transfer:
+        """Send this process's shards, and receive the others' where it leads."""
         me = self._processes
-        stacked = torch.empty(0)
-        if me.pipeline_rank == owner:
-            flat = torch.cat([self._mine(unit.placed).detach().flatten() for unit in pending])
-            if pending[0].is_expert:
-                stacked = self._gather_experts(flat)
-            elif me.context_rank == 0:
-                stacked = _gather_to_first(flat, me)
-        if owner != 0 and me.tensor_rank == 0 and me.context_rank == 0:
-            ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-            if me.pipeline_rank == owner:
-                dist.send(stacked, ranks[0])
-            elif me.pipeline_rank == 0:
-                numel = sum(math.prod(unit.shape) for unit in pending)
-                stacked = torch.empty(self._num_shards(pending[0]), numel, dtype=self._dtype, device=me.device)
-                dist.recv(stacked, ranks[owner])
-        return self._merged(pending, stacked) if me.is_leader else []
+        circle = self._expert_circle if units[0].is_expert else self._dense_circle
+        rows: dict[int, Tensor] = {}
+        operations: list[dist.P2POp] = []
+        for contributor, rank in enumerate(circle.contributors):
+            source = owner * self._stage_size + rank
+            num_bytes = sum(unit.shard_bytes for unit in units if unit.is_held_by(contributor))
+            if not num_bytes or not circle.leaders or (source != me.rank and not me.is_leader):
+                continue
+            row = torch.empty(num_bytes, dtype=torch.uint8, device=me.device)
+            if source == me.rank:
+                for shard, unit in zip(_shards(row, units, contributor), _held(units, contributor), strict=True):
+                    shard.copy_(self._mine(unit.placed).detach())
+                receivers = [leader for leader in circle.leaders if leader != me.rank]
+                operations += [dist.P2POp(dist.isend, row, leader) for leader in receivers]
+                self.bytes_sent += num_bytes * len(receivers)
+            else:
+                operations.append(dist.P2POp(dist.irecv, row, source))
+            rows[contributor] = row
+        return _Transfer(units, rows, dist.batch_isend_irecv(operations) if operations else ())
 
-    def _gather_experts(self, flat: Tensor) -> Tensor:
-        """[expert ranks x expert tensor ranks, n] where the group leads a replica's stage, else empty."""
-        if not self._gathers_experts:
-            return torch.empty(0)
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        stacked = flat.new_empty(group.size(), len(flat))
-        dist.all_gather_into_tensor(stacked.view(-1), flat, group=group)
-        return stacked
-
-    def _merged(self, pending: list[_Unit], stacked: Tensor) -> list[tuple[str, Tensor]]:
+    def _finish(self, transfer: _Transfer) -> list[tuple[str, Tensor]]:
+        for work in transfer.works:
+            work.wait()
+        if not self._processes.is_leader:
+            return []
+        shards = {c: _shards(row, transfer.units, c) for c, row in transfer.rows.items()}
         named: list[tuple[str, Tensor]] = []
-        start = 0
-        for unit in pending:
-            end = start + math.prod(unit.shape)
-            shards = [row[start:end].view(unit.shape) for row in stacked]
-            per_tensor = len(shards) // len(unit.placed)
-            for i, placed in enumerate(unit.placed):
-                mine = shards[i * per_tensor : (i + 1) * per_tensor]
+        for unit in transfer.units:
+            for index, placed in enumerate(unit.placed):
+                mine = [next(shards[contributor]) for contributor in unit.contributors(index)]
                 named.extend(zip(placed.hf, merge_shards(mine, placed.layout, self._layout.arch), strict=True))
-            start = end
         return named
 
 
@@ -304,12 +332,14 @@ def owner_of(chunk: int, layout: ChunkLayout) -> int:
     return chunk % layout.pipeline_size
 
 
-def _gather_to_first(flat: Tensor, processes: Processes) -> Tensor:
-    """[tp, n] on tensor rank 0, empty elsewhere."""
-    if processes.tensor_size == 1:
-        return flat[None]
-    group = parallel_state.get_tensor_model_parallel_group()
-    first = processes.tensor_rank == 0
-    stacked = torch.empty(processes.tensor_size if first else 0, len(flat), dtype=flat.dtype, device=flat.device)
-    dist.gather(flat, list(stacked.unbind()) if first else None, dst=dist.get_global_rank(group, 0), group=group)
-    return stacked
+def _held(units: Sequence[_Unit], contributor: int) -> Iterator[_Unit]:
+    return (unit for unit in units if unit.is_held_by(contributor))
+
+
+def _shards(row: Tensor, units: Sequence[_Unit], contributor: int) -> Iterator[Tensor]:
+    """The contributor's shards as views of its row [bytes], in the order of the units."""
+    start = 0
+    for unit in _held(units, contributor):
+        end = start + math.prod(unit.shape) * unit.dtype.itemsize
+        yield row[start:end].view(unit.dtype).view(unit.shape)
+        start += unit.shard_bytes

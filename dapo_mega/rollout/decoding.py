@@ -81,8 +81,10 @@ def _grouped_decode_attention(
 
 
 def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    is_narrow = model.dtype.itemsize < 4
-    return torch.float32 if is_narrow and model.config._attn_implementation == _GROUPED_DECODE else model.dtype
+    is_grouped = model.config._attn_implementation == _GROUPED_DECODE
+    # Latent attention caches vectors that go through the model's own projections before they are keys and values.
+    is_latent = "kv_lora_rank" in model.config.to_dict()
+    return torch.float32 if model.dtype.itemsize < 4 and is_grouped and not is_latent else model.dtype
 
 
 def prompt_key(request: GenerationRequest) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class EmbeddedEngine:
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # Skipped together with the initialisation.
+        _keep_in_float32(model)
         return cls(model.to(device), max_batch_rows)
 
     @property
@@ -136,6 +138,14 @@ def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
     if problems:
         listed = "; ".join(f"{what}: request {', '.join(map(str, ids[:8]))}" for what, ids in problems.items())
         raise ValueError(f"requests cannot be served, with {listed}")
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Tensors that loading with `from_pretrained` leaves in float32, such as routing biases."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if kept and name.endswith(kept):
+            tensor.data = tensor.data.float()
 
 
 @torch.no_grad()

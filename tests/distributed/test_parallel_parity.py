@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .launching import run_workers
-from .tiny import make_model, make_moe_model
+from .tiny import make_deepseek_v3_model, make_model, make_moe_model
 
 pytestmark = pytest.mark.distributed
 
@@ -80,6 +80,19 @@ EXPERTS = {
     },
 }
 
+BIAS = {"moe": {"router_bias_update_rate": 0.01}}
+REPEATED = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "shared_experts"]}
+LATENT = {
+    1: {"one": {"compute": BIAS}, "fixed_one": {}},
+    2: {
+        "pp2": {"parallel": {"pipeline": 2}, "compute": BIAS, "save_after": 2},
+        "tp2_from_pp2": {"parallel": {**TP2, "expert_tensor": 2}, "compute": BIAS, "resume": "pp2"},
+        # Without training of biases: the padding that context parallelism adds counts as tokens of the experts.
+        "fixed_cp2_recompute": {"parallel": {"context": 2}, "compute": REPEATED},
+        "ep2_overlap": {"parallel": {"expert": 2}, "compute": {**BIAS, **OVERLAP}},
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -91,6 +104,7 @@ def models(tmp_path_factory):
         "dense": make_model(folder / "dense", tied=False),
         "softmax": make_moe_model(folder / "softmax"),
         "sigmoid": sigmoid,
+        "latent": make_deepseek_v3_model(folder / "latent"),
     }
 
 
@@ -115,6 +129,11 @@ def experts(models, tmp_path_factory):
     return run_table(EXPERTS, models, "softmax", tmp_path_factory.mktemp("experts"))
 
 
+@pytest.fixture(scope="module")
+def latent(models, tmp_path_factory):
+    return run_table(LATENT, models, "latent", tmp_path_factory.mktemp("latent"))
+
+
 def relative_error(got, expected):
     """Norm of the difference over the norm of what is expected, all tensors together."""
     squares = sum(float(tensor.double().square().sum()) for tensor in expected.values())
@@ -124,6 +143,11 @@ def relative_error(got, expected):
 
 def learnt(result):
     return {name: result["after"][name].double() - result["before"][name].double() for name in result["after"]}
+
+
+def only(result, names):
+    """The result of a case with no other tensors than these."""
+    return {**result, **{when: {name: result[when][name] for name in names} for when in ("before", "after")}}
 
 
 def assert_learns_the_same(got, expected, bound=1e-5):
@@ -157,6 +181,16 @@ def test_a_dense_model_learns_the_same_under_every_layout(dense, name):
 )
 def test_a_mixture_of_experts_learns_the_same_under_every_layout(experts, name):
     assert_learns_the_same(experts[name], experts["one"])
+
+
+@pytest.mark.parametrize("name", LATENT[2])
+def test_latent_attention_and_routing_biases_learn_the_same_under_every_layout(latent, name):
+    alone = latent["fixed_one" if name.startswith("fixed") else "one"]
+    biases = [key for key in alone["after"] if key.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    assert all(torch.equal(latent[name]["after"][key], alone["after"][key]) for key in biases)
+    weights = alone["after"].keys() - set(biases)
+    assert_learns_the_same(only(latent[name], weights), only(alone, weights))
 
 
 @pytest.mark.parametrize("name", ["bf16_tp2", "bf16_cp2", "bf16_vpp2x2"])

@@ -22,6 +22,8 @@ LENGTHS = [300, 240, 208, 204, 48]
 ONE_LENGTH = [240, 240, 240, 240]
 ALL_DENSE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
 ALL_EXPERTS = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]}
+ALL_MIXED = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]}
+SHARED_EXPERT = {"recompute": "selective", "recompute_modules": ["shared_experts"]}
 UNFUSED = {"fused_output_layer": False}
 FULL = {"recompute": "full"}
 
@@ -41,12 +43,18 @@ ONE_PROCESS = {
     "one_length_bf16": ("narrow", "bf16", {}, {}),
     "one_length_recomputed": ("narrow", "fp32", {}, {"recompute": "selective"}),
     "one_length_experts": ("experts", "fp32", {}, {}),
+    "windowed": ("windowed", "fp32", {}, {}),
+    "windowed_bf16_recomputed": ("windowed", "bf16", {}, ALL_DENSE),
     "experts": ("experts", "fp32", {}, {}),
     "experts_recomputed": ("experts", "bf16", {}, ALL_EXPERTS),
+    "shared_expert": ("shared", "fp32", {}, {}),
+    "shared_expert_recomputed": ("shared", "bf16", {}, SHARED_EXPERT),
+    "experts_and_mlps_recomputed": ("shared", "fp32", {}, ALL_MIXED),
 }
 TWO_PROCESSES = {
     "tensor": ("wide", "fp32", {"tensor": 2}, {}),
     "sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
+    "sequence_biased": ("biased", "fp32", {"tensor": 2, "sequence": True}, {}),
     "sequence_unfused": ("narrow", "fp32", {"tensor": 2, "sequence": True}, {**UNFUSED, **ALL_DENSE}),
     "pipeline": ("wide", "bf16", {"pipeline": 2}, {}),
     "pipeline_tied_recomputed": ("narrow", "bf16", {"pipeline": 2}, FULL),
@@ -59,6 +67,8 @@ TWO_PROCESSES = {
     "experts_spread": ("experts", "bf16", {"expert": 2}, {}),
     # All layers at once: single ones differ in how many tokens a process's experts get.
     "experts_spread_recomputed": ("experts", "fp32", {"expert": 2}, {**FULL, "recompute_layers": 4}),
+    "shared_expert_cut": ("shared", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
+    "shared_expert_pipeline": ("shared", "bf16", {"pipeline": 2}, {}),
     "experts_cut": ("experts", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
     "experts_spread_sequence": ("experts", "bf16", {"tensor": 2, "sequence": True, "expert": 2}, {}),
 }
@@ -72,7 +82,18 @@ def models(tmp_path_factory):
 
 
 def make_models(folder):
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
     shared = {"num_hidden_layers": 4, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
@@ -107,9 +128,28 @@ def make_models(folder):
         tie_word_embeddings=False,
         **shared,
     )
+    mixed = Qwen2MoeConfig(
+        vocab_size=1501,
+        hidden_size=128,
+        intermediate_size=320,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=192,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        mlp_only_layers=[1],
+        **shared,
+    )
+    of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}
+    biased = LlamaConfig(num_key_value_heads=2, attention_bias=True, mlp_bias=True, **of_llama)
+    windowed = MistralConfig(num_key_value_heads=6, sliding_window=205, **of_llama)
+    LlamaForCausalLM(biased).save_pretrained(folder / "biased")
+    MistralForCausalLM(windowed).save_pretrained(folder / "windowed")
     Qwen2ForCausalLM(wide).save_pretrained(folder / "wide")
     Qwen2ForCausalLM(narrow).save_pretrained(folder / "narrow")
     Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
+    Qwen2MoeForCausalLM(mixed).save_pretrained(folder / "shared")
 
 
 @pytest.mark.distributed

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,65 +16,180 @@ from dapo_mega.types import Sample
 VOCAB_SIZE = 61  # no multiple of 2: tensor parallelism has to pad the vocabulary
 
 
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
 def make_model(folder: Path, *, tied: bool, seed: int = 0, num_layers: int = 4, max_positions: int = 256) -> Path:
     """A random Qwen2 checkpoint in float32 with grouped-query attention and non-zero biases."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Logits with some shape, and norms and biases that matter.
-            scale = 0.3 if parameter.ndim == 1 else 0.15
-            parameter.add_(torch.randn_like(parameter) * scale if "norm" not in name else 0.1)
-    model.save_pretrained(folder)
-    return folder
+    sizes = {**_SIZES, "num_hidden_layers": num_layers, "max_position_embeddings": max_positions}
+    return save_random(Qwen2Config(**sizes, tie_word_embeddings=tied), folder, seed)
+
+
+def make_qwen3_model(folder: Path, **changes: Any) -> Path:
+    """Qwen3 with heads of another size than hidden_size / heads."""
+    from transformers import Qwen3Config
+
+    return save_random(Qwen3Config(**{**_SIZES, "head_dim": 20, **changes}), folder)
+
+
+def make_llama_model(folder: Path, **changes: Any) -> Path:
+    """Llama 3.1 with frequencies on both sides of its ramp and on it."""
+    from transformers import LlamaConfig
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return save_random(LlamaConfig(**{**_SIZES, "rope_parameters": rope, **changes}), folder)
+
+
+def make_mistral_model(folder: Path, **changes: Any) -> Path:
+    """Mistral whose window is shorter than most sequences of `make_samples`."""
+    from transformers import MistralConfig
+
+    return save_random(MistralConfig(**{**_SIZES, "head_dim": 10, "sliding_window": 7, **changes}), folder)
 
 
 def make_moe_model(
-    folder: Path, *, seed: int = 0, num_layers: int = 4, normalised: bool = True, vocab_size: int = VOCAB_SIZE
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_layers: int = 4,
+    normalised: bool = True,
+    vocab_size: int = VOCAB_SIZE,
+    biased: bool = False,
 ) -> Path:
     """A random Qwen3-MoE checkpoint in float32: four experts, two per token, norms on queries and keys."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
-    torch.manual_seed(seed)
+    sizes = {**_SIZES, "vocab_size": vocab_size, "num_hidden_layers": num_layers}
     config = Qwen3MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=48,
-        intermediate_size=80,
+        **sizes,
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=normalised,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=256,
+        attention_bias=biased,
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
     )
-    model = Qwen3MoeForCausalLM(config).float()
+    return save_random(config, folder, seed, scale=0.08)
+
+
+def make_qwen2_moe_model(folder: Path, **changes: Any) -> Path:
+    """Qwen2-MoE: a gated shared expert beside four others, and a dense layer in between."""
+    from transformers import Qwen2MoeConfig
+
+    sizes = {
+        **_SIZES,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    }
+    return save_random(Qwen2MoeConfig(**{**sizes, **changes}), folder, scale=0.08)
+
+
+_DEEPSEEK_SIZES = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def make_deepseek_v2_model(folder: Path, **changes: Any) -> Path:
+    """DeepSeek-V2 without a latent vector of the queries: two shared experts, and eight others in four groups."""
+    from transformers import DeepseekV2Config
+
+    routing = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0, "n_shared_experts": 2}
+    return save_random(DeepseekV2Config(**{**_DEEPSEEK_SIZES, "q_lora_rank": None, **routing, **changes}), folder)
+
+
+def make_deepseek_v3_model(folder: Path, **changes: Any) -> Path:
+    """DeepSeek-V3: a shared expert, and eight others in four groups, with routing biases."""
+    from transformers import DeepseekV3Config
+
+    sizes = {**_DEEPSEEK_SIZES, "q_lora_rank": 24, "n_shared_experts": 1, "num_mtp_layers": 0}
+    return save_random(DeepseekV3Config(**{**sizes, **changes}), folder)
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
+
+FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
+    "qwen2": partial(make_model, tied=False),
+    "qwen2, tied": partial(make_model, tied=True),
+    "qwen3": make_qwen3_model,
+    "qwen3, biases, tied, linear rope": partial(
+        make_qwen3_model,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5},
+    ),
+    "llama": make_llama_model,
+    "llama, all biases, tied": partial(
+        make_llama_model, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4
+    ),
+    "llama, biases in MLPs": partial(make_llama_model, mlp_bias=True, rope_parameters={"rope_theta": 1e5}),
+    "mistral": make_mistral_model,
+    "mistral, no window, yarn": partial(make_mistral_model, sliding_window=None, rope_parameters=_YARN),
+    "qwen3_moe": partial(make_moe_model, biased=True),
+    "qwen3_moe, unscaled weights": partial(make_moe_model, normalised=False),
+    "qwen2_moe": make_qwen2_moe_model,
+    "qwen2_moe, scaled weights, no biases, every other layer dense": partial(
+        make_qwen2_moe_model, norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[], decoder_sparse_step=2
+    ),
+    "deepseek_v2": make_deepseek_v2_model,
+    "deepseek_v2, greedy, latent queries, yarn": partial(
+        make_deepseek_v2_model, topk_method="greedy", q_lora_rank=24, rope_parameters={**_YARN, **_MAGNITUDES}
+    ),
+    "deepseek_v3": make_deepseek_v3_model,
+    "deepseek_v3, no groups, yarn": partial(
+        make_deepseek_v3_model, n_group=1, topk_group=1, rope_parameters={**_YARN, **_MAGNITUDES}
+    ),
+}
+"""Makers of checkpoints of all model families, and of each switch that changes what a family's model computes."""
+
+
+def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -> Path:
+    """A float32 checkpoint of `config` with logits that have some shape, and with norms and biases that matter."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        routing_biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
+        for name, parameter in chain(model.named_parameters(), routing_biases):
             # Routers with a clear opinion: near ties would be decided by rounding.
-            scale = 0.5 if ".gate." in name else 0.08
-            parameter.add_(torch.randn_like(parameter) * scale if "norm" not in name else 0.1)
+            kind = "norm" if "norm" in name else "router" if ".gate." in name else "bias" if parameter.ndim == 1 else ""
+            parameter.add_(torch.randn_like(parameter) * {"norm": 0.2, "router": 0.5, "bias": 0.3, "": scale}[kind])
     model.save_pretrained(folder)
     return folder
 

@@ -7,7 +7,7 @@ import torch
 
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.packing import build_micro_batch, columns_from_samples
-from tests.distributed.tiny import make_samples
+from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 
 pytestmark = pytest.mark.gpu
 
@@ -140,6 +140,21 @@ def test_grouped_experts_of_transformer_engine_agree_with_the_local_ones(tmp_pat
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     results = {name: score_and_update(policy(tmp_path, processes, name)) for name in ("local", "transformer_engine")}
     assert_agrees(results["transformer_engine"], results["local"], 0.03, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (make_llama_model, {"attention_bias": True, "mlp_bias": True}),
+        (make_mistral_model, {"head_dim": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
+    ],
+    ids=["biases and llama3 rope", "window and yarn"],
+)
+def test_the_switches_of_dense_families_agree_with_the_local_ones(tmp_path, processes, make, changes):
+    pytest.importorskip("transformer_engine")
+    make(tmp_path, vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, **changes)
+    results = {name: score_and_update(policy(tmp_path, processes, name)) for name in ("local", "transformer_engine")}
+    assert_agrees(results["transformer_engine"], results["local"], 0.05, 0.1)
 
 
 def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, processes):

@@ -12,11 +12,12 @@ from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, Para
 from dapo_mega.packing import build_micro_batch, columns_from_samples
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.model import unwrapped
 from dapo_mega.policy.objectives import Imitation, PolicyGradient, TokenBatch
 from dapo_mega.policy.processes import start_processes, stop_processes
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.types import GenerationRequest, Sample, SamplingParams
-from tests.distributed.tiny import make_model, make_moe_model, make_samples
+from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,9 @@ def processes():
     stop_processes()
 
 
-def make_policy(path, processes, temperature=1.0):
+def make_policy(path, processes, temperature=1.0, dtype="fp32"):
     return MegatronPolicy(
-        ModelConfig(path=str(path), dtype="fp32"),
+        ModelConfig(path=str(path), dtype=dtype),
         ParallelConfig(),
         OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0, epsilon=1.0, clip_grad=0.0),
         processes,
@@ -53,33 +54,50 @@ def transformers_logprobs(model, samples, temperature):
     return torch.cat(parts)
 
 
-MODELS = {
-    "tied": lambda folder: make_model(folder, tied=True),
-    "untied": lambda folder: make_model(folder, tied=False),
-    "experts": make_moe_model,
-    "experts with unscaled weights": lambda folder: make_moe_model(folder, normalised=False),
-}
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders of all families' models by name."""
+    folder = tmp_path_factory.mktemp("families")
+    return {name: make(folder / str(i)) for i, (name, make) in enumerate(FAMILY_MODELS.items())}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_packed_sequences_equal_those_of_single_ones(tmp_path, processes, kind, temperature):
-    path = MODELS[kind](tmp_path / "model")
+@pytest.mark.parametrize("kind", FAMILY_MODELS)
+def test_logprobs_of_packed_and_single_sequences_equal_those_of_transformers(checkpoints, processes, kind):
     samples = make_samples(12)
-    scores = make_policy(path, processes, temperature).score([pack(samples)])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    policy = make_policy(checkpoints[kind], processes, temperature=0.7)
+    packed = policy.score([pack(samples)])[0].logprobs
+    single = torch.cat([score.logprobs for score in policy.score([pack([sample]) for sample in samples])])
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
     with torch.no_grad():
-        expected = transformers_logprobs(model, samples, temperature)
-    torch.testing.assert_close(scores[0].logprobs, expected, rtol=1e-4, atol=1e-4)
+        expected = transformers_logprobs(model, samples, 0.7)
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes, kind):
-    path = MODELS[kind](tmp_path / "model")
+@pytest.mark.parametrize("kind", FAMILY_MODELS)
+def test_the_likeliest_next_tokens_are_those_of_transformers(checkpoints, processes, kind):
+    """Every token is scored in the place of each sequence's last one, so that the scores are the whole distribution."""
+    policy = make_policy(checkpoints[kind], processes)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
+    for sample in make_samples(3):
+        prompt = sample.token_ids[:-1]
+        variants = [
+            Sample(np.append(prompt, np.int32(token)), len(prompt), 0.0, True, np.zeros(1, np.float32))
+            for token in range(VOCAB_SIZE)
+        ]
+        logprobs = policy.score([pack(variants)])[0].logprobs
+        with torch.no_grad():
+            expected = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
+        assert logprobs.argmax() == expected.argmax()
+
+
+@pytest.mark.parametrize("kind", FAMILY_MODELS)
+def test_one_supervised_step_equals_that_of_transformers(tmp_path, checkpoints, processes, kind):
     samples = [replace(sample, in_loss=True) for sample in make_samples(12)]
-    policy = make_policy(path, processes)
+    policy = make_policy(checkpoints[kind], processes)
     metrics = policy.update([TokenBatch(pack(samples))], Imitation())
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0)
     loss = -transformers_logprobs(model, samples, 1.0).mean()
     loss.backward()
@@ -97,6 +115,14 @@ def test_one_supervised_step_equals_that_of_transformers(tmp_path, processes, ki
     with torch.no_grad():
         after = transformers_logprobs(model, samples, 1.0)
     torch.testing.assert_close(policy.score([pack(samples)])[0].logprobs, after, rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_frequencies_stay_in_float32_in_a_bf16_policy(checkpoints, processes):
+    policy = make_policy(checkpoints["llama"], processes, dtype="bf16")
+    (chunk,) = policy.chunks
+    embedding = unwrapped(chunk).rotary_pos_emb
+    assert torch.equal(embedding.inv_freq, policy.arch.inverse_frequencies)
+    assert embedding(64).dtype is torch.float32
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -125,10 +151,10 @@ def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, process
         torch.testing.assert_close(mine, reference)
 
 
-@pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(tmp_path, processes, kind):
-    policy = make_policy(MODELS[kind](tmp_path / "model"), processes)
-    engine = EmbeddedEngine.from_config(tmp_path / "model", torch.float32)
+@pytest.mark.parametrize("kind", FAMILY_MODELS)
+def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(checkpoints, processes, kind):
+    policy = make_policy(checkpoints[kind], processes)
+    engine = EmbeddedEngine.from_config(checkpoints[kind], torch.float32)
     engine.load_weights(policy.weights(1 << 12), 0)
     prompt = make_samples(1)[0].token_ids[:5]
     requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=24)) for i in range(6)]
@@ -173,7 +199,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_by_name(tmp_path, processes):
     with pytest.raises(InputError, match=r"gate_proj.*different models"):
         make_policy(path, processes)
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    with pytest.raises(InputError, match=r"lacks the tensor 'model.layers.4"):
+    with pytest.raises(InputError, match=r"lacks the tensors model\.layers\.4"):
         make_policy(path, processes)
     (path / "config.json").write_text(json.dumps(config))
     weights = path / "model.safetensors"

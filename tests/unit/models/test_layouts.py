@@ -34,6 +34,7 @@ def hf_tensors(layout, arch, bias):
     tail = () if bias else (arch.hidden_size,)
     shapes = {
         Layout.REPLICATED: [(arch.hidden_size,)],
+        Layout.COLUMN: [(arch.ffn_hidden_size, arch.hidden_size)],
         Layout.ROW: [(arch.hidden_size, arch.ffn_hidden_size)],
         Layout.VOCAB: [(arch.vocab_size, arch.hidden_size)],
         Layout.QKV: [(q, *tail), (kv, *tail), (kv, *tail)],
@@ -97,6 +98,11 @@ EXPERTS = Experts(number=6, per_token=2, ffn_hidden_size=5, normalised=True)
             r"parallel.expert_tensor=2 does not divide.*moe_intermediate_size=5",
         ),
         ({"tensor": 2, "expert": 2}, EXPERTS, r"needs parallel.sequence=true"),
+        (
+            {"tensor": 2, "sequence": True, "expert": 2},
+            replace(EXPERTS, shared_ffn_hidden_size=9),
+            r"parallel.tensor=2 does not divide the shared expert's inner size 9; choose one of \[1, 3, 9\]",
+        ),
         ({"tensor": 2, "sequence": True}, EXPERTS, r"needs parallel.expert >= 2; set parallel.expert_tensor=2"),
     ],
 )
@@ -141,7 +147,7 @@ def test_rope_theta_is_read_as_transformers_4_and_5_write_it(tmp_path, rope):
     [
         (None, "holds no config.json"),
         ("{", "not valid JSON"),
-        ('{"model_type": "gpt9"}', "'gpt9' is not supported; supported: qwen2"),
+        ('{"model_type": "gpt9"}', "'gpt9' is not supported; supported: .*llama, mistral, qwen2"),
         ('{"model_type": "qwen2"}', "lacks the key"),
     ],
 )

@@ -1,7 +1,9 @@
 """Architectures whose sizes can be worked out by hand."""
 
+from dataclasses import replace
+
 from dapo_mega.models import Architecture
-from dapo_mega.models.architecture import Experts
+from dapo_mega.models.architecture import Experts, LatentAttention
 
 
 def dense(**changes):
@@ -32,3 +34,18 @@ def mixture():
         qk_norm=True,
         experts=Experts(number=4, per_token=2, ffn_hidden_size=6, normalised=True),
     )
+
+
+def shared():
+    """The mixture with a gated shared expert of inner size 10, and a dense first layer."""
+    arch = mixture()
+    experts = replace(arch.experts, shared_ffn_hidden_size=10, gates_shared=True, dense_layers=frozenset({0}))
+    return replace(arch, model_type="qwen2_moe", experts=experts)
+
+
+def latent(query_rank=6):
+    """Latent vectors of 6 (queries) and 4 numbers; heads of 3 + 2 for queries and keys and 4 for values."""
+    sizes = LatentAttention(
+        query_rank=query_rank, key_value_rank=4, unrotated_head_dim=3, rotated_head_dim=2, value_head_dim=4
+    )
+    return replace(mixture(), head_dim=5, num_query_groups=4, qk_norm=False, latent_attention=sizes)

@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.errors import InputError
 from dapo_mega.planning import memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.placement import Chunk, Placement
 from dapo_mega.policy import fused_logprobs, logprobs
 from dapo_mega.policy.packed_attention import packed_segments
 
-from .models import dense, mixture
+from .models import dense, latent, mixture, shared
 
 BF16, FP32 = ModelConfig(path="m", dtype="bf16"), ModelConfig(path="m", dtype="fp32")
 MIDDLE = Chunk(1, 2, False, False)
@@ -23,16 +24,16 @@ def kept(kind, *, arch=None, model=BF16, compute=None, world_size=8, lengths=(64
 def test_a_transformer_engine_layer_keeps_what_korthikanti_counts_with_flash_attention():
     # Two norms: input, output (8 x 2 bytes each), root; q, k, v, output: 4 + 2 + 2 + 4 heads of size 2; row sums; MLP.
     per_token = 2 * (2 * 16 + 4) + 12 * 2 * 2 + 16 + 3 * 16 * 2
-    assert kept("transformer_engine").whole_layer().total == 64 * per_token
+    assert kept("transformer_engine").whole_layer(0).total == 64 * per_token
 
 
 def test_tensor_and_sequence_parallelism_cut_what_they_share():
-    whole = kept("transformer_engine").whole_layer()
-    tensor = kept("transformer_engine", tensor=2).whole_layer()
-    sequence = kept("transformer_engine", tensor=2, sequence=True).whole_layer()
+    whole = kept("transformer_engine").whole_layer(0)
+    tensor = kept("transformer_engine", tensor=2).whole_layer(0)
+    sequence = kept("transformer_engine", tensor=2, sequence=True).whole_layer(0)
     assert (tensor.norm, tensor.attention, tensor.mlp) == (whole.norm, whole.attention / 2, whole.mlp / 2)
     assert sequence.total == whole.total / 2
-    assert kept("transformer_engine", context=2).whole_layer().total == whole.total / 2
+    assert kept("transformer_engine", context=2).whole_layer(0).total == whole.total / 2
 
 
 def test_full_recompute_keeps_the_input_of_every_group():
@@ -40,27 +41,27 @@ def test_full_recompute_keeps_the_input_of_every_group():
     for layers, inputs in ((1, 2), (2, 1)):
         model = kept("transformer_engine", compute={"recompute": "full", "recompute_layers": layers})
         assert model.chunk(MIDDLE) == inputs * 64 * 8 * 2 + rotary
-        assert model.recomputed_peak(MIDDLE) == layers * model.whole_layer().total - 64 * 8 * 2
+        assert model.recomputed_peak(MIDDLE) == layers * model.whole_layer(0).total - 64 * 8 * 2
 
 
 def test_recomputing_the_mlp_leaves_it_out_until_the_backward_pass():
     model = kept("transformer_engine", compute={"recompute": "selective", "recompute_modules": ["mlp"]})
-    mlp = model.whole_layer().mlp
-    assert model.kept_layer().total == model.whole_layer().total - mlp
+    mlp = model.whole_layer(0).mlp
+    assert model.kept_layer(0).total == model.whole_layer(0).total - mlp
     assert model.recomputed_peak(MIDDLE) == mlp
 
 
 def test_recomputing_flash_attention_saves_less_than_it_keeps_instead():
     # Queries, keys and the product they were cut from, against queries, keys, values, output and row sums.
     model = kept("transformer_engine", compute={"recompute": "selective"})
-    assert model.kept_layer().attention == 64 * 2 * 2 * (4 + 2 + 8)
-    assert model.kept_layer().attention > model.whole_layer().attention - 64 * 16
+    assert model.kept_layer(0).attention == 64 * 2 * 2 * (4 + 2 + 8)
+    assert model.kept_layer(0).attention > model.whole_layer(0).attention - 64 * 16
 
 
 def test_experts_keep_rows_for_every_chosen_one():
     per_row = 8 * 2 + 6 * 3 * 2 + 4
     routing = 2 * (2 * 8 + 4) + 4 * 5
-    assert kept("transformer_engine", arch=mixture()).whole_layer().mlp == 64 * (2 * per_row + routing)
+    assert kept("transformer_engine", arch=mixture()).whole_layer(0).mlp == 64 * (2 * per_row + routing)
 
 
 @pytest.mark.parametrize("lengths", [(64,), (50, 30, 20, 5), (9, 6, 4, 3, 2), (10, 7, 6)])
@@ -74,9 +75,9 @@ def test_a_first_stage_holds_one_micro_batch_per_stage():
     model = kept("local", pipeline=4)
     one = [model.chunk(model.placement.chunks(stage)[0]) for stage in range(4)]
     assert [peak_activations(model, stage, 8)[0] for stage in range(4)] == [4 * one[0], 3 * one[1], 2 * one[2], one[3]]
-    # Every stage but the last hands hidden states on; in bf16 a local norm keeps a float32 copy of its input only.
+    # Every stage but the last hands hidden states on; what a stage is given is kept by its first norm.
     hidden = 64 * 8 * 2
-    assert [peak_activations(model, stage, 8)[1] for stage in range(4)] == [4 * hidden, 6 * hidden, 4 * hidden, hidden]
+    assert [peak_activations(model, stage, 8)[1] for stage in range(4)] == [4 * hidden, 3 * hidden, 2 * hidden, 0]
 
 
 def test_the_output_layers_sizes_are_those_of_the_policy():
@@ -96,3 +97,16 @@ def test_the_fused_output_layer_never_holds_all_logits():
     rows = 2**30 // (4 * 150_000)
     assert fused == rows * 150_000 * 2 + 32_768 * 64 * 2 + 2**26
     assert unfused == 32_768 * 150_000 * 2 + 1024 * 150_000 * 6
+
+
+def test_a_shared_expert_keeps_what_a_dense_mlp_of_its_size_keeps_and_its_gate():
+    model = kept("local", arch=shared())
+    routed = kept("local", arch=mixture()).whole_layer(1).mlp
+    # Gate and up together, silu(gate), its product with up; the output and one gate for each token.
+    assert model.whole_layer(1).mlp == routed + 64 * 2 * (4 * 10 + 8 + 1)
+    assert model.whole_layer(0).mlp == 64 * 2 * 4 * 16
+
+
+def test_latent_attention_is_refused_by_name():
+    with pytest.raises(InputError, match=r"multi-head latent attention .* not modelled"):
+        kept("local", arch=latent())

@@ -2,12 +2,13 @@ import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.communication import step_traffic
+from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters
 from dapo_mega.planning.placement import Placement
 from dapo_mega.planning.step_time import layer_flops
 from dapo_mega.planning.workload import Workload
 
-from .models import dense, mixture
+from .models import dense, latent, mixture, shared
 
 # 8 groups x 2 responses of 6 + 10 tokens: 256 tokens a step in two updates.
 RUN = {
@@ -106,3 +107,17 @@ def test_a_layers_operations_are_two_per_weight_and_token():
     assert attention == 50 * 8 * 2 * 2
     mixed, _ = layer_flops(workload(mixture()).placement, 100)
     assert mixed == pytest.approx(2 * (128 + 64 + 32 + 288))
+    # One layer in four with an MLP, the others with a router, two experts, a shared one and its gate.
+    of_both_kinds, _ = layer_flops(workload(shared()).placement, 100)
+    assert of_both_kinds == pytest.approx(2 * (128 + 64 + (384 + 3 * (32 + 288 + 240 + 8)) / 4))
+    projected, attention = layer_flops(workload(latent()).placement, 100)
+    assert projected == pytest.approx(2 * (48 + 112 + 48 + 120 + 128 + 32 + 288))
+    # Heads of 5 for scores and of 4 for values.
+    assert attention == 50 * 4 * (5 + 4) * 2
+
+
+def test_an_engine_keeps_the_latent_vectors_of_latent_attention():
+    engine = EngineLayout(tensor=2, num_gpus=2, dtype="bf16", max_rows=1)
+    assert cache_bytes_per_token(workload(latent()).placement, engine) == 4 * (4 + 2) * 2
+    # Each of two GPUs has one of two key heads of size 2.
+    assert cache_bytes_per_token(workload().placement, engine) == 4 * 2 * 2 * 2

@@ -16,7 +16,7 @@ from dapo_mega.planning.parameters import (
 )
 from dapo_mega.planning.placement import Placement
 
-from .models import dense, mixture
+from .models import dense, latent, mixture, shared
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BF16, FP32 = ModelConfig(path="m", dtype="bf16"), ModelConfig(path="m", dtype="fp32")
@@ -25,6 +25,10 @@ BF16, FP32 = ModelConfig(path="m", dtype="bf16"), ModelConfig(path="m", dtype="f
 DENSE = 4 * (128 + 16 + 64 + 384 + 16) + 320 + 8
 # Per layer: qkv 128, projection 64, head norms 4, router 32, experts 4 x 3 x 8 x 6, norms; the same ends.
 MIXTURE = 4 * (128 + 64 + 4 + 32 + 576 + 16) + 320 + 8
+# Three layers with a shared expert of 3 x 8 x 10 and its gate, one with an MLP in place of experts and router.
+SHARED = MIXTURE + 3 * (240 + 8) + 384 - 32 - 576
+# Keys and values: 8 x (4 + 2) and 4 x 4 x (3 + 4), norm 4; queries 8 x 6 and 6 x 4 x 5, norm 6; output 4 x 4 x 8.
+LATENT = MIXTURE + 4 * (48 + 112 + 4 + 48 + 120 + 6 + 128 - (128 + 64 + 4))
 
 
 def test_a_models_size_is_what_its_tensors_add_up_to():
@@ -33,6 +37,11 @@ def test_a_models_size_is_what_its_tensors_add_up_to():
     assert num_parameters(mixture()) == MIXTURE
     assert num_active_parameters(mixture()) == MIXTURE - 4 * 288
     assert num_active_parameters(dense()) == DENSE
+    assert num_parameters(shared()) == SHARED
+    assert num_active_parameters(shared()) == SHARED - 3 * 288
+    assert num_parameters(latent()) == LATENT
+    assert num_parameters(latent(None)) == LATENT - 4 * (48 + 120 + 6 - 160)
+    assert num_parameters(dense(output_bias=True, mlp_bias=True)) == DENSE + 4 * (8 + 2 * 16 + 8)
 
 
 def test_the_papers_model_has_the_size_its_checkpoint_has():
@@ -49,8 +58,13 @@ def test_the_papers_model_has_the_size_its_checkpoint_has():
         (dense(), {"pipeline": 2, "virtual_pipeline": 2}, 2, 0),
         (dense(), {"tensor": 2}, 2, 4 * 16 + 8),
         (dense(), {"tensor": 2, "pipeline": 2}, 4, 4 * 16 + 8),
+        # The biases behind attention and MLP as well.
+        (dense(output_bias=True, mlp_bias=True), {"tensor": 2}, 2, 4 * (16 + 8 + 8) + 8),
         (mixture(), {"expert": 2}, 2, MIXTURE - 4 * 576),
         (mixture(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 4 + 32) + 8),
+        (shared(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 4) + 3 * (32 + 8) + 8),
+        # Down-projections and norms of latent vectors.
+        (latent(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 32 + 48 + 4 + 48 + 6) + 8),
     ],
 )
 def test_the_processes_of_a_replica_hold_every_weight_once_beside_what_they_share(arch, parallel, world_size, copies):

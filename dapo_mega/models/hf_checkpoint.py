@@ -1,0 +1,214 @@
+"""Sources of tensors under their Hugging Face names: the safetensors checkpoint, and what any source must hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dapo_mega.errors import InputError
+from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import ModelFamily, PlacedTensor
+from dapo_mega.models.hf_shapes import hf_shape
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_WEIGHT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+# Written by old versions of transformers, never read.
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_NUM_NAMED = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class TensorSource(Protocol):
+    """A checkpoint, in whatever format, that gives tensors under their Hugging Face names."""
+
+    path: Path
+
+    def names(self) -> set[str]:
+        """All tensors it holds; one that has no Hugging Face name is listed under its own."""
+
+    def spec(self, name: str) -> TensorSpec:
+        """What `tensor` would return, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor. Raises InputError naming the file where it is missing or damaged."""
+
+
+class HfCheckpoint:
+    """Reads single tensors of a Hugging Face safetensors checkpoint. Errors name the file and the tensor.
+
+    Tensors are views of the mapped files: of one that is cut, only the part that is used is read from disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens every file, which checks that its header is sound and that it has the length the header says."""
+        self.path = path
+        listed = _read_index(path)
+        self._handles = {file: _open(path / file) for file in sorted(set(listed.values()))}
+        self._files = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        wrong = [name for name, file in listed.items() if self._files.get(name) != file]
+        if wrong:
+            raise InputError(
+                f"{path / INDEX_FILE} lists {_listed(wrong)}, which the named files do not hold; copy the checkpoint "
+                f"again"
+            )
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def spec(self, name: str) -> TensorSpec:
+        part = self._handle(name).get_slice(name)
+        return TensorSpec(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+
+    def tensor(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._handle(name).get_tensor(name)
+        except SafetensorError as error:
+            raise InputError(
+                f"tensor {name!r} cannot be read from {self.path / self._files[name]} ({error})"
+            ) from error
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._files:
+            raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
+        return self._handles[self._files[name]]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File of each tensor as the index lists them, or what the only file holds."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        try:
+            return dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{index} is not a valid safetensors index ({error}); copy the checkpoint again"
+            ) from error
+    if (path / SINGLE_FILE).is_file():
+        return dict.fromkeys(_open(path / SINGLE_FILE).keys(), SINGLE_FILE)
+    raise InputError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} cannot be read as safetensors ({error}); copy the checkpoint again") from error
+
+
+def all_tensors(family: ModelFamily, arch: Architecture) -> Iterator[PlacedTensor]:
+    """Every parameter of the whole model, in checkpoint order."""
+    return family.tensors(arch, range(arch.num_layers), True, True)
+
+
+def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) -> None:
+    """Raise InputError that names the tensors if `source` is not exactly a model of this family and these sizes."""
+    expected = {name for placed in all_tensors(family, arch) for name in placed.hf}
+    present = {name for name in source.names() if not _DERIVED.search(name)}
+    missing, additional = expected - present, present - expected
+    if family.drops_further_layers:
+        additional -= _further_layers(source, additional, arch)
+    if arch.tied_embeddings:
+        additional -= _tied_copies(source, additional)
+    problems = [f"lacks the tensors {_listed(missing)}"] if missing else []
+    problems += [f"has the additional tensors {_listed(additional)}"] if additional else []
+    problems += _wrong_specs(source, expected & present, arch)
+    if problems:
+        raise InputError(
+            f"{source.path} {'; '.join(problems)}: config.json and the weights are of different models, or files are "
+            f"missing; copy the checkpoint again"
+        )
+
+
+def _further_layers(source: TensorSource, names: set[str], arch: Architecture) -> set[str]:
+    """Tensors of layers beyond the model's, with a warning that they are left out."""
+    further = {name for name in names if (found := _LAYER.match(name)) and int(found[1]) >= arch.num_layers}
+    if further:
+        logger.warning(
+            "%s: %d tensors of layers beyond num_hidden_layers=%d (multi-token prediction) are left out, "
+            "also of what is exported",
+            source.path,
+            len(further),
+            arch.num_layers,
+        )
+    return further
+
+
+def _tied_copies(source: TensorSource, names: set[str]) -> set[str]:
+    """The output layer, where a checkpoint with tied embeddings stores it all the same."""
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    if output not in names or embedding not in source.names():
+        return set()
+    if not torch.equal(source.tensor(output), source.tensor(embedding)):
+        raise InputError(
+            f"{source.path}: {output} differs from {embedding} although config.json ties them; set "
+            f"tie_word_embeddings to false or remove the tensor"
+        )
+    return {output}
+
+
+def _wrong_specs(source: TensorSource, names: set[str], arch: Architecture) -> list[str]:
+    specs = {name: source.spec(name) for name in names}
+    shapes = [
+        f"{name} {specs[name].shape} instead of {hf_shape(name, arch)}"
+        for name in names
+        if specs[name].shape != hf_shape(name, arch)
+    ]
+    dtypes = [f"{name} {spec.dtype}" for name, spec in specs.items() if spec.dtype not in _WEIGHT_DTYPES]
+    problems = [f"has the shapes {_listed(shapes)}"] if shapes else []
+    return [*problems, f"has the unsupported dtypes {_listed(dtypes)}"] if dtypes else problems
+
+
+def _listed(items: list[str] | set[str]) -> str:
+    """The first few, for an error message."""
+    ordered = sorted(items)
+    more = len(ordered) - _NUM_NAMED
+    return ", ".join(ordered[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

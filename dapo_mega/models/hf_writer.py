@@ -1,0 +1,112 @@
+"""Writes Hugging Face checkpoints: safetensors shards with their index, configuration and tokenizer beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dapo_mega.models.hf_checkpoint import INDEX_FILE, SINGLE_FILE
+
+SHARD_BYTES = 4 * 2**30
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".distcp", ".pt", ".pth", ".gguf"}
+_CHECKPOINT_FILES = {
+    INDEX_FILE,
+    "pytorch_model.bin.index.json",
+    ".metadata",
+    "metadata.json",
+    "conversion.json",
+    "manifest.json",
+    "loop.json",
+    "loop.npz",
+}
+
+
+class ShardWriter:
+    """Collects tensors and writes them out in files of bounded size with the index transformers expects."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._size = 0
+        self._total = 0
+        self._files: list[list[str]] = []
+
+    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in bucket:
+            if self._pending and self._size + tensor.nbytes > SHARD_BYTES:
+                self._flush()
+            self._pending[name] = tensor.detach().cpu().contiguous().clone()
+            self._size += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is pending and name the files now that their number is known."""
+        if self._pending:
+            self._flush()
+        for index, file in enumerate(shard_files(len(self._files))):
+            self._part(index).rename(self._folder / file)
+        write_index(self._folder, self._files, self._total)
+
+    def _flush(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        save_shard(self._pending, self._part(len(self._files)))
+        self._files.append(list(self._pending))
+        self._total += self._size
+        self._pending, self._size = {}, 0
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f"part-{index}.safetensors"
+
+
+def save_shard(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """One safetensors file, marked as transformers expects it."""
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+
+
+def shard_files(count: int) -> list[str]:
+    """File names of a checkpoint of `count` shards, in order."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int) -> None:
+    """The index of the shards' tensor names; a single file needs none."""
+    if len(shards) == 1:
+        return
+    files = shard_files(len(shards))
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def copy_companions(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
+    """Everything beside the weights: generation config, tokenizer, and config.json with the weights' dtype.
+
+    Of weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such
+    as a router's float32 bias.
+    """
+    for file in source.iterdir():
+        if file.is_file() and file.name not in _CHECKPOINT_FILES and file.suffix not in _WEIGHT_SUFFIXES:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+    # transformers 4 writes torch_dtype, transformers 5 dtype.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def swap_in(partial: Path, folder: Path) -> None:
+    """Put the new folder in place; the old one goes only when the new one is there."""
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

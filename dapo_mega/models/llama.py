@@ -1,0 +1,32 @@
+"""Llama 2 and 3: no biases unless the model asks for them, RMSNorm, SwiGLU, Llama 3.1's rope scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dapo_mega.models import decoder_rules as rules
+from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import ModelFamily
+from dapo_mega.models.hf_sizes import common_sizes
+
+_DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048}
+
+
+def _read(raw: Mapping[str, Any]) -> Architecture:
+    biased = bool(raw.get("attention_bias", False))
+    return Architecture(
+        **common_sizes(raw, _DEFAULTS),
+        qkv_bias=biased,
+        output_bias=biased,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+    )
+
+
+FAMILY = ModelFamily(
+    model_type="llama",
+    read=_read,
+    before_layers=rules.EMBEDDING,
+    per_layer=(*rules.ATTENTION, rules.MLP_NORM, *rules.DENSE_MLP),
+    after_layers=rules.OUTPUT,
+)

@@ -1,0 +1,155 @@
+"""Rotary frequencies and the ways to stretch them to longer contexts, as transformers 4 and 5 write them.
+
+The frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_mega.errors import InputError
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    factor: float
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+    def inverse_frequencies(self, theta: float, dim: int) -> Tensor:
+        return unscaled_frequencies(theta, dim) / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1: wavelengths above `original_positions / low_freq_factor` are stretched by `factor`, those below
+    `original_positions / high_freq_factor` are kept, and in between both are mixed."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+    def inverse_frequencies(self, theta: float, dim: int) -> Tensor:
+        kept = unscaled_frequencies(theta, dim)
+        rotations = self.original_positions / (2 * math.pi / kept)
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        mixed = (1 - share) * kept / self.factor + share * kept
+        wavelengths = 2 * math.pi / kept
+        is_long = wavelengths > self.original_positions / self.low_freq_factor
+        is_short = wavelengths < self.original_positions / self.high_freq_factor
+        return torch.where(is_long, kept / self.factor, torch.where(is_short, kept, mixed))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071, section 3): dimensions that turn less than `beta_slow` times within the original context
+    are interpolated, those that turn more than `beta_fast` times are kept, with a linear ramp in between."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_positions: int
+    truncate: bool
+    """Whether the ends of the ramp are rounded outwards to whole dimensions."""
+    attention_factor: float
+    """What rotated queries and keys are multiplied by."""
+
+    def inverse_frequencies(self, theta: float, dim: int) -> Tensor:
+        powers = theta ** (torch.arange(0, dim, 2).float() / dim)
+        first, last = (self._dimension(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        width = last - first or 0.001
+        kept = 1 - ((torch.arange(dim // 2).float() - first) / width).clamp(0, 1)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+    def _dimension(self, turns: float, theta: float, dim: int) -> float:
+        """The dimension that turns `turns` times within the original context."""
+        return (dim * math.log(self.original_positions / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def unscaled_frequencies(theta: float, dim: int) -> Tensor:
+    """Angles per position [dim / 2] in float32 of the pairs of `dim` rotated dimensions."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
+
+
+def rope_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of `Architecture` from a `config.json`; InputError for rotations that are not
+    supported."""
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one record rope_parameters.
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        raise InputError(
+            f"rope_parameters by kind of layer ({', '.join(nested)}) are not supported for {raw['model_type']}; "
+            "only one record for all layers is"
+        )
+    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise InputError(f"partial_rotary_factor={partial} is not supported for {raw['model_type']}; only 1.0 is")
+    return {
+        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        "rope_scaling": _scaling(rope, raw),
+    }
+
+
+def _scaling(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    original = (
+        raw.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
+        or raw["max_position_embeddings"]
+    )
+    if kind == "linear":
+        return LinearScaling(rope["factor"])
+    if kind == "llama3":
+        return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    if kind == "yarn":
+        factor = rope["factor"] or raw["max_position_embeddings"] / original
+        return YarnScaling(
+            factor=factor,
+            beta_fast=rope.get("beta_fast") or 32,
+            beta_slow=rope.get("beta_slow") or 1,
+            original_positions=original,
+            truncate=rope.get("truncate", True),
+            attention_factor=_yarn_attention_factor(rope, factor),
+        )
+    raise InputError(
+        f"rope scaling of type {kind!r} is not supported for {raw['model_type']}, only default, linear, llama3 and "
+        "yarn are: frequencies must not depend on a sequence's length"
+    )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    given = rope.get("attention_factor")
+    if given is not None:
+        return float(given)
+    numerator, denominator = rope.get("mscale"), rope.get("mscale_all_dim")
+    if numerator and denominator:
+        return yarn_magnitude(factor, numerator) / yarn_magnitude(factor, denominator)
+    return yarn_magnitude(factor)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """0.1 weight ln(factor) + 1: how YaRN (section 3.4) sharpens the attention of a context stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

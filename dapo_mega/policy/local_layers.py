@@ -1,0 +1,56 @@
+"""The norm and the activation between Megatron's local linear layers, each with a gradient of its own: autograd's keeps
+more tensors and passes over them more often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm. Megatron's WrappedTorchNorm refuses sequence parallelism; this one marks its weight
+    so that Megatron sums the weight's gradient over the tensor-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] of the input's dtype; the mean square is taken over the last dimension in float32."""
+        normed: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
+        return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Computed in float32, the weight applied after the cast back, as transformers does it. Of the input x, kept for
+    the backward pass, x / rms(x) is made again: dx = (dn - n mean(dn n)) / rms(x) with n = x / rms(x), dn = dy w."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = hidden.float()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
+        inverse = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, inverse)
+        return (wide * inverse).to(hidden.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        gradient = gradients[0]
+        wide = hidden.float() * inverse
+        of_weight = (gradient * wide.to(hidden.dtype)).flatten(0, -2).sum(0)
+        of_normed = (gradient * weight).float()
+        share = torch.linalg.vecdot(of_normed, wide).unsqueeze(-1).div_(-hidden.shape[-1])
+        return of_normed.addcmul_(wide, share).mul_(inverse).to(hidden.dtype), of_weight, None
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 f], the two halves of the last dimension. Megatron's own adds an offset of zero."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

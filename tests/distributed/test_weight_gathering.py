@@ -1,0 +1,77 @@
+"""Weights gathered from any layout are exact on every leader, and every byte travels at most once to each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .launching import run_workers
+from .tiny import make_model, make_moe_model
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).parent / "workers" / "gathering.py"
+TP2 = {"tensor": 2, "sequence": True}
+VPP = {"pipeline": 2, "virtual_pipeline": 2}
+
+# What remains of four processes is data parallel.
+CASES = {
+    "tp2": {"parallel": TP2},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "pp2_tied": {"parallel": {"pipeline": 2}, "model": "tied"},
+    "tp2_pp2": {"parallel": {**TP2, "pipeline": 2}},
+    "tp2_vpp2x2": {"parallel": {**TP2, **VPP}},
+    "cp2": {"parallel": {"context": 2}},
+    "tp2_cp2": {"parallel": {**TP2, "context": 2}},
+    "dp4": {"parallel": {}},
+    "bf16_tp2_pp2_with_float32_norms": {"parallel": {**TP2, "pipeline": 2}, "dtype": "bf16", "mixed": True},
+    "experts_dp4": {"parallel": {}, "model": "experts"},
+    "ep2": {"parallel": {"expert": 2}, "model": "experts"},
+    "ep4": {"parallel": {"expert": 4}, "model": "experts"},
+    "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}, "model": "experts"},
+    "vpp2x2_ep2": {"parallel": {**VPP, "expert": 2}, "model": "experts"},
+    "cp2_ep2": {"parallel": {"context": 2, "expert": 2}, "model": "experts"},
+    "tp2_cp2_ep2": {"parallel": {**TP2, "context": 2, "expert": 2}, "model": "experts"},
+    "tp2_ep2": {"parallel": {**TP2, "expert": 2}, "model": "experts"},
+    "tp2_ep4": {"parallel": {**TP2, "expert": 4}, "model": "experts"},
+    "tp2_etp2": {"parallel": {**TP2, "expert_tensor": 2}, "model": "experts"},
+    "tp2_ep2_etp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}, "model": "experts"},
+    "bf16_ep2_with_float32_norms": {"parallel": {"expert": 2}, "model": "experts", "dtype": "bf16", "mixed": True},
+}
+BUCKET_BYTES = 1 << 17
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gathering")
+    models = {
+        "untied": make_model(folder / "untied", tied=False),
+        "tied": make_model(folder / "tied", tied=True),
+        "experts": make_moe_model(folder / "experts"),
+    }
+    cases = [
+        {"dtype": "fp32", "bucket_bytes": BUCKET_BYTES, **case, "model": str(models[case.get("model", "untied")])}
+        for case in CASES.values()
+    ]
+    lines = run_workers(WORKER, 4, [json.dumps(cases)], folder / "logs", timeout_s=240).strip().splitlines()
+    return dict(zip(CASES, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_leader_gets_every_tensor_exactly_in_one_order_and_nobody_else_any(reports, name):
+    assert reports[name]["all_exact"]
+    assert reports[name]["same_order"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_a_leader_lacks_is_sent_and_only_once(reports, name):
+    report = reports[name]
+    # Padding of the vocabulary and of short shards is on top.
+    assert report["minimum"] <= report["bytes_sent"] <= 1.02 * report["minimum"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_buckets_fit_the_limit(reports, name):
+    sizes = reports[name]["bucket_bytes"]
+    assert len(sizes) > 2
+    assert max(sizes) <= BUCKET_BYTES // 2

@@ -1,0 +1,149 @@
+"""What a family's table reads from `config.json` is what transformers reads."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dapo_mega.errors import InputError
+from dapo_mega.models import load_architecture
+from dapo_mega.models.families import families, find_family
+from dapo_mega.models.layouts import Layout
+
+DENSE = ["llama", "mistral", "qwen2", "qwen3"]
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 12,
+    "num_attention_heads": 32,
+    "vocab_size": 11,
+}
+OF_MIXTURES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def write_config(folder, model_type, **keys):
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **keys}))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", [*DENSE, "qwen3_moe"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"tie_word_embeddings": True, "head_dim": 64, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": 999, "rope_theta": 3e4},
+        {"sliding_window": None, "use_sliding_window": False, "hidden_act": "silu"},
+    ],
+)
+def test_keys_left_out_mean_what_they_mean_to_transformers(tmp_path, model_type, keys):
+    extra = OF_MIXTURES if model_type == "qwen3_moe" else {}
+    arch = load_architecture(write_config(tmp_path, model_type, **extra, **keys))[1]
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert arch.num_query_groups == config.num_key_value_heads
+    assert arch.head_dim == (getattr(config, "head_dim", None) or 128)
+    assert arch.max_positions == config.max_position_embeddings
+    assert arch.norm_epsilon == config.rms_norm_eps
+    assert arch.tied_embeddings == config.tie_word_embeddings
+    assert arch.rope_theta == config.rope_parameters["rope_theta"]
+    assert arch.sliding_window == (config.sliding_window if model_type != "llama" else None)
+    # Configuration classes keep keys that their models do not look at.
+    is_biased = bool(keys.get("attention_bias")) and model_type in ("llama", "qwen3", "qwen3_moe")
+    assert arch.output_bias == is_biased
+    assert arch.qkv_bias == (is_biased or model_type == "qwen2")
+    assert arch.mlp_bias == (bool(keys.get("mlp_bias")) and model_type == "llama")
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("head_dim", [16, 20, 128])
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("linear", {"factor": 2.5}),
+        ("llama3", LLAMA3),
+        ("llama3", {**LLAMA3, "factor": 32.0, "low_freq_factor": 2.0}),
+        ("yarn", YARN),
+        ("yarn", {"factor": 16.0}),
+        ("yarn", {**YARN, "attention_factor": 1.25, "beta_fast": 20, "beta_slow": 2}),
+        ("yarn", {**YARN, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.6}),
+    ],
+)
+def test_scaled_frequencies_have_the_bits_of_transformers(tmp_path, theta, head_dim, kind, scaling):
+    frequencies = []
+    styles = [
+        {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}},
+        {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling}},
+        {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **scaling}},
+    ]
+    for style in styles:
+        arch = load_architecture(write_config(tmp_path, "llama", head_dim=head_dim, **style))[1]
+        config = AutoConfig.from_pretrained(tmp_path)
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        assert torch.equal(arch.inverse_frequencies, expected)
+        assert arch.inverse_frequencies.dtype is torch.float32
+        assert (arch.softmax_scale or head_dim**-0.5) == pytest.approx(head_dim**-0.5 * factor**2)
+        frequencies.append(arch.inverse_frequencies)
+    assert torch.equal(frequencies[0], frequencies[1])
+    assert torch.equal(frequencies[0], frequencies[2])
+
+
+def test_a_context_length_outside_the_scaling_record_takes_precedence(tmp_path):
+    keys = {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 2048}
+    arch = load_architecture(write_config(tmp_path, "llama", **keys))[1]
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path))
+    assert torch.equal(arch.inverse_frequencies, expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True in config.json is not supported for qwen3"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\]"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling of type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "su"}}, "rope scaling of type 'su' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"by kind of layer \(full_attention\)"),
+    ],
+)
+def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, keys, message):
+    with pytest.raises(InputError, match=message):
+        load_architecture(write_config(tmp_path, "qwen3", **keys))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_that_every_checkpoint_states_are_not_guessed(tmp_path, size):
+    config = json.loads((write_config(tmp_path, "llama") / "config.json").read_text())
+    del config[size]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"lacks the key '{size}'"):
+        load_architecture(tmp_path)
+
+
+def test_families_are_found_by_their_files():
+    assert set(families()) >= {*DENSE, "qwen3_moe"}
+    assert all(find_family(name).model_type == name for name in families())
+
+
+def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
+    for keys, present in (({}, False), ({"attention_bias": True, "mlp_bias": True}, True)):
+        family, arch = load_architecture(write_config(tmp_path, "llama", tie_word_embeddings=present, **keys))
+        placed = list(family.tensors(arch, range(2), first_stage=True, last_stage=True))
+        names = [name for tensor in placed for name in tensor.hf]
+        assert len(names) == len(set(names))
+        assert any(name.endswith(".bias") for name in names) == present
+        assert ("lm_head.weight" in names) != present
+        biases = [tensor for tensor in placed if tensor.hf[0].endswith(("o_proj.bias", "down_proj.bias"))]
+        assert len(biases) == (4 if present else 0)
+        # Added after the sum over the tensor-parallel processes.
+        assert all(tensor.layout is Layout.REPLICATED for tensor in biases)

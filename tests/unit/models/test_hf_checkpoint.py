@@ -1,0 +1,99 @@
+"""A checkpoint is used only when it is exactly the model that its config.json describes; what is wrong is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dapo_mega.errors import InputError
+from dapo_mega.models import load_architecture
+from dapo_mega.models.hf_checkpoint import INDEX_FILE, HfCheckpoint, check_source
+from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model", tied=True, num_layers=2)
+
+
+def check(path):
+    check_source(HfCheckpoint(path), *load_architecture(path))
+
+
+def change(path, **tensors):
+    """Replace tensors of the only file, or remove those that are None; `__` in names stands for a dot."""
+    held = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        held[name.replace("__", ".")] = tensor
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path / "model.safetensors")
+
+
+def set_config(path, **values):
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_the_shapes_of_every_family_are_those_that_transformers_writes(tmp_path, name):
+    check(FAMILY_MODELS[name](tmp_path / "model"))
+
+
+def test_a_missing_and_an_additional_tensor_are_named_together(model):
+    change(model, model__norm__weight=None, model__extra__weight=torch.zeros(3))
+    with pytest.raises(InputError, match=r"lacks the tensors model\.norm\.weight; .*additional.*model\.extra\.weight"):
+        check(model)
+
+
+def test_at_most_eight_tensors_are_named(model):
+    change(model, **{f"extra__{i}": torch.zeros(1) for i in range(11)})
+    with pytest.raises(InputError, match=r"extra\.6 and 3 more"):
+        check(model)
+
+
+def test_a_wrong_shape_is_named_with_the_right_one(model):
+    change(model, model__layers__1__self_attn__k_proj__weight=torch.zeros(48, 48))
+    with pytest.raises(InputError, match=r"layers\.1\.self_attn\.k_proj\.weight \(48, 48\) instead of \(24, 48\)"):
+        check(model)
+
+
+def test_another_vocabulary_size_is_named(model):
+    set_config(model, vocab_size=VOCAB_SIZE + 3)
+    with pytest.raises(InputError, match=rf"embed_tokens\.weight \({VOCAB_SIZE}, 48\) instead of \({VOCAB_SIZE + 3}"):
+        check(model)
+
+
+def test_integers_are_no_weights(model):
+    change(model, model__norm__weight=torch.zeros(48, dtype=torch.int8))
+    with pytest.raises(InputError, match=r"unsupported dtypes model\.norm\.weight torch\.int8"):
+        check(model)
+
+
+def test_a_tied_output_layer_may_be_stored_if_it_is_the_embedding(model):
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    change(model, lm_head__weight=embedding.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6))
+    check(model)
+    change(model, lm_head__weight=embedding + 1)
+    with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        check(model)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:20] + b"\xff" * 8 + data[28:]])
+def test_a_cut_off_or_damaged_file_is_named(model, damage):
+    file = model / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(InputError, match=r"model\.safetensors cannot be read as safetensors"):
+        check(model)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(model):
+    names = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.ghost": "model.safetensors"}}))
+    with pytest.raises(InputError, match=r"index\.json lists model\.ghost"):
+        check(model)
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.ghost": "gone.safetensors"}}))
+    with pytest.raises(InputError, match=r"gone\.safetensors cannot be read"):
+        check(model)
+    (model / INDEX_FILE).write_text('{"weight_map": ')
+    with pytest.raises(InputError, match=r"not a valid safetensors index"):
+        check(model)
