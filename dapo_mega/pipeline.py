@@ -21,7 +21,7 @@ from dapo_mega.files import replace_file
 from dapo_mega.group_state import dataset_fingerprint
 from dapo_mega.handover import leaving_together
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
-from dapo_mega.models import load_architecture
+from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.layer_specs import check_compute
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
@@ -78,8 +78,9 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         evaluation_prompts = load_prompts(
             config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
         )
-    check_routing(config)
-    check_compute(load_architecture(Path(config.model.path))[1], config.model, config.compute)
+    arch = load_architecture(Path(config.model.path))[1]
+    check_routing(config, arch)
+    check_compute(arch, config.model, config.compute)
     processes = start_processes(config.parallel, config.seed)
     policy = MegatronPolicy(
         config.model,
@@ -105,18 +106,19 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         reference=reference,
         fleet=fleet,
         weight_sync=WeightSync(fleet, config.weight_sync.bucket_mib),
-        store=CheckpointStore(Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last),
+        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         driver=driver,
     )
 
 
-def check_routing(config: RunConfig) -> None:
+def check_routing(config: RunConfig, arch: Architecture) -> None:
     """Refuse a router bias that the engines would never see."""
-    if config.compute.moe.router_bias_update_rate > 0:
+    has_bias = arch.experts is not None and arch.experts.has_router_bias
+    if config.compute.moe.router_bias_update_rate > 0 and not has_bias:
         raise InputError(
-            "compute.moe.router_bias_update_rate > 0 trains a routing bias that no supported model family stores in "
-            "its Hugging Face checkpoint, so the engines would route otherwise than the trainer; use "
-            "compute.moe.aux_loss_coefficient"
+            f"compute.moe.router_bias_update_rate > 0 trains a routing bias that {arch.model_type} does not store in "
+            f"its Hugging Face checkpoint, so the engines would route otherwise than the trainer; use "
+            f"compute.moe.aux_loss_coefficient"
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dapo_mega.commands import say
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.errors import InputError
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.handover import leaving_together
 from dapo_mega.pipeline import Pipeline, build_pipeline, write_run_record
 from dapo_mega.plan import describe_run
@@ -59,7 +59,8 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     describe_run(config, world_size_from_environment())
     if not Path(config.model.path).is_dir():
         raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
-    newest = CheckpointStore(folder / "checkpoints", config.checkpoint.keep_last).latest()
+    store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+    newest = store.latest()
     start_step = int(newest.name.removeprefix("step_")) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
     if newest and not accept_changes:
@@ -75,6 +76,8 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
             f"another output_dir"
         )
         return
+    for sentence in store.skipped():
+        say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
     pipeline = build_pipeline(config, start_step)
     with contextlib.ExitStack() as stack:
         stack.callback(close, pipeline)
@@ -95,7 +98,13 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
 
 
 def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
-    train(pipeline)
+    try:
+        train(pipeline)
+    except StarvedError:
+        # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
+        pipeline.store.finish(pipeline.policy)
+        raise
+    pipeline.store.finish(pipeline.policy)
     if pipeline.config.checkpoint.save_hf_at_end:
         save_hf_checkpoint(pipeline.policy, folder / "hf")
     dist.barrier(group=pipeline.policy.processes.control)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.packing import MicroBatch, columns_from_samples
 from dapo_mega.pipeline import Pipeline
 from dapo_mega.policy.checkpoints import LoopState
+from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import TokenScores
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
 from dapo_mega.types import Group, Sample
@@ -54,9 +56,8 @@ def train(pipeline: Pipeline) -> None:
             with pipeline.timers.stage("evaluation"):
                 metrics.update(evaluate(pipeline))
         report(pipeline, pipeline.step, metrics)
-        if checkpoint_is_due(config, pipeline.step):
-            with pipeline.timers.stage("checkpoint"):
-                save(pipeline)
+        with pipeline.timers.stage("checkpoint"):
+            export_and_save(pipeline)
 
 
 def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
@@ -214,6 +215,11 @@ def checkpoint_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0) or step == config.num_steps
 
 
+def export_is_due(config: RunConfig, step: int) -> bool:
+    every = config.checkpoint.hf_every
+    return bool(every and step % every == 0)
+
+
 def evaluate(pipeline: Pipeline) -> Metrics:
     """Held-out metrics on rank 0; nothing on the others."""
     metrics: Metrics = {}
@@ -251,9 +257,18 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
     return f"held-out evaluation after step {step}: {text}"
 
 
-def save(pipeline: Pipeline) -> None:
-    """Everything that decides the next step goes into the checkpoint."""
-    pipeline.store.save(pipeline.policy, lambda: loop_state(pipeline), pipeline.step)
+def export_and_save(pipeline: Pipeline) -> None:
+    """Complete the checkpoint in writing if its files are there, and write what is due after this step.
+
+    The export comes first: a run that resumes after this step has it. Everything that decides the next step goes into
+    the checkpoint.
+    """
+    policy, config, step = pipeline.policy, pipeline.config, pipeline.step
+    pipeline.store.finish(policy, wait=False)
+    if export_is_due(config, step):
+        save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
+    if checkpoint_is_due(config, step):
+        pipeline.store.save(policy, lambda: loop_state(pipeline), step)
 
 
 def loop_state(pipeline: Pipeline) -> LoopState:

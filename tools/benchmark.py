@@ -5,6 +5,8 @@ step        one DAPO step, from prompts to new weights, against TRL
 mfu         share of a GPU's peak that the update reaches
 packing     packed micro-batches against padded ones
 handover    samples from rank 0 to the others
+gather      sharded weights to the replicas' leaders
+checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
 """
 
@@ -15,7 +17,7 @@ import sys
 
 from dapo_mega.commands import run_command
 
-NAMES = ("update", "step", "mfu", "packing", "handover", "logprobs")
+NAMES = ("update", "step", "mfu", "packing", "handover", "gather", "checkpoint", "logprobs")
 
 
 def main() -> None:

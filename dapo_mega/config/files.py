@@ -34,6 +34,11 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
         raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
     for override in overrides:
         raw = _overridden(kind, raw, override)
+    return validated(kind, raw)
+
+
+def validated(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """The section with the values of `raw`. Raises `InputError`, one line per problem."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

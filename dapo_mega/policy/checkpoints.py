@@ -1,7 +1,7 @@
-"""Atomic checkpoints: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
+"""Checkpoints of a run: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
 
-A checkpoint is written into `.step_N.partial` and renamed to `step_N` when everything in it is on disk; then the
-file `latest` is replaced. A crash at any moment leaves the previous checkpoint as it was.
+The files are written in the background from a snapshot while training goes on, and the checkpoint is completed by all
+processes together at the end of a later step; see `checkpoint_folders` for what makes it complete.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import queue
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +19,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+from dapo_mega.config import CheckpointConfig
 from dapo_mega.errors import InputError
 from dapo_mega.files import replace_file
 from dapo_mega.handover import leaving_together
+from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
+from dapo_mega.policy.checkpoint_folders import CheckpointFolders
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
 
@@ -36,7 +38,6 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 # The optimizer's shards are stored per parameter, so that any TP x PP x DP can read them.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
-_STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -51,42 +52,75 @@ class LoopState:
 class CheckpointStore:
     """The checkpoints of one run, `root/step_N`. Methods are collective over all processes unless they say so."""
 
-    def __init__(self, root: Path, keep_last: int) -> None:
-        self.root = root
-        self._keep_last = keep_last
+    def __init__(
+        self, root: Path, keep_last: int, keep_every: int | None = None, *, asynchronous: bool = False
+    ) -> None:
+        self._folders = CheckpointFolders(root, keep_last, keep_every)
+        self._asynchronous = asynchronous
+        self._writing = BackgroundWriting()
+        self._unfinished_step: int | None = None
+
+    @classmethod
+    def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
+        """The store of the run in `output_dir`. Local."""
+        root = Path(output_dir) / "checkpoints"
+        return cls(root, config.keep_last, config.keep_every, asynchronous=config.asynchronous)
+
+    @property
+    def root(self) -> Path:
+        """The folder of all checkpoints."""
+        return self._folders.root
 
     def latest(self) -> Path | None:
-        """Folder of the newest complete checkpoint, or None. Local: reads only.
+        """Folder of the newest complete checkpoint, or None. Local: reads only."""
+        return self._folders.newest()
 
-        Folders are complete as soon as they have their name; the file `latest` is for people and other tools.
+    def skipped(self) -> list[str]:
+        """A sentence for each damaged checkpoint that is newer than `latest()`. Local: reads only."""
+        return self._folders.skipped()
+
+    def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
+        """Write `step_{step}`; `state` is asked on rank 0 only. Saving asynchronously, this returns when everything is
+        copied and the policy may change; `finish` completes the checkpoint. Raises InputError when the disk refuses.
         """
-        complete = [path for path in self._steps() if (path / "loop.json").is_file()]
-        return complete[-1] if complete else None
-
-    def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> Path:
-        """Write `step_{step}`; `state` is asked on rank 0 only. Raises InputError when the disk refuses."""
-        processes = policy.processes
-        partial = self.root / f".step_{step:08d}.partial"
-        final = self.root / f"step_{step:08d}"
+        self.finish(policy)
         rng = _gather_rng(policy)
+        partial = self._folders.partial(step)
         failure = None
-        if processes.rank == 0:
-            failure = _attempt(lambda: _prepare(partial))
-        self._check(policy, failure, partial)
-        failure = _attempt(lambda: _save_megatron(policy, partial))
-        if processes.rank == 0 and failure is None:
+        if policy.processes.rank == 0:
+            failure = _attempt(lambda: self._folders.begin(step))
+        self._check(policy, failure, step)
+        failure = _attempt(lambda: self._write_megatron(policy, partial))
+        if policy.processes.rank == 0 and failure is None:
             num_optimizers = len(policy.optimizer.chained_optimizers)
             failure = _attempt(lambda: _write_loop_state(partial, state(), rng, num_optimizers))
-        self._check(policy, failure, partial)
-        if processes.rank == 0:
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            replace_file(self.root / "latest", final.name)
-            for old in self._steps()[: -self._keep_last]:
-                shutil.rmtree(old)
-        dist.barrier(group=processes.control)
-        return final
+        self._check(policy, failure, step)
+        self._unfinished_step = step
+        if not self._asynchronous:
+            self.finish(policy)
+
+    def finish(self, policy: MegatronPolicy, *, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if any: once its files are written, or not yet, unless `wait`.
+        Raises InputError when the disk refused."""
+        step = self._unfinished_step
+        if step is None:
+            return
+        failure = _attempt(lambda: self._writing.maybe_finalize_async_calls(blocking=wait))
+        if failure is None and self._writing.get_num_unfinalized_calls():
+            return
+        self._unfinished_step = None
+        self._check(policy, failure, step)
+        if policy.processes.rank == 0:
+            failure = _attempt(lambda: self._folders.complete(step))
+        self._check(policy, failure, step)
+
+    def _write_megatron(self, policy: MegatronPolicy, folder: Path) -> None:
+        """Start writing Megatron's part, or with synchronous saving leave it to `finish` to wait for."""
+        content = _sharded_content(policy)
+        live = _storages(content)
+        keep_results_in_process()
+        request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
+        self._writing.schedule_async_request(from_snapshot(request, live if self._asynchronous else frozenset()))
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
@@ -120,22 +154,18 @@ class CheckpointStore:
         _restore_rng(policy, arrays)
         return LoopState(values.pop("step"), values, arrays)
 
-    def _steps(self) -> list[Path]:
-        found = [p for p in self.root.glob("step_*") if _STEP.fullmatch(p.name)] if self.root.is_dir() else []
-        return sorted(found)
-
-    def _check(self, policy: MegatronPolicy, failure: str | None, partial: Path) -> None:
-        """Leave together when any process failed; the partial folder goes, earlier checkpoints stay."""
+    def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> None:
+        """Leave together when any process failed; what was written goes, earlier checkpoints stay."""
         failures: list[Any] = [None] * policy.processes.world_size
         dist.all_gather_object(failures, failure, group=policy.processes.control)
         reason = next((f for f in failures if f), None)
         if reason is None:
             return
         if policy.processes.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._folders.discard(step)
         raise InputError(
-            f"cannot write the checkpoint {partial.name[1:].removesuffix('.partial')} under {self.root} ({reason}); "
-            f"earlier checkpoints are intact: free space or fix the permissions and start the same command again"
+            f"cannot write the checkpoint step_{step:08d} under {self.root} ({reason}); earlier checkpoints "
+            f"are intact: free space or fix the permissions and start the same command again"
         )
 
 
@@ -216,7 +246,7 @@ def _set_states_but_step(part: Any, model_param: torch.nn.Parameter, tensors: Ma
     type(part)._set_main_param_and_optimizer_states(part, model_param, {**tensors, "step": step})
 
 
-def _attempt(action: Callable[[], None]) -> str | None:
+def _attempt(action: Callable[[], object]) -> str | None:
     """None, or why the file system refused."""
     try:
         action()
@@ -231,26 +261,23 @@ def _one_line(error: BaseException) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _prepare(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-
-
-def _save_megatron(policy: MegatronPolicy, folder: Path) -> None:
+def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
+    """Megatron's description of everything that the policy keeps in a checkpoint."""
     _allocate_adam_state(policy)
     _keep_bucket_padding(policy)
     policy.finish_param_gather()
     model = _sharded_model(policy)
-    content = {
+    return {
         **model,
         "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
         "scheduler": policy.scheduler.state_dict(),
     }
-    # Megatron would start a manager process for the writers' results, which outlives a killed trainer; saving
-    # synchronously, the results come back within this process.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(content, str(folder), content_metadata=_METADATA)
+
+
+def _storages(content: Mapping[str, Any]) -> frozenset[int]:
+    """Addresses of the memory that the tensors of a checkpoint's content lie in."""
+    shards = (value for value in nested_values(content) if isinstance(value, ShardedTensor | ShardedTensorFactory))
+    return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
 
 
 def _sharded_model(policy: MegatronPolicy) -> dict[str, Any]:

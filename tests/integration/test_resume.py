@@ -1,5 +1,7 @@
 """Kill -9 and resume equals no interruption (property 6); the layout may change in between."""
 
+import shutil
+
 import pytest
 from safetensors.torch import load_file
 
@@ -8,6 +10,8 @@ from dapo_mega.metrics import read_metrics
 from .runs import decisive, finish, kill_when, prepare, start, steps_done
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
+
+EXPORTS = ("checkpoint.hf_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +24,7 @@ def task(tmp_path_factory):
 def uninterrupted(task):
     folder, config = task
     output = folder / "uninterrupted"
-    finish(start(config, 2, output), output)
+    finish(start(config, 2, output, *EXPORTS), output)
     return output
 
 
@@ -36,25 +40,65 @@ def test_the_runs_compared_here_use_buffer_and_surplus(uninterrupted):
     assert all("evaluation/avg_at_k" in records[step] for step in (0, 3, 6))
 
 
-@pytest.mark.parametrize("moment", ["between checkpoints", "while a checkpoint is written"])
+MOMENTS = {
+    "between checkpoints": lambda output: has_checkpoint(output) and steps_done(output) >= 3,
+    "while a checkpoint is written": lambda output: any(partial(output).glob("*.distcp")),
+}
+
+
+def has_checkpoint(output):
+    """The first one is completed in the background of step 3."""
+    return (output / "checkpoints" / "step_00000002").is_dir()
+
+
+def partial(output):
+    return output / "checkpoints" / ".step_00000004.partial"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
     folder, config = task
     output = folder / moment.replace(" ", "_")
-    moments = {
-        "between checkpoints": lambda: steps_done(output) >= 3,
-        "while a checkpoint is written": lambda: (output / "checkpoints" / ".step_00000004.partial").is_dir(),
-    }
-    kill_when(start(config, 2, output), moments[moment])
+    kill_when(start(config, 2, output, *EXPORTS), lambda: MOMENTS[moment](output))
     assert 3 <= steps_done(output) < 6
-    finish(start(config, 2, output), output)
-    expected = read_metrics(uninterrupted / "metrics.jsonl")
-    got = read_metrics(output / "metrics.jsonl")
+    assert moment == "between checkpoints" or partial(output).is_dir()
+    finish(start(config, 2, output, *EXPORTS), output)
+    assert_equal_runs(uninterrupted, output)
+
+
+def assert_equal_runs(reference, output):
+    expected, got = (read_metrics(run / "metrics.jsonl") for run in (reference, output))
     assert [record["step"] for record in got] == list(range(7))
     for before, after in zip(expected, got, strict=True):
         assert decisive(after) == decisive(before), f"step {before['step']}"
-    final, reference = (load_file(run / "hf" / "model.safetensors") for run in (output, uninterrupted))
-    assert all((final[name] == tensor).all() for name, tensor in reference.items())
-    assert not list((output / "checkpoints").glob(".*partial"))
+    for export in ("hf_step_00000003", "hf_step_00000006", "hf"):
+        final, wanted = (load_file(run / export / "model.safetensors") for run in (output, reference))
+        assert all((final[name] == tensor).all() for name, tensor in wanted.items())
+    kept = ["latest", "step_00000004", "step_00000006"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == kept
+
+
+def test_exports_during_training_hold_the_weights_of_their_step(uninterrupted):
+    half, whole, final = (
+        load_file(uninterrupted / name / "model.safetensors") for name in ("hf_step_00000003", "hf_step_00000006", "hf")
+    )
+    assert all((whole[name] == tensor).all() for name, tensor in final.items())
+    assert any((half[name] != tensor).any() for name, tensor in final.items())
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted):
+    folder, config = task
+    output = folder / "damaged"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "hf")
+    file = output / "checkpoints" / "step_00000006" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    finish(start(config, 2, output, *EXPORTS), output)
+    log = (folder / "damaged_logs" / "rank_0.log").read_text()
+    (warning,) = (line for line in log.splitlines() if "damaged checkpoint" in line)
+    assert "step_00000006 (__0_0.distcp has" in warning
+    assert "continuing after step 4" in warning
+    assert_equal_runs(uninterrupted, output)
 
 
 def test_a_finished_run_is_left_as_it_is(task, uninterrupted):
@@ -68,7 +112,9 @@ def test_a_finished_run_is_left_as_it_is(task, uninterrupted):
 def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, uninterrupted, dimension):
     folder, config = task
     output = folder / f"from_{dimension}"
-    kill_when(start(config, 2, output, f"parallel.{dimension}=2"), lambda: steps_done(output) >= 3)
+    kill_when(
+        start(config, 2, output, f"parallel.{dimension}=2"), lambda: has_checkpoint(output) and steps_done(output) >= 3
+    )
     finish(start(config, 2, output), output)
     expected = read_metrics(uninterrupted / "metrics.jsonl")
     got = read_metrics(output / "metrics.jsonl")

@@ -27,6 +27,7 @@ def file(tmp_path):
         ("data.train.columns.promt=x", "did you mean 'data.train.columns.prompt'?"),
         ("batch.mini_batch_groups=30", "the nearest size that does is 32"),
         ("batch.tokens_per_microbatch=100", "set it to at least 22528"),
+        ("checkpoint={every: 20, keep_every: 50}", "not a multiple of checkpoint.every=20"),
         ("reward.overlong_cache_tokens=30000", "larger than rollout.max_response_tokens=20480"),
         ("parallel.sequence=true", "needs parallel.tensor >= 2"),
         ("parallel.virtual_pipeline=2", "it needs parallel.pipeline >= 2, or must be 1"),

@@ -2,16 +2,21 @@
 
 import json
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_plain_tensors
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.packing import build_micro_batch, columns_from_samples
+from dapo_mega.policy import background_writing
 from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
 from dapo_mega.policy.megatron_policy import MegatronPolicy
+from dapo_mega.policy.model import unwrapped
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
 from dapo_mega.policy.processes import start_processes, stop_processes
 from tests.distributed.tiny import make_model, make_samples
@@ -50,14 +55,33 @@ def state(step):
     return LoopState(step, {"collector": {"position": 7}}, {"buffer/token_ids": np.arange(5, dtype=np.int32)})
 
 
+@pytest.fixture
+def writer_released(monkeypatch):
+    """No file of a checkpoint is written before this event is set: what it shared with the policy would show."""
+    released = threading.Event()
+    write = background_writing._write
+
+    def write_late(*arguments):
+        assert released.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(background_writing, "_write", write_late)
+    yield released
+    released.set()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dtype):
-    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dtype, writer_released):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
     first = policy(model, processes, dtype)
     update(first, 1)
     update(first, 2)
     store.save(first, lambda: state(2), 2)
     expected = [update(first, seed) for seed in (3, 4, 5)]
+    store.finish(first, wait=False)
+    assert store.latest() is None
+    writer_released.set()
+    store.finish(first)
     second = policy(model, processes, dtype)
     loaded = store.load(second, store.latest())
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
@@ -65,16 +89,50 @@ def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dty
     assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_old_checkpoints_go_and_an_unfinished_one_is_never_the_latest(model, processes, tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+def test_tensors_outside_of_megatrons_buffers_are_copied_too(model, processes, tmp_path, writer_released):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
     subject = policy(model, processes)
-    for step in (1, 2, 3):
+    norm = unwrapped(subject.chunks[0]).decoder.final_layernorm.weight
+    norm.data = norm.data.clone()
+    saved = norm.detach().clone()
+    store.save(subject, lambda: state(1), 1)
+    norm.data.add_(1.0)
+    writer_released.set()
+    store.finish(subject)
+    # Loading would take the weights from the optimizer's copy.
+    stored = load_plain_tensors(str(store.latest()))
+    assert torch.equal(stored["decoder.final_layernorm.weight"], saved)
+
+
+def test_a_save_waits_for_the_one_before(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3, asynchronous=True)
+    subject = policy(model, processes)
+    for step in (1, 2):
         store.save(subject, lambda step=step: state(step), step)
-    names = sorted(p.name for p in store.root.iterdir())
-    assert names == ["latest", "step_00000002", "step_00000003"]
-    assert (store.root / "latest").read_text() == "step_00000003"
-    (store.root / ".step_00000004.partial").mkdir()
-    (store.root / "step_00000005").mkdir()
+    assert store.latest().name == "step_00000001"
+    assert [path.name for path in store.root.glob(".*")] == [".step_00000002.partial"]
+    store.finish(subject)
+    assert store.latest().name == "step_00000002"
+    assert not list(store.root.glob(".*"))
+
+
+def test_a_write_that_fails_in_the_background_is_reported_and_leaves_no_trace(model, processes, tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
+    subject = policy(model, processes)
+    store.save(subject, lambda: state(1), 1)
+    store.finish(subject)
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem_async, "_write_item", refuse)
+    store.save(subject, lambda: state(2), 2)
+    with pytest.raises(InputError, match=r"cannot write the checkpoint step_00000002.*No space left"):
+        store.finish(subject)
+    monkeypatch.undo()
+    assert sorted(path.name for path in store.root.iterdir()) == ["latest", "step_00000001"]
+    store.save(subject, lambda: state(3), 3)
+    store.finish(subject)
     assert store.latest().name == "step_00000003"
 
 

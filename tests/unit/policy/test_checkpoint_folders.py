@@ -1,0 +1,131 @@
+"""Only complete checkpoints count, and rotation keeps what it should."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.policy.checkpoint_folders import CheckpointFolders
+
+
+def write(folders, *steps):
+    for step in steps:
+        folders.begin(step)
+        partial = folders.partial(step)
+        (partial / "loop.json").write_text(f'{{"step": {step}}}')
+        (partial / "__0_0.distcp").write_bytes(b"x" * 100)
+        folders.complete(step)
+
+
+def names(folders):
+    return sorted(path.name for path in folders.root.iterdir())
+
+
+def test_the_last_and_every_so_many_are_kept(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=4)
+    write(folders, *range(1, 12))
+    assert names(folders) == ["latest", "step_00000004", "step_00000008", "step_00000010", "step_00000011"]
+    assert (tmp_path / "latest").read_text() == "step_00000011"
+
+
+def test_an_unfinished_checkpoint_is_never_the_newest_and_goes_when_one_is_completed(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
+    write(folders, 1)
+    folders.begin(2)
+    assert folders.newest().name == "step_00000001"
+    assert not folders.skipped()
+    write(folders, 3)
+    assert names(folders) == ["latest", "step_00000001", "step_00000003"]
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "__0_0.distcp has 99 of 100 bytes": lambda folder: cut(folder / "__0_0.distcp"),
+    "loop.json has": lambda folder: cut(folder / "loop.json"),
+    "loop.json is missing": lambda folder: (folder / "loop.json").unlink(),
+    "manifest.json is cut off": lambda folder: cut(folder / "manifest.json"),
+    "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_by_name_and_reason(tmp_path, problem):
+    folders = CheckpointFolders(tmp_path, keep_last=3, keep_every=None)
+    write(folders, 2, 4, 6)
+    DAMAGES[problem](tmp_path / "step_00000006")
+    assert folders.newest().name == "step_00000004"
+    (sentence,) = folders.skipped()
+    assert "step_00000006" in sentence
+    assert problem in sentence
+
+
+def test_rotation_counts_complete_checkpoints_only(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
+    write(folders, 2, 4)
+    DAMAGES["loop.json is missing"](tmp_path / "step_00000004")
+    write(folders, 6)
+    assert names(folders) == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    write(folders, 8)
+    assert names(folders) == ["latest", "step_00000006", "step_00000008"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
+    write(folders, 2, 4)
+    DAMAGES["loop.json is missing"](tmp_path / "step_00000004")
+    write(folders, 4)
+    assert folders.newest().name == "step_00000004"
+    assert not folders.skipped()
+
+
+def test_latest_naming_a_missing_folder_is_told_and_the_newest_there_is_taken(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
+    write(folders, 2, 4)
+    (tmp_path / "step_00000004").rename(tmp_path / "elsewhere")
+    assert folders.newest().name == "step_00000002"
+    (sentence,) = folders.skipped()
+    assert "latest names step_00000004, which does not exist" in sentence
+
+
+@pytest.mark.parametrize(
+    ("crash_before", "newest"),
+    [
+        ("manifest", "step_00000001"),
+        ("rename", "step_00000001"),
+        ("latest", "step_00000002"),
+        ("removal", "step_00000002"),
+    ],
+)
+def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch, crash_before, newest):
+    folders = CheckpointFolders(tmp_path, keep_last=1, keep_every=None)
+    write(folders, 1)
+    folders.begin(2)
+    operations = iter(["manifest", "rename", "latest", "removal"])
+
+    def crashing(function):
+        def call(*arguments):
+            if next(operations) == crash_before:
+                raise InterruptedError
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as machine:
+        machine.setattr(os, "replace", crashing(os.replace))
+        machine.setattr(Path, "rename", crashing(Path.rename))
+        machine.setattr(shutil, "rmtree", crashing(shutil.rmtree))
+        with pytest.raises(InterruptedError):
+            folders.complete(2)
+    assert folders.newest().name == newest
+    write(folders, 3)
+    assert names(folders) == ["latest", "step_00000003"]
+
+
+def test_without_any_checkpoint_there_is_no_newest(tmp_path):
+    folders = CheckpointFolders(tmp_path / "none", keep_last=2, keep_every=None)
+    assert folders.newest() is None
+    assert not folders.skipped()
