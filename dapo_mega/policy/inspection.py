@@ -1,0 +1,50 @@
+"""What a checkpoint of either format is, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dapo_mega.policy.conversion import Checkpoint
+from dapo_mega.policy.megatron_files import MegatronCheckpoint
+from dapo_mega.policy.resumable_folder import RECORD_FILE
+
+_WEIGHT_SUFFIXES = {".safetensors", ".distcp"}
+
+
+def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
+    """Lines on the model, its files and, of a Megatron checkpoint, the layout they are cut for."""
+    arch, is_megatron = checkpoint.arch, isinstance(checkpoint.source, MegatronCheckpoint)
+    specs = {name: checkpoint.source.spec(name) for name in checkpoint.names}
+    num_parameters = sum(spec.numel for spec in specs.values())
+    yield f"{'format':12s} {'Megatron (torch_dist)' if is_megatron else 'Hugging Face (safetensors)'}"
+    yield f"{'family':12s} {arch.model_type}"
+    yield (
+        f"{'sizes':12s} {arch.num_layers} layers, hidden {arch.hidden_size}, {arch.num_attention_heads} heads in "
+        f"{arch.num_query_groups} groups, vocabulary {arch.vocab_size}"
+        + (f", {arch.experts.number} experts" if arch.experts else "")
+        + (", tied embeddings" if arch.tied_embeddings else "")
+    )
+    yield f"{'parameters':12s} {num_parameters:,}"
+    yield f"{'dtype':12s} {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in checkpoint.dtypes))}"
+    files = sorted(file for file in checkpoint.path.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+    yield f"{'files':12s} {len(files)} with {sum(file.stat().st_size for file in files):,} bytes"
+    if is_megatron:
+        yield from _megatron_lines(checkpoint.path)
+    if list_tensors:
+        for name, spec in specs.items():
+            yield f"{name}  {list(spec.shape)}  {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _megatron_lines(path: Path) -> Iterator[str]:
+    if (path / RECORD_FILE).is_file():
+        layout = json.loads((path / RECORD_FILE).read_text())["made_from"]["layout"]
+        yield f"{'layout':12s} {', '.join(f'{name}={size}' for name, size in layout.items() if size)}"
+    if (path / "loop.json").is_file():
+        yield f"{'step':12s} {json.loads((path / 'loop.json').read_text())['step']}, with optimizer and loop state"
+        with np.load(path / "loop.npz") as arrays:
+            layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})
+        yield f"{'written by':12s} {', '.join(layouts)}"

@@ -1,0 +1,180 @@
+"""Folders written file by file by one or several processes, which continue after a crash and appear only when whole.
+
+Files are written into `.NAME.partial/content` beside the target, each with a record of its own in `records` once it is
+on disk. When all are there the content is renamed to the target; it keeps `conversion.json`: what it was made from, and
+the sizes of its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from dapo_mega.errors import InputError
+from dapo_mega.files import replace_file
+from dapo_mega.handover import leaving_together
+
+logger = logging.getLogger(__name__)
+
+RECORD_FILE = "conversion.json"
+_CONTENT = "content"
+_RECORDS = "records"
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of the folder. `write` fills the path it is given, reports bytes as they are written, and returns a
+    JSON value for `finish`."""
+
+    name: str
+    nbytes: int
+    write: Callable[[Path, Advance], Any]
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """What is to be written: a JSON description of what it is made from, its large files, and what completes it given
+    the folder and the files' records."""
+
+    made_from: Mapping[str, Any]
+    files: Sequence[OutputFile]
+    finish: Callable[[Path, Mapping[str, Any]], None]
+
+
+def write_folder(target: Path, output: OutputFolder) -> bool:
+    """Collective. Returns whether anything was written: False if `target` is the finished result already.
+
+    Raises InputError for a target that is anything else.
+    """
+    # Through JSON, so that it equals what is read back.
+    made_from = json.loads(json.dumps(output.made_from))
+    partial = target.with_name(f".{target.name}.partial")
+    with together():
+        if _is_finished(target, made_from):
+            return False
+        if _rank() == 0:
+            _prepare(partial, made_from)
+    with together():
+        _write_files(partial, output.files)
+    with together():
+        if _rank() == 0:
+            _complete(partial, target, output, made_from)
+    return True
+
+
+def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapping[str, Any]) -> None:
+    content = partial / _CONTENT
+    output.finish(content, {file.name: _read_record(partial, file.name)["value"] for file in output.files})
+    sizes = {file.name: file.stat().st_size for file in content.iterdir()}
+    replace_file(content / RECORD_FILE, json.dumps({"made_from": made_from, "files": sizes}, indent=1))
+    content.rename(target)
+    shutil.rmtree(partial)
+
+
+def fingerprint(folder: Path) -> dict[str, list[int]]:
+    """Sizes in bytes and modification times in ns of the files of a checkpoint."""
+    status = {file.name: file.stat() for file in sorted(folder.iterdir()) if file.is_file()}
+    return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Run a block that may fail on one of several processes only: all go on, or all raise the first error."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    with leaving_together(world) if world else contextlib.nullcontext():
+        yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_finished(target: Path, made_from: Mapping[str, Any]) -> bool:
+    if not target.exists():
+        return False
+    try:
+        record = json.loads((target / RECORD_FILE).read_text())
+        same = record["made_from"] == made_from
+        whole = all((target / name).stat().st_size == size for name, size in record["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{target} exists already; give another folder, or remove it") from None
+    if not (same and whole):
+        reason = "made from another source or with other options" if whole else "damaged"
+        raise InputError(f"{target} exists already and was {reason}; give another folder, or remove it")
+    return True
+
+
+def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
+    """A partial folder of the same conversion is continued, one of another is replaced."""
+    started = partial / RECORD_FILE
+    if started.is_file():
+        try:
+            if json.loads(started.read_text()) == made_from:
+                logger.info("continuing the interrupted conversion in %s", partial)
+                return
+        except ValueError:
+            pass
+        logger.warning("replacing %s, which was begun from another source or with other options", partial)
+    if partial.exists():
+        shutil.rmtree(partial)
+    for folder in (_RECORDS, _CONTENT):
+        (partial / folder).mkdir(parents=True)
+    replace_file(started, json.dumps(made_from))
+
+
+def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
+    """Every process writes its share of what is missing."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mine = files[_rank() :: size]
+    with _progress() as bar:
+        task = bar.add_task("writing", total=sum(file.nbytes for file in mine))
+        for file in mine:
+            if _is_written(partial, file.name):
+                bar.advance(task, file.nbytes)
+                continue
+            temporary = partial / f"{file.name}.tmp"
+            value = file.write(temporary, lambda nbytes: bar.advance(task, nbytes))
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            record = {"size": temporary.stat().st_size, "value": value}
+            temporary.rename(partial / _CONTENT / file.name)
+            replace_file(partial / _RECORDS / f"{file.name}.json", json.dumps(record))
+
+
+def _is_written(partial: Path, name: str) -> bool:
+    try:
+        return bool(_read_record(partial, name)["size"] == (partial / _CONTENT / name).stat().st_size)
+    except (OSError, ValueError):
+        return False
+
+
+def _read_record(partial: Path, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((partial / _RECORDS / f"{name}.json").read_text())
+    return record
+
+
+def _progress() -> Progress:
+    """A bar on standard error of the first process, where that is a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=_rank() != 0 or not sys.stderr.isatty(),
+    )

@@ -1,0 +1,115 @@
+"""Compares two checkpoints of either format: every tensor bit by bit, then what the models say about a few prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.packing import build_micro_batch, columns_from_samples
+from dapo_mega.policy.conversion import Checkpoint
+from dapo_mega.policy.megatron_files import MegatronCheckpoint
+from dapo_mega.policy.megatron_policy import ScoringModel
+from dapo_mega.policy.model import unwrapped
+from dapo_mega.policy.processes import start_processes, stop_processes
+from dapo_mega.types import Sample
+
+# Nats; the two implementations add in different orders.
+LOGPROB_TOLERANCE = 1e-3
+_PROMPT_LENGTHS = (2, 7, 16, 33)
+
+
+@dataclass(frozen=True)
+class LogprobComparison:
+    """Largest difference in nats over all tokens of the vocabulary, and the share of positions with the same best."""
+
+    max_difference: float
+    argmax_agreement: float
+
+
+def different_tensors(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """What differs, one line per tensor: absent on a side, another shape or dtype, or other values."""
+    sides = (left, right)
+    held = [set(side.names) for side in sides]
+    lines = []
+    for name in dict.fromkeys((*left.names, *right.names)):
+        holders = [side for side, names in zip(sides, held, strict=True) if name in names]
+        if len(holders) == 1:
+            lines.append(f"{name}: only in {holders[0].path}")
+            continue
+        first, second = (side.source.spec(name) for side in sides)
+        if first != second:
+            lines.append(f"{name}: {first.shape} {first.dtype} and {second.shape} {second.dtype}")
+        elif not _same_bits(left.source.tensor(name), right.source.tensor(name)):
+            lines.append(f"{name}: other values")
+    return lines
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equality of the bytes: NaN equals itself, and 0.0 is not -0.0."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
+    """Float32 log-probs of both models after prompts of random tokens.
+
+    Hugging Face checkpoints are run by transformers, Megatron's by the policy's model, one after the other: each is
+    held in memory whole. The models must be of one architecture.
+    """
+    prompts = _prompts(left.arch.vocab_size)
+    first, second = (_logprobs(checkpoint, prompts) for checkpoint in (left, right))
+    return LogprobComparison(
+        float((first - second).abs().max()), float((first.argmax(-1) == second.argmax(-1)).float().mean())
+    )
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, length).tolist() for length in _PROMPT_LENGTHS]
+
+
+def _logprobs(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """[tokens of all prompts, vocabulary]."""
+    if isinstance(checkpoint.source, MegatronCheckpoint):
+        logits = _megatron_logits(checkpoint, prompts)
+    else:
+        logits = _transformers_logits(checkpoint, prompts)
+    return logits.float().log_softmax(-1)
+
+
+def _transformers_logits(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
+
+
+def _megatron_logits(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """The prompts packed into one micro-batch; logits are taken from the output layer as it makes them."""
+    processes = start_processes(ParallelConfig(), 0)
+    model = ScoringModel(
+        ModelConfig(path=str(checkpoint.path), dtype="fp32"),
+        ParallelConfig(),
+        processes,
+        temperature=1.0,
+        compute=ComputeConfig(fused_output_layer=False),
+    )
+    logits: list[Tensor] = []
+    unwrapped(model.chunks[0]).output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0][:, 0]))
+    columns = columns_from_samples([_as_sample(prompt) for prompt in prompts])
+    packed = build_micro_batch(
+        columns, range(len(prompts)), aggregation="token_mean", max_response_tokens=max(map(len, prompts))
+    )
+    model.score([packed])
+    stop_processes()
+    return logits[0][:, : checkpoint.arch.vocab_size].cpu()
+
+
+def _as_sample(prompt: Sequence[int]) -> Sample:
+    return Sample(np.array(prompt, np.int32), 1, 0.0, True, np.zeros(len(prompt) - 1, np.float32))

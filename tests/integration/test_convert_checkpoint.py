@@ -1,0 +1,200 @@
+"""tools/convert_checkpoint.py as a program: memory, kill -9, torchrun, exit statuses, and the trainer on its result."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from dapo_mega.models.hf_checkpoint import HfCheckpoint
+from dapo_mega.models.hf_writer import shard_files, write_index
+from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+from tests.distributed.tiny import make_model, make_moe_model
+
+pytestmark = pytest.mark.integration
+
+TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+MIB, GIB = 2**20, 2**30
+
+
+def start(*arguments):
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(*arguments, status=0):
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == status, (process.returncode, out, err)
+    assert "Traceback" not in err, err
+    return out + err
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "conversion.json"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "a model", tied=True)
+
+
+def test_every_command_works_on_paths_with_spaces(tmp_path, model):
+    converted, back = tmp_path / "in megatron's format", tmp_path / "and back"
+    layout = ("--tensor", 2, "--pipeline", 2, "--virtual-pipeline", 2)
+    assert "wrote" in finished("hf-to-megatron", model, converted, *layout)
+    assert "nothing to do" in finished("hf-to-megatron", model, converted, *layout)
+    finished("reshard", converted, tmp_path / "resharded", "--tensor", 1)
+    finished("megatron-to-hf", tmp_path / "resharded", back)
+    said = finished("verify", model, tmp_path / "resharded")
+    assert "all 50 tensors are equal" in said
+    assert "100.0% of positions" in said
+    said = finished("inspect", converted, "--tensors")
+    assert "tensor=2, pipeline=2, virtual_pipeline=2" in said
+    assert "model.layers.3.self_attn.q_proj.weight  [48, 48]  float32" in said
+    loaded, original = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (back, model))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in original.items())
+
+
+def test_differences_and_bad_input_have_their_exit_statuses(tmp_path, model):
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    key, value = (f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")
+    tensors[key], tensors[value] = tensors[value], tensors[key]
+    save_file(tensors, other / "model.safetensors")
+    said = finished("verify", model, other, "--tensors-only", status=1)
+    assert said.splitlines() == [f"{key}: other values", f"{value}: other values", "2 of 50 tensors differ"]
+    (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:-100])
+    said = finished("hf-to-megatron", other, tmp_path / "target", status=2)
+    assert said.startswith("error: ")
+    assert "model.safetensors cannot be read" in said
+    said = finished("megatron-to-hf", model, tmp_path / "target", status=2)
+    assert "megatron-to-hf needs a Megatron one" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"a model", "other"}
+
+
+@pytest.mark.distributed
+def test_processes_share_the_files_and_leave_together(tmp_path):
+    model = make_moe_model(tmp_path / "model")
+    arguments = ["--tensor", "2", "--expert", "2", "--shard-gib", str(40_000 / GIB)]
+    finished("hf-to-megatron", model, tmp_path / "by one", *arguments)
+    workers = start_workers(TOOL, 3, ["hf-to-megatron", str(model), str(tmp_path / "by three"), *arguments], tmp_path)
+    assert wait_for(workers, 240) == [0, 0, 0]
+    assert contents(tmp_path / "by three") == contents(tmp_path / "by one")
+    (model / "model.safetensors").write_bytes(b"nothing")
+    workers = start_workers(TOOL, 2, ["hf-to-megatron", str(model), str(tmp_path / "target"), *arguments], tmp_path)
+    assert wait_for(workers, 240) == [2, 2]
+    logs = [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert [log.count("error:") for log in logs] == [1, 0]
+
+
+def make_large(folder, num_layers=7):
+    """A bf16 checkpoint of more than 3 GiB in shards of two layers; its values repeat, each tensor from its own start.
+
+    Returns the size of its largest tensor in bytes.
+    """
+    config = Qwen2Config(
+        vocab_size=24_000, hidden_size=4096, intermediate_size=16_384, num_hidden_layers=num_layers,
+        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    del shapes["lm_head.weight"]
+    values = torch.randn(1 << 21).bfloat16().repeat(-(-max(map(torch.Size.numel, shapes.values())) >> 21) + 1)
+    names = list(shapes)
+    shards = [names[start :: num_layers // 2] for start in range(num_layers // 2)]
+    for file, shard in zip(shard_files(len(shards)), shards, strict=True):
+        tensors = {
+            name: values[(start := 977 * names.index(name)) : start + shapes[name].numel()].view(shapes[name]).clone()
+            for name in shard
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    total = sum(2 * shape.numel() for shape in shapes.values())
+    write_index(folder, shards, total)
+    assert total > 3 * GIB
+    return max(2 * shape.numel() for shape in shapes.values())
+
+
+def peak_memory(*arguments):
+    """Largest memory of the tool beside pages of files, in bytes: those the kernel takes back when it needs them."""
+    process = start(*arguments)
+    peak = 0
+
+    def anonymous():
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        lines = dict(line.split(":", 1) for line in status.splitlines())
+        return int(lines.get("RssAnon", "0 kB").split()[0]) * 1024
+
+    done = threading.Event()
+
+    def sample():
+        nonlocal peak
+        while not done.wait(0.01) and process.poll() is None:
+            peak = max(peak, anonymous())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        _, err = process.communicate(timeout=400)
+    finally:
+        process.kill()
+        done.set()
+        sampler.join()
+    assert process.returncode == 0, err
+    return peak
+
+
+def test_memory_is_that_of_a_few_tensors_and_a_shard_whatever_the_model(tmp_path):
+    if shutil.disk_usage(tmp_path).free < 12 * GIB:
+        pytest.skip("needs 12 GiB of disk")
+    largest = make_large(tmp_path / "large")
+    tiny = make_model(tmp_path / "tiny", tied=True, num_layers=2)
+    baseline = peak_memory("hf-to-megatron", tiny, tmp_path / "tiny converted")
+    layout = ("--tensor", 4, "--shard-gib", 0.5)
+    there = peak_memory("hf-to-megatron", tmp_path / "large", tmp_path / "megatron", *layout) - baseline
+    back = peak_memory("megatron-to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-gib", 0.5) - baseline
+    # A block, and what it is made of; a shard, and the parameter that is being read with its stored form.
+    assert there < 3 * largest + 64 * MIB, (there / MIB, largest / MIB)
+    assert back < 0.5 * GIB + 4 * largest + 64 * MIB, (back / MIB, largest / MIB)
+    source, result = HfCheckpoint(tmp_path / "large"), HfCheckpoint(tmp_path / "back")
+    assert result.names() == source.names()
+    for name in source.names():
+        assert torch.equal(result.tensor(name).view(torch.int16), source.tensor(name).view(torch.int16)), name
+    for folder in ("large", "megatron", "back"):
+        shutil.rmtree(tmp_path / folder)
+
+
+def test_a_killed_conversion_continues_to_the_same_bits(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=32)
+    arguments = ("hf-to-megatron", model, tmp_path / "target", "--shard-gib", 30_000 / GIB)
+    process = start(*arguments)
+    content = tmp_path / ".target.partial" / "content"
+    deadline = time.monotonic() + 120
+    while not content.is_dir() or len(list(content.iterdir())) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.001)
+    kill([process])
+    assert not (tmp_path / "target").exists()
+    records = tmp_path / ".target.partial" / "records"
+    kept = {file.name: file.stat().st_mtime_ns for file in records.glob("*.json")}
+    finished(*arguments)
+    finished("hf-to-megatron", model, tmp_path / "at once", *arguments[3:])
+    assert contents(tmp_path / "target") == contents(tmp_path / "at once")
+    assert len(kept) > 1
+    for name, recorded in kept.items():
+        assert (tmp_path / "target" / name.removesuffix(".json")).stat().st_mtime_ns <= recorded, (
+            f"{name} written again"
+        )

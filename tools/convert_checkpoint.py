@@ -1,0 +1,148 @@
+"""Convert checkpoints between Hugging Face's format and Megatron's, at any layout; compare and inspect them.
+
+python tools/convert_checkpoint.py hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
+python tools/convert_checkpoint.py megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER --model HF_FOLDER
+python tools/convert_checkpoint.py reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
+python tools/convert_checkpoint.py verify FOLDER OTHER_FOLDER
+python tools/convert_checkpoint.py inspect FOLDER --tensors
+
+Needs memory for a few tensors and one shard, not for the model. Started again after an interruption, a conversion
+continues. Under torchrun the processes share the files among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dapo_mega.commands import quiet_libraries, run_command, say
+from dapo_mega.config import ParallelConfig
+from dapo_mega.config.files import validated
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    from dapo_mega.models import Architecture
+    from dapo_mega.policy.conversion import Checkpoint
+
+_GIB = 2**30
+_LISTED = 20
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert")
+EXIT_DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name."""
+    options = _parser().parse_args(argv)
+    quiet_libraries()
+    from dapo_mega.policy import cpu_accelerator
+
+    cpu_accelerator.install()
+    _join_processes(options.command)
+    from dapo_mega.policy.conversion import open_checkpoint
+    from dapo_mega.policy.resumable_folder import together
+
+    with together():
+        checkpoint = open_checkpoint(options.source, options.model)
+    if options.command == "inspect":
+        from dapo_mega.policy.inspection import describe
+
+        for line in describe(checkpoint, options.tensors):
+            say(line)
+    elif options.command == "verify":
+        _verify(checkpoint, open_checkpoint(options.other, options.model), options.tensors_only)
+    else:
+        _convert(checkpoint, options)
+
+
+def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+    from dapo_mega.policy.conversion import require_format, reshard, to_hf, to_megatron
+
+    require_format(checkpoint, megatron=options.command != "hf-to-megatron", command=options.command)
+    shard_bytes = round(options.shard_gib * _GIB)
+    target = options.target.absolute()
+    if options.command == "megatron-to-hf":
+        written = to_hf(checkpoint, target, shard_bytes)
+    else:
+        convert = to_megatron if options.command == "hf-to-megatron" else reshard
+        written = convert(checkpoint, target, _layout(options, checkpoint.arch), shard_bytes)
+    say(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
+
+
+def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
+    """Exit status 1 if the checkpoints differ."""
+    from dapo_mega.policy.verification import LOGPROB_TOLERANCE, compare_logprobs, different_tensors
+
+    lines = different_tensors(left, right)
+    for line in lines[:_LISTED]:
+        say(line)
+    say(f"{len(lines)} of {len(left.names)} tensors differ" if lines else f"all {len(left.names)} tensors are equal")
+    agrees = True
+    if not tensors_only and left.arch == right.arch:
+        found = compare_logprobs(left, right)
+        agrees = found.max_difference <= LOGPROB_TOLERANCE
+        say(
+            f"log-probs differ by at most {found.max_difference:.2e} nats ({LOGPROB_TOLERANCE:g} allowed), the most "
+            f"likely token agrees at {found.argmax_agreement:.1%} of positions"
+        )
+    if lines or not agrees:
+        sys.exit(EXIT_DIFFERENT)
+
+
+def _join_processes(command: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if command in ("verify", "inspect"):
+        raise InputError(f"{command} runs in one process; start it without torchrun")
+    import torch.distributed as dist
+
+    # The first process to be done waits for the last.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+
+
+def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
+    """Experts that are not spread are cut as the other parameters are, unless something else is asked for."""
+    expert_tensor = options.expert_tensor
+    if expert_tensor is None:
+        expert_tensor = options.tensor if arch.experts and options.expert == 1 else 1
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    return validated(ParallelConfig, {**sizes, "expert_tensor": expert_tensor, "sequence": options.tensor > 1})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Convert, compare and inspect checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = "folder with config.json and tokenizer, for a training checkpoint (step_N) that has none"
+    for name, text in (
+        ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
+        ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),
+        ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer and loop state"),
+        ("verify", "compare two checkpoints: tensors, then log-probs of a few prompts"),
+        ("inspect", "say what a checkpoint is"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("source", type=Path)
+        command.add_argument("--model", type=Path, help=model)
+        if name == "verify":
+            command.add_argument("other", type=Path)
+            command.add_argument("--tensors-only", action="store_true", help="leave out the log-probs")
+        elif name == "inspect":
+            command.add_argument("--tensors", action="store_true", help="list every tensor")
+        else:
+            command.add_argument("target", type=Path, help="a folder that does not exist yet")
+            command.add_argument("--shard-gib", type=float, default=4.0, help="largest file (default 4)")
+        if name in ("hf-to-megatron", "reshard"):
+            for size in _SIZES:
+                command.add_argument(
+                    f"--{size.replace('_', '-')}", type=int, default=1, help="as parallel.* of a run (default 1)"
+                )
+            command.add_argument("--expert-tensor", type=int, help="default: 1 if experts are spread, else --tensor")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)
