@@ -1,7 +1,7 @@
 """Convert checkpoints between Hugging Face's format and Megatron's, at any layout; compare and inspect them.
 
 python tools/convert_checkpoint.py hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
-python tools/convert_checkpoint.py megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER --model HF_FOLDER
+python tools/convert_checkpoint.py megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER
 python tools/convert_checkpoint.py reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
 python tools/convert_checkpoint.py verify FOLDER OTHER_FOLDER
 python tools/convert_checkpoint.py inspect FOLDER --tensors
@@ -116,7 +116,7 @@ def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Convert, compare and inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    model = "folder with config.json and tokenizer, for a training checkpoint (step_N) that has none"
+    model = "folder with config.json and tokenizer, for a Megatron checkpoint that has none"
     for name, text in (
         ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
         ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),

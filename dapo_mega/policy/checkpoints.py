@@ -29,6 +29,7 @@ from dapo_mega.config import CheckpointConfig
 from dapo_mega.errors import InputError
 from dapo_mega.files import replace_file
 from dapo_mega.handover import leaving_together
+from dapo_mega.models.hf_writer import copy_companions
 from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
 from dapo_mega.policy.checkpoint_folders import CheckpointFolders
 from dapo_mega.policy.megatron_policy import MegatronPolicy
@@ -92,8 +93,7 @@ class CheckpointStore:
         self._check(policy, failure, step)
         failure = _attempt(lambda: self._write_megatron(policy, partial))
         if policy.processes.rank == 0 and failure is None:
-            num_optimizers = len(policy.optimizer.chained_optimizers)
-            failure = _attempt(lambda: _write_loop_state(partial, state(), rng, num_optimizers))
+            failure = _attempt(lambda: _write_beside(partial, policy, state(), rng))
         self._check(policy, failure, step)
         self._unfinished_step = step
         if not self._asynchronous:
@@ -301,12 +301,16 @@ def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
         )
 
 
-def _write_loop_state(folder: Path, state: LoopState, rng: Arrays, num_optimizers: int) -> None:
+def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: Arrays) -> None:
+    """What rank 0 adds to Megatron's files: the loop's state, and the configuration and tokenizer of the model, by
+    which other programs read the folder."""
+    copy_companions(policy.path, folder, {policy.config.params_dtype})
     with (folder / "loop.npz").open("wb") as file:
         contents: dict[str, Any] = {**state.arrays, **rng}
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
+    num_optimizers = len(policy.optimizer.chained_optimizers)
     replace_file(
         folder / "loop.json", json.dumps({"step": state.step, "num_optimizers": num_optimizers, **state.values})
     )

@@ -9,12 +9,15 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from safetensors.torch import load_file
 
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.packing import build_micro_batch, columns_from_samples
 from dapo_mega.policy import background_writing
 from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
+from dapo_mega.policy.conversion import open_checkpoint, to_hf
+from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
@@ -168,3 +171,18 @@ def test_every_megatron_module_sees_the_cpu_and_nobody_else_does(model, processe
     assert clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_becomes_the_export_of_its_step_by_itself(model, processes, tmp_path, dtype):
+    subject = policy(model, processes, dtype)
+    update(subject, 0)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(subject, lambda: state(1), 1)
+    save_hf_checkpoint(subject, tmp_path / "exported")
+    to_hf(open_checkpoint(store.latest()), tmp_path / "converted", 2**30)
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "converted" / name).read_bytes()
+    exported, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "converted"))
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())
