@@ -11,6 +11,7 @@ The peer's environment, apart from this project's:
 
 Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced
 response lengths, one update per step. Ours is `trainer.train`: a step is all that happens from one report to the next.
+Ours computes in bf16, whose instructions a CPU may have, TRL in fp32, its default; --dtype and --peer-dtype change that.
 Without --peer-python only ours is measured.
 """
 
@@ -194,7 +195,7 @@ def _peer_settings(
         "group_size": options.group_size,
         "micro_rows": options.peer_micro_rows,
         "threads": options.threads,
-        "dtype": options.peer_dtype or options.dtype,
+        "dtype": options.peer_dtype,
         "output_dir": str(folder / "peer"),
     }
 
@@ -238,7 +239,7 @@ def _report(
         assert {step["tokens"] for step in theirs} == {sum(lengths)}
         generation = statistics.median(step["generation"] for step in theirs)
         lines += [
-            f"TRL: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it generation "
+            f"TRL, {options.peer_dtype}: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it generation "
             f"{generation:.3f})",
             f"ours is faster by: {ratio.cpu:.2f} x CPU, {ratio.wall:.2f} x wall",
         ]
@@ -264,8 +265,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     workload.add_length_options(parser, mean=52, longest=256)
     parser.add_argument("--prompts", type=int, default=16, help="per step (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of model and update")
-    parser.add_argument("--peer-dtype", choices=("fp32", "bf16"), help="the peer's (default: as --dtype)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="ours (default: %(default)s)")
+    parser.add_argument("--peer-dtype", choices=("fp32", "bf16"), default="fp32", help="TRL's (default: %(default)s)")
     parser.add_argument("--rollout-dtype", choices=("policy", "fp32", "bf16"), default="policy", help="our engine's")
     parser.add_argument("--microbatch-tokens", type=int, default=4096, help="ours (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)

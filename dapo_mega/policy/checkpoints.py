@@ -297,7 +297,8 @@ def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
         raise InputError(
             f"checkpoint {path} was written {'with' if there > 1 else 'without'} expert parallelism and cannot be "
             f"loaded {'with' if here > 1 else 'without'} it; resume with parallel.expert "
-            f"{'of 2 or more' if there > 1 else '= 1'}"
+            f"{'of 2 or more' if there > 1 else '= 1'}, or put what tools/convert_checkpoint.py reshard makes of it in "
+            f"its place"
         )
 
 
