@@ -11,7 +11,7 @@ The peer's environment, apart from this project's:
 
 Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced
 response lengths, one update per step. Ours is `trainer.train`: a step is all that happens from one report to the next.
-Ours computes in bf16, whose instructions a CPU may have, TRL in fp32, its default; --dtype and --peer-dtype change that.
+Ours computes in bf16, for which the CPU has instructions, TRL in fp32, unless --dtype and --peer-dtype say otherwise.
 Without --peer-python only ours is measured.
 """
 
@@ -239,8 +239,8 @@ def _report(
         assert {step["tokens"] for step in theirs} == {sum(lengths)}
         generation = statistics.median(step["generation"] for step in theirs)
         lines += [
-            f"TRL, {options.peer_dtype}: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it generation "
-            f"{generation:.3f})",
+            f"TRL, {options.peer_dtype}: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it "
+            f"generation {generation:.3f})",
             f"ours is faster by: {ratio.cpu:.2f} x CPU, {ratio.wall:.2f} x wall",
         ]
     lines.append(
