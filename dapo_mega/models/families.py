@@ -7,7 +7,8 @@ Adding a family means adding one file to this folder, such as `qwen2.py`. It def
   the values that transformers' configuration class of the family has for keys left out; what the policy does not
   compute is refused by name;
 - the rules of its tensors, most of them from `decoder_rules`. A parameter of the policy without a rule, and a rule
-  without a tensor in the checkpoint, are errors when a model is loaded.
+  without a tensor in the checkpoint, are errors when a model is loaded;
+- `shapes` of those of its tensors whose names `hf_shapes` does not know.
 
 It is found by being there. Given a maker of tiny models of it in `tests/distributed/tiny.py`, the tests compare it with
 transformers in every layout.
@@ -28,9 +29,16 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.layouts import Layout
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
+
 
 def _always(_: Architecture) -> bool:
     return True
+
+
+def _no_shapes(_: Architecture) -> Shapes:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,8 @@ class ModelFamily:
     after_layers: tuple[TensorRule, ...]
     drops_further_layers: bool = False
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
+    shapes: Callable[[Architecture], Shapes] = _no_shapes
+    """Of tensors with names of the family's own."""
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a model chunk that holds `layers`, in checkpoint order.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
 
 from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
-
-Shapes = Mapping[str, tuple[int, ...]]
+from dapo_mega.models.families import Shapes, find_family
 
 _NUMBERED = re.compile(r"(?<=\blayers)\.\d+|(?<=\bexperts)\.\d+")
 
@@ -16,7 +14,7 @@ _NUMBERED = re.compile(r"(?<=\blayers)\.\d+|(?<=\bexperts)\.\d+")
 def hf_shape(name: str, arch: Architecture) -> tuple[int, ...]:
     """Shape of the tensor `name` of a rule's `hf` in a model of these sizes.
 
-    A family with tensors under other names adds them to this module; until then KeyError names the tensor.
+    KeyError names a tensor that neither this module nor the family's own `shapes` know.
     """
     return _shapes(arch)[_NUMBERED.sub("", name).removeprefix("model.").removeprefix("layers.")]
 
@@ -38,7 +36,7 @@ def _shapes(arch: Architecture) -> Shapes:
         shapes |= _attention(arch)
     if arch.experts:
         shapes |= _experts(hidden, arch.experts)
-    return shapes
+    return {**shapes, **find_family(arch.model_type).shapes(arch)}
 
 
 def _attention(arch: Architecture) -> Shapes:

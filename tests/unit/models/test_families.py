@@ -1,15 +1,20 @@
 """What a family's table reads from `config.json` is what transformers reads."""
 
 import json
+import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dapo_mega import models
 from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.families import families, find_family
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
+from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.layouts import Layout
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
@@ -147,3 +152,40 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
         assert len(biases) == (4 if present else 0)
         # Added after the sum over the tensor-parallel processes.
         assert all(tensor.layout is Layout.REPLICATED for tensor in biases)
+
+
+INVENTED = """
+from dapo_mega.models import llama
+from dapo_mega.models.families import ModelFamily, TensorRule
+from dapo_mega.models.layouts import Layout
+
+FAMILY = ModelFamily(
+    model_type="invented",
+    read=llama.FAMILY.read,
+    before_layers=(*llama.FAMILY.before_layers, TensorRule(("scale",), ("model.embed_scale",), Layout.REPLICATED)),
+    per_layer=llama.FAMILY.per_layer,
+    after_layers=llama.FAMILY.after_layers,
+    shapes=lambda arch: {"embed_scale": (arch.hidden_size,)},
+)
+"""
+
+
+def test_a_family_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "invented.py").write_text(INVENTED)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    families.cache_clear()
+    try:
+        family, arch = load_architecture(write_config(tmp_path, "invented"))
+        tensors = {
+            name: torch.zeros(hf_shape(name, arch)) for placed in all_tensors(family, arch) for name in placed.hf
+        }
+        assert tensors["model.embed_scale"].shape == (SIZES["hidden_size"],)
+        save_file(tensors, tmp_path / "model.safetensors")
+        check_source(HfCheckpoint(tmp_path), family, arch)
+        tensors["model.embed_scale"] = torch.zeros(3)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(InputError, match=r"model\.embed_scale"):
+            check_source(HfCheckpoint(tmp_path), family, arch)
+    finally:
+        families.cache_clear()
+        sys.modules.pop("dapo_mega.models.invented", None)
