@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,6 +116,12 @@ class Architecture:
         """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
+    @property
+    def _tensor_sizes(self) -> list[int]:
+        """The tensor-parallel sizes that this model can be cut into."""
+        shared = (self.experts.shared_ffn_hidden_size if self.experts else None) or 0
+        return divisors(math.gcd(self.num_query_groups, self.num_attention_heads, self.ffn_hidden_size, shared))
+
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Refuse sizes that do not divide this model, naming those that do."""
         for name, size in (
@@ -125,7 +132,7 @@ class Architecture:
             if size % parallel.tensor:
                 raise InputError(
                     f"parallel.tensor={parallel.tensor} does not divide the model's {name}={size}; "
-                    f"choose one of {divisors(self.num_query_groups)}"
+                    f"choose one of {self._tensor_sizes}"
                 )
         chunks = parallel.pipeline * parallel.virtual_pipeline
         if self.num_layers % chunks:
@@ -160,7 +167,7 @@ class Architecture:
         if shared % parallel.tensor:
             raise InputError(
                 f"parallel.tensor={parallel.tensor} does not divide the shared expert's inner size {shared}; "
-                f"choose one of {divisors(shared)}"
+                f"choose one of {self._tensor_sizes}"
             )
         if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
             # Megatron 0.16 keeps the gradients of such experts in the buffers of the dense parameters and never sums

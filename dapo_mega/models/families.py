@@ -20,13 +20,13 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.errors import InputError
-from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
 from dapo_mega.models.layouts import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -140,13 +140,29 @@ def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:
     """Read the family and the sizes of the Hugging Face checkpoint in folder `path`."""
     file = path / "config.json"
     if not file.is_file():
-        raise InputError(f"{path} holds no config.json; model.path must be a folder with a Hugging Face checkpoint")
+        raise InputError(f"{path} holds no config.json; give a folder with a Hugging Face checkpoint")
     try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise InputError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{file} holds no JSON object; copy the checkpoint again")
     family = find_family(str(raw.get("model_type")))
     try:
-        return family, family.read(raw)
+        arch = family.read(raw)
     except KeyError as error:
         raise InputError(f"{file} lacks the key {error}; copy the checkpoint again") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"{file} holds a value that no {family.model_type} model has ({error}); copy the checkpoint again"
+        ) from error
+    for part in (arch, arch.experts, arch.latent_attention):
+        _check_sizes(part, file)
+    return family, arch
+
+
+def _check_sizes(part: Architecture | Experts | LatentAttention | None, file: Path) -> None:
+    sizes = {field.name: getattr(part, field.name) for field in fields(part) if field.type == "int"} if part else {}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise InputError(f"{file} makes {name}={size!r}, not a positive whole number; copy the checkpoint again")

@@ -154,6 +154,22 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
         assert all(tensor.layout is Layout.REPLICATED for tensor in biases)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_attention_heads": 0}, "no llama model has"),
+        ({"num_hidden_layers": "2"}, "num_layers='2'"),
+        ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"head_dim": 1.5}, r"head_dim=1\.5"),
+        ({"hidden_size": None}, "no llama model has"),
+        ({"rope_scaling": "yarn"}, "no llama model has"),
+    ],
+)
+def test_values_that_are_no_sizes_are_refused(tmp_path, keys, message):
+    with pytest.raises(InputError, match=message):
+        load_architecture(write_config(tmp_path, "llama", **keys))
+
+
 INVENTED = """
 from dapo_mega.models import llama
 from dapo_mega.models.families import ModelFamily, TensorRule
