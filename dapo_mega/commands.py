@@ -33,7 +33,7 @@ def run_command(main: Callable[[], None]) -> None:
         reason = error.strerror or str(error)
         _fail(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)
     except KeyboardInterrupt:
-        _fail("interrupted; start the same command again to resume from the last checkpoint", 130)
+        _fail("interrupted; start the same command again to continue", 130)
 
 
 def is_rank_zero() -> bool:

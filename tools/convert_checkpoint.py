@@ -13,6 +13,7 @@ continues. Under torchrun the processes share the files among them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -75,21 +76,28 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
 
 def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
     """Exit status 1 if the checkpoints differ."""
-    from dapo_mega.policy.verification import LOGPROB_TOLERANCE, compare_logprobs, different_tensors
+    from dapo_mega.policy.verification import LOGPROB_TOLERANCE, compare_logprobs, different_fields, different_tensors
 
     lines = different_tensors(left, right)
     for line in lines[:_LISTED]:
         say(line)
-    say(f"{len(lines)} of {len(left.names)} tensors differ" if lines else f"all {len(left.names)} tensors are equal")
-    agrees = True
-    if not tensors_only and left.arch == right.arch:
+    num_tensors = len({*left.names, *right.names})
+    say(f"{len(lines)} of {num_tensors} tensors differ" if lines else f"all {num_tensors} tensors are equal")
+    of_config = different_fields(left, right)
+    for line in of_config:
+        say(f"config.json, {line}")
+    agrees = not (lines or of_config)
+    if of_config:
+        say("the models are of different architectures: log-probs are not compared")
+    elif not tensors_only:
         found = compare_logprobs(left, right)
-        agrees = found.max_difference <= LOGPROB_TOLERANCE
+        agrees = agrees and found.agrees
         say(
             f"log-probs differ by at most {found.max_difference:.2e} nats ({LOGPROB_TOLERANCE:g} allowed), the most "
-            f"likely token agrees at {found.argmax_agreement:.1%} of positions"
+            f"likely token agrees at {found.argmax_agreement:.1%} of positions (100% needed; ties within "
+            f"{LOGPROB_TOLERANCE:g} nats agree)"
         )
-    if lines or not agrees:
+    if not agrees:
         sys.exit(EXIT_DIFFERENT)
 
 
@@ -113,6 +121,16 @@ def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
     return validated(ParallelConfig, {**sizes, "expert_tensor": expert_tensor, "sequence": options.tensor > 1})
 
 
+def _shard_gib(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size * _GIB < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of GiB, not {text}")
+    return size
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Convert, compare and inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -134,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--tensors", action="store_true", help="list every tensor")
         else:
             command.add_argument("target", type=Path, help="a folder that does not exist yet")
-            command.add_argument("--shard-gib", type=float, default=4.0, help="largest file (default 4)")
+            command.add_argument("--shard-gib", type=_shard_gib, default=4.0, help="largest file (default 4)")
         if name in ("hf-to-megatron", "reshard"):
             for size in _SIZES:
                 command.add_argument(

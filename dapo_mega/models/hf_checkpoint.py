@@ -84,15 +84,17 @@ class TensorSource(Protocol):
 class HfCheckpoint:
     """Reads single tensors of a Hugging Face safetensors checkpoint. Errors name the file and the tensor.
 
-    Tensors are views of the mapped files: of one that is cut, only the part that is used is read from disk.
+    A tensor is a view of its file, which stays mapped as long as the tensor lives: of one that is cut, only the part
+    that is used is read from disk.
     """
 
     def __init__(self, path: Path) -> None:
         """Opens every file, which checks that its header is sound and that it has the length the header says."""
         self.path = path
         listed = _read_index(path)
-        self._handles = {file: _open(path / file) for file in sorted(set(listed.values()))}
-        self._files = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
+        held = {file: _specs(path / file) for file in sorted(set(listed.values()))}
+        self._files = {name: file for file, specs in held.items() for name in specs}
+        self._specs = {name: spec for specs in held.values() for name, spec in specs.items()}
         wrong = [name for name, file in listed.items() if self._files.get(name) != file]
         if wrong:
             raise InputError(
@@ -104,22 +106,22 @@ class HfCheckpoint:
         return set(self._files)
 
     def spec(self, name: str) -> TensorSpec:
-        part = self._handle(name).get_slice(name)
-        return TensorSpec(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+        self._check_present(name)
+        return self._specs[name]
 
     def tensor(self, name: str) -> Tensor:
+        self._check_present(name)
+        file = self.path / self._files[name]
         try:
-            tensor: Tensor = self._handle(name).get_tensor(name)
+            # Pages of a file that stayed open would count as this process's memory until the end.
+            tensor: Tensor = _open(file).get_tensor(name)
         except SafetensorError as error:
-            raise InputError(
-                f"tensor {name!r} cannot be read from {self.path / self._files[name]} ({error})"
-            ) from error
+            raise InputError(f"tensor {name!r} cannot be read from {file} ({error})") from error
         return tensor
 
-    def _handle(self, name: str) -> Any:
+    def _check_present(self, name: str) -> None:
         if name not in self._files:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
-        return self._handles[self._files[name]]
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -127,14 +129,35 @@ def _read_index(path: Path) -> dict[str, str]:
     index = path / INDEX_FILE
     if index.is_file():
         try:
-            return dict(json.loads(index.read_text())["weight_map"])
+            listed = dict(json.loads(index.read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{index} is not a valid safetensors index ({error}); copy the checkpoint again"
             ) from error
+        wrong = [name for name, file in listed.items() if not isinstance(file, str)]
+        if wrong:
+            raise InputError(f"{index} lists {_listed(wrong)} with no name of a file; copy the checkpoint again")
+        return listed
     if (path / SINGLE_FILE).is_file():
         return dict.fromkeys(_open(path / SINGLE_FILE).keys(), SINGLE_FILE)
+    if any(path.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"{path} holds its weights as pytorch_model*.bin, and only safetensors are read; load the model with "
+            f"transformers' from_pretrained and write it to another folder with save_pretrained"
+        )
     raise InputError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _specs(file: Path) -> dict[str, TensorSpec]:
+    """What the file holds."""
+    handle = _open(file)
+    parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+    wrong = [f"{name} {part.get_dtype()}" for name, part in parts.items() if part.get_dtype() not in _DTYPES]
+    if wrong:
+        raise InputError(
+            f"{file} has the unsupported dtypes {_listed(wrong)}; save the model in float32, float16 or bfloat16"
+        )
+    return {name: TensorSpec(tuple(part.get_shape()), _DTYPES[part.get_dtype()]) for name, part in parts.items()}
 
 
 def _open(file: Path) -> Any:
@@ -187,12 +210,19 @@ def _tied_copies(source: TensorSource, names: set[str]) -> set[str]:
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     if output not in names or embedding not in source.names():
         return set()
-    if not torch.equal(source.tensor(output), source.tensor(embedding)):
+    if not same_bits(source.tensor(output), source.tensor(embedding)):
         raise InputError(
             f"{source.path}: {output} differs from {embedding} although config.json ties them; set "
             f"tie_word_embeddings to false or remove the tensor"
         )
     return {output}
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equality of dtype, shape and bytes: NaN equals itself, and 0.0 is not -0.0."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def _wrong_specs(source: TensorSource, names: set[str], arch: Architecture) -> list[str]:

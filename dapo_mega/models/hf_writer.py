@@ -23,6 +23,7 @@ _CHECKPOINT_FILES = {
     "metadata.json",
     "conversion.json",
     "manifest.json",
+    "vocabulary.json",
     "loop.json",
     "loop.npz",
 }

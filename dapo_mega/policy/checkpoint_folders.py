@@ -16,7 +16,7 @@ from pathlib import Path
 from dapo_mega.files import replace_file
 
 _STEP = re.compile(r"step_(\d+)")
-_MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 _LATEST = "latest"
 
 
@@ -39,7 +39,7 @@ class CheckpointFolders:
         sentences = [
             f"skipping the damaged checkpoint {folder} ({problem})"
             for folder in self._steps()
-            if (newest is None or folder > newest) and (problem := _problem(folder))
+            if (newest is None or folder > newest) and (problem := find_damage(folder))
         ]
         named = self._named_latest()
         if named and not (self.root / named).is_dir():
@@ -81,7 +81,7 @@ class CheckpointFolders:
 
     def _complete(self) -> Iterator[Path]:
         """Complete checkpoints, the newest first."""
-        return (folder for folder in reversed(self._steps()) if _problem(folder) is None)
+        return (folder for folder in reversed(self._steps()) if find_damage(folder) is None)
 
     def _steps(self) -> list[Path]:
         """All folders with the name of a checkpoint, in the order of steps."""
@@ -96,7 +96,24 @@ class CheckpointFolders:
 def write_manifest(folder: Path) -> None:
     """List what is in the folder of a checkpoint, whose other files are all on disk."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
-    replace_file(folder / _MANIFEST, json.dumps(sizes, indent=1))
+    replace_file(folder / MANIFEST_FILE, json.dumps(sizes, indent=1))
+
+
+def find_damage(folder: Path) -> str | None:
+    """Why the folder is not a complete checkpoint; None where every file has the size it was written with."""
+    try:
+        sizes = json.loads((folder / MANIFEST_FILE).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST_FILE} is missing"
+    except ValueError:
+        return f"{MANIFEST_FILE} is cut off"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} of {size} bytes"
+    return None
 
 
 def _name(step: int) -> str:
@@ -105,20 +122,3 @@ def _name(step: int) -> str:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
-
-
-def _problem(folder: Path) -> str | None:
-    """Why the folder is not a complete checkpoint; None where every file has the size it was written with."""
-    try:
-        sizes = json.loads((folder / _MANIFEST).read_text())
-    except FileNotFoundError:
-        return f"{_MANIFEST} is missing"
-    except ValueError:
-        return f"{_MANIFEST} is cut off"
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} of {size} bytes"
-    return None

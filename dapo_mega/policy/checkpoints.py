@@ -32,6 +32,7 @@ from dapo_mega.handover import leaving_together
 from dapo_mega.models.hf_writer import copy_companions
 from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
 from dapo_mega.policy.checkpoint_folders import CheckpointFolders
+from dapo_mega.policy.megatron_files import write_vocabulary
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
 
@@ -306,6 +307,7 @@ def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: A
     """What rank 0 adds to Megatron's files: the loop's state, and the configuration and tokenizer of the model, by
     which other programs read the folder."""
     copy_companions(policy.path, folder, {policy.config.params_dtype})
+    write_vocabulary(folder, policy.arch.vocab_size)
     with (folder / "loop.npz").open("wb") as file:
         contents: dict[str, Any] = {**state.arrays, **rng}
         np.savez(file, **contents)

@@ -6,6 +6,7 @@ Nothing is computed: values are moved between files, and no model is built.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dapo_mega.config import ParallelConfig
@@ -22,7 +24,7 @@ from dapo_mega.models import Architecture, Layout, ModelFamily, load_architectur
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_companions, save_shard, shard_files, write_index
-from dapo_mega.policy.checkpoint_folders import write_manifest
+from dapo_mega.policy.checkpoint_folders import MANIFEST_FILE, find_damage, write_manifest
 from dapo_mega.policy.megatron_files import (
     OPTIMIZER_KEY,
     Block,
@@ -62,8 +64,8 @@ class Checkpoint:
 
     @property
     def is_training(self) -> bool:
-        """Whether it also holds an optimizer and the state of a run."""
-        return (self.path / _LOOP_FILE).is_file()
+        """Whether it also holds an optimizer and the state of a run, or did before it was damaged."""
+        return any((self.path / name).is_file() for name in (MANIFEST_FILE, _LOOP_FILE, "loop.npz"))
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -112,7 +114,10 @@ def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance
     for name in names:
         tensors[name] = owned(source.tensor(name))
         advance(tensors[name].nbytes)
-    save_shard(tensors, file)
+    try:
+        save_shard(tensors, file)
+    except SafetensorError as error:
+        raise InputError(f"cannot write {file} ({error}); free space and start again") from error
 
 
 def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shard_bytes: int) -> bool:
@@ -127,7 +132,7 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
         copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
-        write_metadata(folder, records, {})
+        write_metadata(folder, records, {}, checkpoint.arch.vocab_size)
 
     made_from = _made_from(checkpoint, "hf-to-megatron", shard_bytes, parallel)
     files = _megatron_outputs(parts, no_extra_state(entries), shard_bytes)
@@ -138,6 +143,7 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
     """Rewrite a Megatron checkpoint for another layout, with optimizer and loop state if it has them."""
     assert isinstance(checkpoint.source, MegatronCheckpoint)
     files = checkpoint.source.files
+    common = _read_common(checkpoint)
     entries = stored_entries(checkpoint.family, checkpoint.arch)
     states = _optimizer_states(files)
     parts = [
@@ -148,12 +154,11 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
     ]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
-        common = torch.load(files.path / "common.pt", weights_only=False)
         if checkpoint.is_training:
             common["optimizer"] = _regrouped(common["optimizer"], parallel.expert > 1)
             _copy_loop_state(files.path, folder, 2 if parallel.expert > 1 else 1)
         copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
-        write_metadata(folder, records, common)
+        write_metadata(folder, records, common, checkpoint.arch.vocab_size)
         if checkpoint.is_training:
             write_manifest(folder)
 
@@ -309,6 +314,24 @@ def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, 
                     f"{checkpoint.path}: {name} is {dtype}, but Megatron stores it in one tensor with others that are "
                     f"{dtypes[entry.key]}; save the model in one dtype first"
                 )
+
+
+def _read_common(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What Megatron keeps beside tensors. Raises InputError for a damaged file or training checkpoint."""
+    damage = find_damage(checkpoint.path) if checkpoint.is_training else None
+    if damage:
+        raise InputError(
+            f"{checkpoint.path} is damaged ({damage}); take another checkpoint of the run, or copy it again"
+        )
+    file = checkpoint.path / "common.pt"
+    try:
+        common: dict[str, Any] = torch.load(file, weights_only=False)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).split(". ")[0]
+        raise InputError(f"{file} cannot be read ({reason}); copy the checkpoint again, or write it anew") from error
+    if checkpoint.is_training and "optimizer" not in common:
+        raise InputError(f"{file} lacks the optimizer's settings; copy the checkpoint again, or take another")
+    return common
 
 
 def _optimizer_states(files: MegatronFiles) -> dict[str, dict[str, str]]:

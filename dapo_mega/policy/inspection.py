@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from dapo_mega.errors import InputError
 from dapo_mega.policy.conversion import Checkpoint
 from dapo_mega.policy.megatron_files import MegatronCheckpoint
 from dapo_mega.policy.resumable_folder import RECORD_FILE
@@ -41,10 +44,23 @@ def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
 
 def _megatron_lines(path: Path) -> Iterator[str]:
     if (path / RECORD_FILE).is_file():
-        layout = json.loads((path / RECORD_FILE).read_text())["made_from"]["layout"]
-        yield f"{'layout':12s} {', '.join(f'{name}={size}' for name, size in layout.items() if size)}"
+        with _damage_named(path / RECORD_FILE) as file:
+            layout = json.loads(file.read_text())["made_from"]["layout"]
+            sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if size)
+        yield f"{'layout':12s} {sizes}"
     if (path / "loop.json").is_file():
-        yield f"{'step':12s} {json.loads((path / 'loop.json').read_text())['step']}, with optimizer and loop state"
-        with np.load(path / "loop.npz") as arrays:
+        with _damage_named(path / "loop.json") as file:
+            step = json.loads(file.read_text())["step"]
+        yield f"{'step':12s} {step}, with optimizer and loop state"
+        with _damage_named(path / "loop.npz") as file, np.load(file) as arrays:
             layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})
         yield f"{'written by':12s} {', '.join(layouts)}"
+
+
+@contextlib.contextmanager
+def _damage_named(file: Path) -> Iterator[Path]:
+    """Reading `file` in this block raises InputError with its name if it does not hold what was written."""
+    try:
+        yield file
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise InputError(f"{file} cannot be read ({error}); copy the checkpoint again, or write it anew") from error

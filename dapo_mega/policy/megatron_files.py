@@ -13,10 +13,12 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -49,8 +51,16 @@ OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 """The name of a piece of optimizer state, and the key of the parameter it belongs to."""
 
 _METADATA_FILE = ".metadata"
+_BLOCK_FILES = "*.distcp"
+# Holds the number of rows that are not padding, which the stored shapes do not tell.
+_VOCABULARY_FILE = "vocabulary.json"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _FUSED_NORM = ".layer_norm_weight"
+# What unpickling changed bytes, and using what they made, can raise.
+_DAMAGED_PICKLE = (
+    pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError,
+    MemoryError, RuntimeError, AssertionError, struct.error,
+)  # fmt: skip
 # Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size.
 _MEGATRON_LM_MULTIPLE = 128
 
@@ -127,18 +137,25 @@ class MegatronFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not (path / _METADATA_FILE).is_file():
+            raise InputError(
+                f"{path} holds {_BLOCK_FILES} files but no {_METADATA_FILE}, which is written last; copy the "
+                f"checkpoint again, or write it anew"
+            )
         self._reader = FileSystemReader(path)
         try:
             metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ModuleNotFoundError) as error:
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            stored = dict(metadata.state_dict_metadata)
+            sizes = self._file_sizes()
+        except (OSError, *_DAMAGED_PICKLE) as error:
             raise InputError(
                 f"{path / _METADATA_FILE} cannot be read ({error}); copy the checkpoint again, or write it anew"
             ) from error
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        stored = metadata.state_dict_metadata
         self.tensors = {key: item for key, item in stored.items() if isinstance(item, TensorStorageMetadata)}
         self.objects = [key for key, item in stored.items() if isinstance(item, BytesStorageMetadata)]
-        self._check_files()
+        self._intact: set[MetadataIndex] = set()
+        _check_files(sizes)
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of the tensor `key`; reads only the stored blocks that overlap it."""
@@ -150,8 +167,9 @@ class MegatronFiles:
             raise InputError(f"{self.path} does not hold all of {key!r}; copy the checkpoint again, or write it anew")
         for item in items:
             try:
+                self._check_sums(item.storage_index)
                 self._reader.read_data(LoadPlan([item]), _Into(block)).wait()
-            except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError) as error:
+            except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, zipfile.BadZipFile) as error:
                 file = self.path / self._location(item.storage_index).relative_path
                 raise InputError(
                     f"{key!r} cannot be read from {file} ({str(error).split('. ')[0]}); copy the checkpoint again, or "
@@ -161,26 +179,43 @@ class MegatronFiles:
 
     def read_object(self, key: str) -> bytes:
         """The serialized bytes of an object that is not a tensor."""
-        place = self._location(MetadataIndex(key))
+        return self._stored_bytes(MetadataIndex(key))
+
+    def _stored_bytes(self, index: MetadataIndex) -> bytes:
+        place = self._location(index)
         with (self.path / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             return file.read(place.length)
+
+    def _check_sums(self, index: MetadataIndex) -> None:
+        """Raise BadZipFile if a stored block was changed: torch writes checksums and does not compare them."""
+        if index in self._intact:
+            return
+        with zipfile.ZipFile(io.BytesIO(self._stored_bytes(index))) as block:
+            if block.testzip() is not None:
+                raise zipfile.BadZipFile("its data does not fit its checksum")
+        self._intact.add(index)
 
     def _location(self, index: MetadataIndex) -> _StorageInfo:
         place: _StorageInfo = self._reader.storage_data[index]
         return place
 
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
+    def _file_sizes(self) -> dict[Path, int]:
+        """Bytes that each file must have to hold its blocks."""
+        sizes: dict[Path, int] = {}
         for place in self._reader.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in ends.items():
-            file = self.path / name
-            size = file.stat().st_size if file.is_file() else 0
-            if size < end:
-                raise InputError(
-                    f"{file} has {size} bytes instead of {end}; copy the checkpoint again, or write it anew"
-                )
+            file = self.path / place.relative_path
+            sizes[file] = max(sizes.get(file, 0), place.offset + place.length)
+        return sizes
+
+
+def _check_files(sizes: Mapping[Path, int]) -> None:
+    for file, expected in sizes.items():
+        size = file.stat().st_size if file.is_file() else 0
+        if size < expected:
+            raise InputError(
+                f"{file} has {size} bytes instead of {expected}; copy the checkpoint again, or write it anew"
+            )
 
 
 class _Into(DefaultLoadPlanner):
@@ -204,6 +239,11 @@ class MegatronCheckpoint:
         entries = stored_entries(family, arch)
         self._known = {entry.key for entry in entries.values()}
         self._places = {name: (placed, entry) for placed, entry in entries.items() for name in placed.hf}
+        self._recorded_vocab_size = _recorded_vocab_size(path)
+        if self._recorded_vocab_size is None:
+            for placed, entry in entries.items():
+                if placed.layout is Layout.VOCAB and entry.key in self.files.tensors:
+                    self._check_padding(entry.key)
         # Parameters made of several tensors are asked for once for each.
         self._last: tuple[PlacedTensor | None, list[Tensor]] = (None, [])
 
@@ -215,12 +255,12 @@ class MegatronCheckpoint:
     def spec(self, name: str) -> TensorSpec:
         placed, entry = self._places[name]
         stored = self.files.tensors[entry.key]
-        expected = (*entry.stack, *stored_shape(placed, self._arch))
+        shape = tuple(stored.size)
         if placed.layout is Layout.VOCAB:
-            fits = _is_padded(stored, expected)
-        else:
-            fits = tuple(stored.size) == expected
-        return TensorSpec(hf_shape(name, self._arch) if fits else tuple(stored.size), stored.properties.dtype)
+            shape = (self._num_tokens(stored), *shape[1:])
+        if shape == (*entry.stack, *stored_shape(placed, self._arch)):
+            shape = hf_shape(name, self._arch)
+        return TensorSpec(shape, stored.properties.dtype)
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._places:
@@ -233,16 +273,48 @@ class MegatronCheckpoint:
             self._last = (placed, merge_shards([stored.reshape(shape)], placed.layout, self._arch))
         return self._last[1][placed.hf.index(name)]
 
+    def _num_tokens(self, stored: TensorStorageMetadata) -> int:
+        """Rows of a tensor over the vocabulary that are not padding; all, where they do not fit the configuration."""
+        if self._recorded_vocab_size is not None:
+            return min(self._recorded_vocab_size, stored.size[0])
+        return self._arch.vocab_size if _is_padded(stored, self._arch.vocab_size) else stored.size[0]
 
-def _is_padded(stored: TensorStorageMetadata, expected: tuple[int, ...]) -> bool:
+    def _check_padding(self, key: str) -> None:
+        """Refuse rows beyond the vocabulary that were trained: the configuration's vocabulary is too small for them."""
+        stored, vocab_size = self.files.tensors[key], self._arch.vocab_size
+        rows, *others = stored.size
+        if rows == vocab_size or not _is_padded(stored, vocab_size):
+            return
+        if self.files.read(key, (vocab_size, *[0] * len(others)), (rows - vocab_size, *others)).any():
+            raise InputError(
+                f"{self.path}: {key!r} has {rows} rows, and those beyond vocab_size={vocab_size} of config.json are "
+                f"not zero as padding is; correct vocab_size, or if they are padding write "
+                f'{{"vocab_size": {vocab_size}}} to {self.path / _VOCABULARY_FILE}'
+            )
+
+
+def _is_padded(stored: TensorStorageMetadata, vocab_size: int) -> bool:
     """Whether the rows of `stored` are the vocabulary, padded as its number of tensor-parallel blocks demands."""
     blocks = len({chunk.offsets[0] for chunk in stored.chunks})
-    padded = {-(-expected[0] // multiple) * multiple for multiple in (blocks, blocks * _MEGATRON_LM_MULTIPLE)}
-    return stored.size[0] in padded and tuple(stored.size[1:]) == expected[1:]
+    return stored.size[0] in {
+        -(-vocab_size // multiple) * multiple for multiple in (blocks, blocks * _MEGATRON_LM_MULTIPLE)
+    }
+
+
+def _recorded_vocab_size(path: Path) -> int | None:
+    """What `write_metadata` was given, or None in folders of other writers."""
+    file = path / _VOCABULARY_FILE
+    if not file.is_file():
+        return None
+    try:
+        return int(json.loads(file.read_text())["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f'{file} is not {{"vocab_size": ROWS}} ({error!r}); copy it again') from error
 
 
 def is_megatron_folder(path: Path) -> bool:
-    return (path / _METADATA_FILE).is_file()
+    """Whether anything of Megatron's format is in the folder, be it incomplete."""
+    return (path / _METADATA_FILE).is_file() or any(path.glob(_BLOCK_FILES))
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:
@@ -271,30 +343,52 @@ class Block:
 def write_blocks(
     file: Path, blocks: Iterable[Block], objects: Mapping[str, bytes], advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """Write one file, a block at a time; returns what `write_metadata` must know of it, as JSON values."""
-    records: list[dict[str, Any]] = []
-    with file.open("wb") as stream:
-        for key, data in objects.items():
-            records.append({"key": key, "start": stream.tell(), "length": len(data)})
-            stream.write(data)
-        for block in blocks:
-            start = stream.tell()
-            torch.save(owned(block.read().reshape(block.sizes)), stream)
-            records.append(
-                {
-                    "key": block.key,
-                    "shape": block.shape,
-                    "dtype": str(block.dtype).removeprefix("torch."),
-                    "offsets": block.offsets,
-                    "sizes": block.sizes,
-                    "start": start,
-                    "length": stream.tell() - start,
-                }
-            )
-            advance(block.nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write one file, a block at a time; returns what `write_metadata` must know of it, as JSON values.
+
+    Raises InputError naming the file where the disk is full or fails.
+    """
+    try:
+        with file.open("wb") as stream:
+            records = [*_write_objects(stream, objects), *_write_tensors(stream, blocks, advance)]
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise InputError(f"cannot write {file} ({error}); free space and start again") from error
     return records
+
+
+def _write_objects(stream: IO[bytes], objects: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
+    for key, data in objects.items():
+        yield {"key": key, "start": stream.tell(), "length": len(data)}
+        stream.write(data)
+
+
+def _write_tensors(
+    stream: IO[bytes], blocks: Iterable[Block], advance: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
+    for block in blocks:
+        start = stream.tell()
+        _save(owned(block.read().reshape(block.sizes)), stream)
+        yield {
+            "key": block.key,
+            "shape": block.shape,
+            "dtype": str(block.dtype).removeprefix("torch."),
+            "offsets": block.offsets,
+            "sizes": block.sizes,
+            "start": start,
+            "length": stream.tell() - start,
+        }
+        advance(block.nbytes)
+
+
+def _save(tensor: Tensor, stream: IO[bytes]) -> None:
+    """`torch.save`, which hides the OSError of a write that fails behind an error of its own."""
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -303,8 +397,18 @@ def owned(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def write_metadata(folder: Path, records: Mapping[str, list[dict[str, Any]]], common: Mapping[str, Any]) -> None:
-    """Make a checkpoint of files, given with their records; `common` is what Megatron keeps beside tensors."""
+def write_vocabulary(folder: Path, vocab_size: int) -> None:
+    """Record how many rows of the vocabulary's tensors in `folder` are not padding."""
+    replace_file(folder / _VOCABULARY_FILE, json.dumps({"vocab_size": vocab_size}))
+
+
+def write_metadata(
+    folder: Path, records: Mapping[str, list[dict[str, Any]]], common: Mapping[str, Any], vocab_size: int
+) -> None:
+    """Make a checkpoint of files, given with their records; `common` is what Megatron keeps beside tensors.
+
+    `vocab_size` counts the rows that are not padding; reading compares it with config.json.
+    """
     stored: dict[str, Any] = {}
     places = {}
     for file, items in records.items():
@@ -323,6 +427,7 @@ def write_metadata(folder: Path, records: Mapping[str, list[dict[str, Any]]], co
     buffer = io.BytesIO()
     torch.save(dict(common), buffer)
     replace_file(folder / "common.pt", buffer.getvalue())
+    write_vocabulary(folder, vocab_size)
     replace_file(folder / _METADATA_FILE, pickle.dumps(metadata))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in backends}

@@ -2,12 +2,13 @@
 
 Files are written into `.NAME.partial/content` beside the target, each with a record of its own in `records` once it is
 on disk. When all are there the content is renamed to the target; it keeps `conversion.json`: what it was made from, and
-the sizes of its files.
+the sizes of its files. While this lasts, a lock on `.NAME.lock` keeps others away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -58,22 +59,51 @@ class OutputFolder:
 def write_folder(target: Path, output: OutputFolder) -> bool:
     """Collective. Returns whether anything was written: False if `target` is the finished result already.
 
-    Raises InputError for a target that is anything else.
+    Raises InputError for a target that is anything else, and for one that another command is writing.
     """
+    if not target.name:
+        raise InputError(f"{target} cannot be written; give a folder that does not exist yet")
     # Through JSON, so that it equals what is read back.
     made_from = json.loads(json.dumps(output.made_from))
     partial = target.with_name(f".{target.name}.partial")
-    with together():
-        if _is_finished(target, made_from):
-            return False
-        if _rank() == 0:
-            _prepare(partial, made_from)
-    with together():
-        _write_files(partial, output.files)
-    with together():
-        if _rank() == 0:
-            _complete(partial, target, output, made_from)
+    with contextlib.ExitStack() as held:
+        with together():
+            if _rank() == 0:
+                held.enter_context(_locked(target))
+        with together():
+            if _is_finished(target, made_from):
+                if _rank() == 0 and _begun_from(partial) == made_from:
+                    _discard(partial)
+                return False
+            if _rank() == 0:
+                _prepare(partial, made_from)
+        with together():
+            _write_files(partial, output.files)
+        with together():
+            if _rank() == 0:
+                _complete(partial, target, output, made_from)
     return True
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Raises InputError while another process holds the target's lock, which ends with the process."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{target} is being written by another command; wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            # Some network file systems have no locks.
+            logger.warning("%s cannot be locked (%s); start no other conversion to %s", lock, error.strerror, target)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapping[str, Any]) -> None:
@@ -82,7 +112,7 @@ def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapp
     sizes = {file.name: file.stat().st_size for file in content.iterdir()}
     replace_file(content / RECORD_FILE, json.dumps({"made_from": made_from, "files": sizes}, indent=1))
     content.rename(target)
-    shutil.rmtree(partial)
+    _discard(partial)
 
 
 def fingerprint(folder: Path) -> dict[str, list[int]]:
@@ -119,21 +149,45 @@ def _is_finished(target: Path, made_from: Mapping[str, Any]) -> bool:
 
 
 def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
-    """A partial folder of the same conversion is continued, one of another is replaced."""
-    started = partial / RECORD_FILE
-    if started.is_file():
-        try:
-            if json.loads(started.read_text()) == made_from:
-                logger.info("continuing the interrupted conversion in %s", partial)
-                return
-        except ValueError:
-            pass
+    """A partial folder of the same conversion is continued, one of another is replaced, any other is refused."""
+    begun_from = _begun_from(partial)
+    if begun_from == made_from:
+        logger.info("continuing the interrupted conversion in %s", partial)
+    elif partial.exists():
+        _check_ours(partial, has_record=begun_from is not None)
         logger.warning("replacing %s, which was begun from another source or with other options", partial)
-    if partial.exists():
-        shutil.rmtree(partial)
+        _discard(partial)
     for folder in (_RECORDS, _CONTENT):
-        (partial / folder).mkdir(parents=True)
-    replace_file(started, json.dumps(made_from))
+        (partial / folder).mkdir(parents=True, exist_ok=True)
+    replace_file(partial / RECORD_FILE, json.dumps(made_from))
+
+
+def _discard(partial: Path) -> None:
+    """The record that makes the folder ours goes last."""
+    for folder in (_RECORDS, _CONTENT):
+        shutil.rmtree(partial / folder, ignore_errors=True)
+    shutil.rmtree(partial)
+
+
+def _begun_from(partial: Path) -> Any:
+    """What the content of the partial folder is made from; None without a record of that."""
+    try:
+        return json.loads((partial / RECORD_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _check_ours(partial: Path, has_record: bool) -> None:
+    """Refuse to replace a folder with files that no conversion wrote; one without a record has no files yet."""
+    strangers = {
+        path.name for path in partial.iterdir() if path.name not in (_RECORDS, _CONTENT) and path.suffix != ".tmp"
+    } - {RECORD_FILE if has_record else ""}
+    if not has_record:
+        strangers |= {path.name for folder in (_RECORDS, _CONTENT) for path in (partial / folder).glob("*")}
+    if strangers:
+        raise InputError(
+            f"{partial} holds {min(strangers)}, which no conversion wrote; move the folder away and start again"
+        )
 
 
 def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:

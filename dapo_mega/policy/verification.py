@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.models.hf_checkpoint import same_bits
 from dapo_mega.packing import build_micro_batch, columns_from_samples
 from dapo_mega.policy.conversion import Checkpoint
 from dapo_mega.policy.megatron_files import MegatronCheckpoint
@@ -27,10 +31,23 @@ _PROMPT_LENGTHS = (2, 7, 16, 33)
 
 @dataclass(frozen=True)
 class LogprobComparison:
-    """Largest difference in nats over all tokens of the vocabulary, and the share of positions with the same best."""
+    """Largest difference in nats over all tokens of the vocabulary, and the share of positions with the same best.
+
+    Best tokens that both models give the same log-prob within LOGPROB_TOLERANCE count as the same.
+    """
 
     max_difference: float
     argmax_agreement: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.max_difference <= LOGPROB_TOLERANCE and self.argmax_agreement == 1.0
+
+
+def different_fields(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """What config.json says otherwise of the two models, one line with both values per field of `Architecture`."""
+    fields, others = vars(left.arch), vars(right.arch)
+    return [f"{name}: {value} and {others[name]}" for name, value in fields.items() if value != others[name]]
 
 
 def different_tensors(left: Checkpoint, right: Checkpoint) -> list[str]:
@@ -46,14 +63,9 @@ def different_tensors(left: Checkpoint, right: Checkpoint) -> list[str]:
         first, second = (side.source.spec(name) for side in sides)
         if first != second:
             lines.append(f"{name}: {first.shape} {first.dtype} and {second.shape} {second.dtype}")
-        elif not _same_bits(left.source.tensor(name), right.source.tensor(name)):
+        elif not same_bits(left.source.tensor(name), right.source.tensor(name)):
             lines.append(f"{name}: other values")
     return lines
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equality of the bytes: NaN equals itself, and 0.0 is not -0.0."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
@@ -64,9 +76,16 @@ def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
     """
     prompts = _prompts(left.arch.vocab_size)
     first, second = (_logprobs(checkpoint, prompts) for checkpoint in (left, right))
-    return LogprobComparison(
-        float((first - second).abs().max()), float((first.argmax(-1) == second.argmax(-1)).float().mean())
-    )
+    return compare_distributions(first, second)
+
+
+def compare_distributions(first: Tensor, second: Tensor) -> LogprobComparison:
+    """Log-probs [positions, vocabulary] of two models."""
+    best_of_first, best_of_second = (logprobs.argmax(-1, keepdim=True) for logprobs in (first, second))
+    lead_in_first = first.gather(-1, best_of_first) - first.gather(-1, best_of_second)
+    lead_in_second = second.gather(-1, best_of_second) - second.gather(-1, best_of_first)
+    same_best = torch.maximum(lead_in_first, lead_in_second) <= LOGPROB_TOLERANCE
+    return LogprobComparison(float((first - second).abs().max()), float(same_best.float().mean()))
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:
@@ -76,25 +95,36 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 def _logprobs(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
     """[tokens of all prompts, vocabulary]."""
-    if isinstance(checkpoint.source, MegatronCheckpoint):
-        logits = _megatron_logits(checkpoint, prompts)
-    else:
-        logits = _transformers_logits(checkpoint, prompts)
-    return logits.float().log_softmax(-1)
+    is_megatron = isinstance(checkpoint.source, MegatronCheckpoint)
+    with _folder_with_config(checkpoint) as folder:
+        logits = (_megatron_logits if is_megatron else _transformers_logits)(folder, prompts)
+    return logits[:, : checkpoint.arch.vocab_size].float().log_softmax(-1)
 
 
-def _transformers_logits(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
+@contextlib.contextmanager
+def _folder_with_config(checkpoint: Checkpoint) -> Iterator[Path]:
+    """The checkpoint's folder; for one without config.json a temporary folder of links to its files and to that."""
+    if checkpoint.companions == checkpoint.path:
+        yield checkpoint.path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (*checkpoint.path.iterdir(), checkpoint.companions / "config.json"):
+            (Path(folder) / file.name).symlink_to(file.resolve())
+        yield Path(folder)
+
+
+def _transformers_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
 
 
-def _megatron_logits(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:
+def _megatron_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
     """The prompts packed into one micro-batch; logits are taken from the output layer as it makes them."""
     processes = start_processes(ParallelConfig(), 0)
     model = ScoringModel(
-        ModelConfig(path=str(checkpoint.path), dtype="fp32"),
+        ModelConfig(path=str(folder), dtype="fp32"),
         ParallelConfig(),
         processes,
         temperature=1.0,
@@ -108,7 +138,7 @@ def _megatron_logits(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -
     )
     model.score([packed])
     stop_processes()
-    return logits[0][:, : checkpoint.arch.vocab_size].cpu()
+    return logits[0].cpu()
 
 
 def _as_sample(prompt: Sequence[int]) -> Sample:

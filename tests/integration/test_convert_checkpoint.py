@@ -1,5 +1,6 @@
 """tools/convert_checkpoint.py as a program: memory, kill -9, torchrun, exit statuses, and the trainer on its result."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -75,6 +76,16 @@ def test_differences_and_bad_input_have_their_exit_statuses(tmp_path, model):
     save_file(tensors, other / "model.safetensors")
     said = finished("verify", model, other, "--tensors-only", status=1)
     assert said.splitlines() == [f"{key}: other values", f"{value}: other values", "2 of 50 tensors differ"]
+    turned = shutil.copytree(model, tmp_path / "turned")
+    config = json.loads((turned / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (turned / "config.json").write_text(json.dumps(config))
+    said = finished("verify", model, turned, status=1)
+    assert "config.json, rope_theta: 10000.0 and 500.0" in said
+    shutil.rmtree(turned)
+    for size in ("nan", "inf", "0", "-1", "many"):
+        said = finished("hf-to-megatron", model, tmp_path / "target", "--shard-gib", size, status=2)
+        assert f"must be a positive number of GiB, not {size}" in said
     (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:-100])
     said = finished("hf-to-megatron", other, tmp_path / "target", status=2)
     assert said.startswith("error: ")
@@ -128,21 +139,21 @@ def make_large(folder, num_layers=7):
 
 
 def peak_memory(*arguments):
-    """Largest memory of the tool beside pages of files, in bytes: those the kernel takes back when it needs them."""
+    """Largest resident memory of the tool in bytes, with the pages of the files that it maps."""
     process = start(*arguments)
     peak = 0
 
-    def anonymous():
+    def highest():
         status = Path(f"/proc/{process.pid}/status").read_text()
         lines = dict(line.split(":", 1) for line in status.splitlines())
-        return int(lines.get("RssAnon", "0 kB").split()[0]) * 1024
+        return int(lines.get("VmHWM", "0 kB").split()[0]) * 1024
 
     done = threading.Event()
 
     def sample():
         nonlocal peak
         while not done.wait(0.01) and process.poll() is None:
-            peak = max(peak, anonymous())
+            peak = max(peak, highest())
 
     sampler = threading.Thread(target=sample)
     sampler.start()

@@ -1,6 +1,7 @@
 """A checkpoint is used only when it is exactly the model that its config.json describes; what is wrong is named."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,9 @@ def test_a_tied_output_layer_may_be_stored_if_it_is_the_embedding(model):
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     change(model, lm_head__weight=embedding.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6))
     check(model)
+    embedding[5, 3] = float("nan")
+    change(model, lm_head__weight=embedding.clone(), model__embed_tokens__weight=embedding)
+    check(model)
     change(model, lm_head__weight=embedding + 1)
     with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         check(model)
@@ -97,3 +101,32 @@ def test_an_index_that_does_not_fit_its_files_is_refused(model):
     (model / INDEX_FILE).write_text('{"weight_map": ')
     with pytest.raises(InputError, match=r"not a valid safetensors index"):
         check(model)
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.norm.weight": 3}}))
+    with pytest.raises(InputError, match=r"index\.json lists model\.norm\.weight with no name of a file"):
+        check(model)
+
+
+def test_a_dtype_that_torch_weights_cannot_have_is_named_with_its_file(model):
+    change(model, model__norm__weight=torch.zeros(48, dtype=torch.complex64))
+    with pytest.raises(InputError, match=r"model\.safetensors has the unsupported dtypes model\.norm\.weight C64"):
+        check(model)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_safetensors(model):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"only safetensors are read; .* save_pretrained"):
+        check(model)
+
+
+def test_only_the_tensors_in_use_keep_their_file_mapped(model):
+    file = model / "model.safetensors"
+    checkpoint = HfCheckpoint(model)
+
+    def is_mapped():
+        return str(file) in Path("/proc/self/maps").read_text()
+
+    assert not is_mapped()
+    tensor = checkpoint.tensor("model.norm.weight")
+    assert is_mapped()
+    del tensor
+    assert not is_mapped()

@@ -2,18 +2,29 @@
 
 import json
 import pickle
+import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
-from dapo_mega.policy import conversion
+from dapo_mega.policy import conversion, resumable_folder
+from dapo_mega.policy.checkpoint_folders import write_manifest
 from dapo_mega.policy.conversion import open_checkpoint, reshard, to_hf, to_megatron
-from dapo_mega.policy.verification import compare_logprobs, different_tensors
+from dapo_mega.policy.inspection import describe
+from dapo_mega.policy.megatron_files import Block, write_blocks
+from dapo_mega.policy.verification import (
+    compare_distributions,
+    compare_logprobs,
+    different_fields,
+    different_tensors,
+)
 from tests.distributed.tiny import FAMILY_MODELS, make_model
 
 TP2 = {"tensor": 2, "sequence": True}
@@ -42,6 +53,11 @@ def in_bf16(folder):
 
 def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "conversion.json"}
+
+
+def set_vocab_size(folder, value):
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": value}))
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
@@ -162,14 +178,102 @@ def test_a_damaged_megatron_checkpoint_is_refused_by_file(tmp_path):
         (damaged / name).write_bytes((damaged / name).read_bytes()[:-9])
         with pytest.raises(InputError, match=name.replace(".", r"\.")):
             open_checkpoint(damaged)
-    flipped = tmp_path / "megatron" / "__1_0.distcp"
-    data = bytearray(flipped.read_bytes())
-    for position in range(2000, len(data), 500):
-        data[position] ^= 0xFF
-    flipped.write_bytes(bytes(data))
-    with pytest.raises(InputError, match=r"cannot be read from .*__1_0\.distcp \("):
-        to_hf(open_checkpoint(tmp_path / "megatron"), tmp_path / "target", SMALL)
-    assert not (tmp_path / "target").exists()
+    for name, positions in {
+        "all": range(2000, 20_000, 500),
+        "data": [middle_of_a_block(tmp_path / "megatron")],
+    }.items():
+        damaged = shutil.copytree(tmp_path / "megatron", tmp_path / f"with {name} flipped")
+        data = bytearray((damaged / "__1_0.distcp").read_bytes())
+        for position in positions:
+            data[position] ^= 0xFF
+        (damaged / "__1_0.distcp").write_bytes(bytes(data))
+        with pytest.raises(InputError, match=r"'\S+' cannot be read from .*__1_0\.distcp \("):
+            to_hf(open_checkpoint(damaged), tmp_path / "target", SMALL)
+        assert not (tmp_path / "target").exists()
+
+
+def middle_of_a_block(folder):
+    """Position in the file of a byte of a weight."""
+    places = FileSystemReader(folder).read_metadata().storage_data
+    place = next(place for index, place in places.items() if "linear_fc1.weight" in index.fqn
+                 and place.relative_path == "__1_0.distcp")  # fmt: skip
+    return place.offset + place.length // 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04", b"\x80\x04\x95", b"\x80\x04(.", b"\x80\x04X\x01\x00\x00\x00\xff.", b"N."]
+)
+def test_metadata_that_is_no_pickle_of_a_checkpoint_is_refused_by_file(tmp_path, content):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    (model / ".metadata").write_bytes(content)
+    with pytest.raises(InputError, match=r"\.metadata cannot be read"):
+        open_checkpoint(model)
+
+
+def test_blocks_without_metadata_are_refused_as_incomplete(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    (tmp_path / "megatron" / ".metadata").unlink()
+    with pytest.raises(InputError, match=r"\.distcp files but no \.metadata"):
+        open_checkpoint(tmp_path / "megatron")
+
+
+def test_a_full_disk_is_named_with_the_file():
+    with pytest.raises(InputError, match=r"cannot write /dev/full \(.*No space left on device\)"):
+        write_blocks(Path("/dev/full"), [], {"object": b"bytes"}, lambda _: None)
+
+
+def test_a_block_that_does_not_fit_is_named_with_the_file_and_the_reason(tmp_path):
+    size = 1 << 20
+    block = Block("key", (size,), torch.uint8, (0,), (size,), lambda: torch.zeros(size, dtype=torch.uint8))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*block \(.*File too large\); free space"):
+            write_blocks(tmp_path / "block", [block], {}, lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("vocab_size", [60, 62])
+def test_another_vocabulary_size_than_the_written_one_is_refused_even_where_the_padding_would_hide_it(
+    tmp_path, vocab_size
+):
+    """61 rows are stored as 62, half of them on each of two processes."""
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "there", ParallelConfig(**TP2), SMALL)
+    reshard(open_checkpoint(tmp_path / "there"), tmp_path / "again", ParallelConfig(**TP2), SMALL)
+    for folder in ("there", "again"):
+        set_vocab_size(tmp_path / folder, vocab_size)
+        with pytest.raises(InputError, match=rf"embed_tokens\.weight \(61, 48\) instead of \({vocab_size}, 48\)"):
+            open_checkpoint(tmp_path / folder)
+
+
+def test_rows_that_were_trained_are_not_taken_for_padding_unless_the_folder_says_so(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    tensors = weights(model)
+    name = "model.embed_tokens.weight"
+    tensors[name] = torch.randn(128, 48)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    set_vocab_size(model, 128)
+    folder = tmp_path / "megatron"
+    to_megatron(open_checkpoint(model), folder, ParallelConfig(), SMALL)
+    (folder / "vocabulary.json").unlink()
+    set_vocab_size(folder, 100)
+    with pytest.raises(InputError, match=r"word_embeddings\.weight' has 128 rows, .*beyond vocab_size=100 .*not zero"):
+        open_checkpoint(folder)
+    (folder / "vocabulary.json").write_text('{"vocab_size": 100}')
+    assert torch.equal(open_checkpoint(folder).source.tensor(name), tensors[name][:100])
+    (folder / "vocabulary.json").write_text("100")
+    with pytest.raises(InputError, match=r"vocabulary\.json is not"):
+        open_checkpoint(folder)
+
+
+def test_rows_of_zeros_are_padding_in_a_folder_of_another_writer(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(**TP2), SMALL)
+    (tmp_path / "megatron" / "vocabulary.json").unlink()
+    assert different_tensors(open_checkpoint(model), open_checkpoint(tmp_path / "megatron")) == []
 
 
 def test_missing_additional_and_misshapen_tensors_of_a_megatron_checkpoint_are_named(tmp_path):
@@ -181,8 +285,7 @@ def test_missing_additional_and_misshapen_tensors_of_a_megatron_checkpoint_are_n
     (tmp_path / "megatron" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(InputError, match=r"lacks the tensors model\.norm\.weight; .*decoder\.extra"):
         open_checkpoint(tmp_path / "megatron")
-    config = tmp_path / "megatron" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 59}))
+    set_vocab_size(tmp_path / "megatron", 59)
     with pytest.raises(InputError, match=r"embed_tokens\.weight \(61, 48\) instead of \(59, 48\)"):
         open_checkpoint(tmp_path / "megatron")
 
@@ -202,3 +305,141 @@ def test_permuted_queries_are_named_and_change_what_the_model_says(tmp_path):
     save_file(tensors, permuted / "model.safetensors", metadata={"format": "pt"})
     assert different_tensors(open_checkpoint(permuted), right) == [f"{name}: other values"]
     assert compare_logprobs(open_checkpoint(permuted), right).max_difference > 1e-2
+
+
+def test_models_that_config_json_tells_apart_are_told_apart(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    other = shutil.copytree(model, tmp_path / "other")
+    assert different_fields(open_checkpoint(model), open_checkpoint(other)) == []
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (other / "config.json").write_text(json.dumps(config))
+    found = different_fields(open_checkpoint(model), open_checkpoint(other))
+    assert found == ["rope_theta: 10000.0 and 500.0"]
+
+
+def test_checkpoints_without_config_json_are_run_with_that_of_the_given_model(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    bare = shutil.copytree(model, tmp_path / "bare")
+    for folder in (bare, tmp_path / "megatron"):
+        (folder / "config.json").unlink()
+    found = compare_logprobs(open_checkpoint(bare, model), open_checkpoint(tmp_path / "megatron", model))
+    assert found.agrees
+    assert not (bare / "config.json").exists()
+
+
+def test_the_best_token_must_be_the_same_where_it_leads_by_more_than_the_tolerance():
+    left = torch.tensor([[0.7, 0.2, 0.1], [0.4001, 0.4, 0.2]]).log()
+    assert compare_distributions(left, left[:, [1, 0, 2]]).argmax_agreement == 0.5
+    tied = compare_distributions(left[1:], left[1:, [1, 0, 2]])
+    assert tied.agrees
+    just_apart = torch.tensor([[0.4003, 0.4, 0.1997], [0.4, 0.4005, 0.1995]]).log()
+    found = compare_distributions(just_apart[:1], just_apart[1:])
+    assert found.argmax_agreement == 0.0
+    assert not found.agrees
+
+
+def test_reshard_refuses_a_damaged_training_checkpoint(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    whole = tmp_path / "megatron"
+    to_megatron(open_checkpoint(model), whole, ParallelConfig(), SMALL)
+    for name in ("loop.json", "loop.npz"):
+        (whole / name).write_text('{"step": 3}')
+    write_manifest(whole)
+    damages = {
+        "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
+        "loop.npz is missing": lambda folder: (folder / "loop.npz").unlink(),
+        "loop.json is missing": lambda folder: (folder / "loop.json").unlink(),
+        "loop.json has 2 of 11 bytes": lambda folder: (folder / "loop.json").write_text("{}"),
+    }
+    for problem, damage in damages.items():
+        damage(damaged := shutil.copytree(whole, tmp_path / problem))
+        with pytest.raises(InputError, match=rf"is damaged \({problem}\); take another checkpoint"):
+            reshard(open_checkpoint(damaged), tmp_path / "target", ParallelConfig(), SMALL)
+    with pytest.raises(InputError, match=r"common\.pt lacks the optimizer's settings"):
+        reshard(open_checkpoint(whole), tmp_path / "target", ParallelConfig(), SMALL)
+    assert not list(tmp_path.glob("*target*"))
+
+
+def test_damaged_small_files_of_a_megatron_checkpoint_are_named_before_work_is_done(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    megatron = tmp_path / "megatron"
+    to_megatron(open_checkpoint(model), megatron, ParallelConfig(), SMALL)
+    common = (megatron / "common.pt").read_bytes()
+    for content in (b"", b"text", common[:-40]):
+        (megatron / "common.pt").write_bytes(content)
+        with pytest.raises(InputError, match=r"common\.pt cannot be read"):
+            reshard(open_checkpoint(megatron), tmp_path / "target", ParallelConfig(), SMALL)
+    for file, contents in (("conversion.json", ("", "{}", "[]")), ("loop.json", ("", "{}")), ("loop.npz", ("", "x"))):
+        sound = megatron / file
+        before = sound.read_bytes() if sound.exists() else b'{"step": 3}'
+        for content in contents:
+            sound.write_text(content)
+            with pytest.raises(InputError, match=rf"{file} cannot be read"):
+                list(describe(open_checkpoint(megatron), False))
+        sound.write_bytes(before)
+    assert not list(tmp_path.glob("*target*"))
+
+
+def test_a_full_disk_is_an_error_of_one_sentence(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(conversion, "save_shard", full)
+    with pytest.raises(InputError, match=r"cannot write .*model-00001.* \(.*No space left.*\); free space and start"):
+        to_hf(open_checkpoint(tmp_path / "megatron"), tmp_path / "target", SMALL)
+
+
+def test_what_no_conversion_wrote_is_never_replaced(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    partial = tmp_path / ".target.partial"
+    for name in ("notes.txt", "content/weights.bin", "conversion.json"):
+        (partial / name).parent.mkdir(parents=True)
+        (partial / name).write_text("mine")
+        with pytest.raises(InputError, match=rf"\.target\.partial holds {name.split('/')[-1]}, which no conversion"):
+            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+        assert (partial / name).read_text() == "mine"
+        shutil.rmtree(partial)
+    # What a crash leaves before the record is there.
+    (partial / "records").mkdir(parents=True)
+    (partial / "conversion.json.tmp").write_text("{")
+    assert to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    with pytest.raises(InputError, match=r"^/ cannot be written"):
+        to_megatron(open_checkpoint(model), Path("/"), ParallelConfig(), SMALL)
+
+
+def test_the_rest_of_a_finished_conversion_is_removed_when_it_is_started_again(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable_folder, "_discard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert (tmp_path / ".target.partial").is_dir()
+    assert not to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
+
+
+def test_a_second_conversion_to_the_same_target_is_refused_while_one_runs(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    original, refused = conversion.write_metadata, []
+
+    def starts_another(*arguments):
+        with pytest.raises(
+            InputError, match=r"target is being written by another command; wait until it ends"
+        ) as error:
+            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+        refused.append(error)
+        return original(*arguments)
+
+    monkeypatch.setattr(conversion, "write_metadata", starts_another)
+    assert to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert len(refused) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
