@@ -10,7 +10,6 @@ of copying, not of a network.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
@@ -24,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from benchmark_processes import run_processes
 
 from dapo_mega.config import ModelConfig, ParallelConfig
 from dapo_mega.policy import cpu_accelerator
@@ -69,26 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> list[str]:
     """The report's lines."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, options.megabytes)
-        workers = [
-            context.Process(target=_work, args=(rank, options, folder, results), daemon=True)
-            for rank in range(options.processes)
-        ]
-        for worker in workers:
-            worker.start()
-        deadline = time.monotonic() + _TIMEOUT_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in workers:
-            worker.kill()
-            worker.join()
-    if any(worker.exitcode for worker in workers):
-        return [f"processes failed or took over {_TIMEOUT_S} s: statuses {[worker.exitcode for worker in workers]}"]
-    return _report(options, results.get())
+        measured = run_processes(_measure_all, options.processes, folder, options, folder, timeout_s=_TIMEOUT_S)
+    return _report(options, measured)
 
 
 def write_models(folder: Path, megabytes: float) -> None:
@@ -122,19 +107,12 @@ def write_models(folder: Path, megabytes: float) -> None:
     Qwen3MoeForCausalLM(experts).bfloat16().save_pretrained(folder / "experts")
 
 
-def _work(rank: int, options: argparse.Namespace, folder: Path, results: multiprocessing.SimpleQueue) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.processes))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
+def _measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Measurement]:
     cpu_accelerator.install()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.processes)
-    measured = {
+    return {
         name: _measure(folder / model, ParallelConfig(**parallel), options)
         for name, (model, parallel) in _LAYOUTS.items()
     }
-    if rank == 0:
-        results.put(measured)
-    dist.destroy_process_group()
 
 
 def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) -> Measurement:

@@ -10,7 +10,6 @@ all columns to every process.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmark_processes import run_processes
 
 from dapo_mega.handover import HandoverGroups, broadcast_columns, broadcast_headers, distribute_samples
 from dapo_mega.packing import SampleColumns, plan_micro_batches
@@ -46,31 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> list[str]:
     """The report's lines."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=_work, args=(rank, options, Path(folder) / "store", results), daemon=True)
-            for rank in range(options.processes)
-        ]
-        for worker in workers:
-            worker.start()
-        deadline = time.monotonic() + _TIMEOUT_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in workers:
-            worker.kill()
-            worker.join()
-    if any(worker.exitcode for worker in workers):
-        return [f"processes failed or took over {_TIMEOUT_S} s: statuses {[worker.exitcode for worker in workers]}"]
-    return _report(options, results.get())
+        seconds = run_processes(_measure, options.processes, Path(folder), options, timeout_s=_TIMEOUT_S)
+    return _report(options, seconds)
 
 
-def _work(rank: int, options: argparse.Namespace, store: Path, results: multiprocessing.SimpleQueue) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.processes)
-    size = options.replica_size
+def _measure(options: argparse.Namespace) -> dict[str, float]:
+    """The fastest seconds of each way to hand the samples over."""
+    rank, size = dist.get_rank(), options.replica_size
     num_replicas = options.processes // size
     leaders = dist.new_group([r * size for r in range(num_replicas)])
     replicas = [dist.new_group(list(range(r * size, (r + 1) * size))) for r in range(num_replicas)]
@@ -78,13 +61,10 @@ def _work(rank: int, options: argparse.Namespace, store: Path, results: multipro
     assert control is not None
     groups = HandoverGroups(control, leaders, replicas[rank // size])
     columns = _columns(options.responses) if rank == 0 else None
-    seconds = {
+    return {
         name: min(_seconds(partial(transfer, columns, groups, rank // size, num_replicas), options.repeats))
         for name, transfer in (("hand-over", _hand_over), ("bare transfer", _bare), ("broadcast to all", _broadcast))
     }
-    if rank == 0:
-        results.put(seconds)
-    dist.destroy_process_group()
 
 
 def _columns(num_responses: int) -> SampleColumns:
