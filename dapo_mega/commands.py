@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Callable
 
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import FleetError, InputError, StarvedError
 
 EXIT_INPUT_ERROR = 2
 EXIT_STARVED = 3
+EXIT_FLEET = 4
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -26,6 +27,8 @@ def run_command(main: Callable[[], None]) -> None:
         _fail(str(error), EXIT_INPUT_ERROR)
     except StarvedError as error:
         _fail(str(error), EXIT_STARVED)
+    except FleetError as error:
+        _fail(str(error), EXIT_FLEET)
     except OSError as error:
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

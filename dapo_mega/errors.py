@@ -10,3 +10,7 @@ class InputError(ValueError):
 
 class StarvedError(RuntimeError):
     """Dynamic sampling ran out of generation rounds before it held enough groups."""
+
+
+class FleetError(RuntimeError):
+    """The rollout engines cannot go on: too few for too long, or they do not compute what the run needs."""

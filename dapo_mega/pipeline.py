@@ -32,7 +32,7 @@ from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.rollout.embedded_fleet import EmbeddedFleet
 from dapo_mega.rollout.scoring import Decode, ResponseScorer
 from dapo_mega.types import TokenIds
-from dapo_mega.weight_sync.push import WeightSync
+from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         policy=policy,
         reference=reference,
         fleet=fleet,
-        weight_sync=WeightSync(fleet, config.weight_sync.bucket_mib),
+        weight_sync=EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib),
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         driver=driver,
     )

@@ -193,7 +193,7 @@ def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
 
 def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:
     """mu passes of one optimizer update per mini-batch; metrics are means over the updates."""
-    objective = PolicyGradient(pipeline.config.algorithm)
+    objective = PolicyGradient(pipeline.config.objective)
     if pipeline.config.batch.updates_per_step == 1:
         metrics, scores = pipeline.policy.update_and_score(mini_batches[0], objective)
         return {**_measure_scores(pipeline, [b.micro_batch for b in mini_batches[0]], scores), **metrics}

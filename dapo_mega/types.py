@@ -69,7 +69,8 @@ class Response:
 
     `token_ids` [L] int32 include the stop token when there is one. `logprobs` [L] float32 are the sampled
     tokens' log-probabilities under softmax(logits / temperature), not renormalised for top_p / top_k.
-    `weight_version` is the version of the policy's weights that sampled it.
+    `weight_version` is the oldest version of the policy's weights that sampled any of it. `version_spans` says which
+    version sampled which tokens where there were several: (version, end) with ascending ends, the last of them L.
     """
 
     request_id: int
@@ -77,6 +78,7 @@ class Response:
     logprobs: LogProbs
     finish_reason: FinishReason
     weight_version: int
+    version_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ class GenerationFailure:
 
     request_id: int
     reason: str
+
+
+Answer = Response | GenerationFailure
 
 
 @dataclass(frozen=True, eq=False)

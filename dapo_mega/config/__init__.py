@@ -6,6 +6,7 @@ Every section is one part of the loop.
 from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.compute import ComputeConfig, Fp8Config, ModelConfig, MoeConfig, ParallelConfig
 from dapo_mega.config.files import dump_config, load_config
+from dapo_mega.config.fleet import FleetConfig, WeightSyncConfig
 from dapo_mega.config.run import (
     PRESETS,
     AlgorithmConfig,
@@ -22,7 +23,6 @@ from dapo_mega.config.run import (
     RunConfig,
     SftConfig,
     SftDataConfig,
-    WeightSyncConfig,
 )
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "DataConfig",
     "DatasetConfig",
     "EvaluationConfig",
+    "FleetConfig",
     "Fp8Config",
     "KlConfig",
     "ModelConfig",

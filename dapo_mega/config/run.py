@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section, merged
 from dapo_mega.config.compute import ComputeConfig, ModelConfig, ParallelConfig, check_precision
+from dapo_mega.config.fleet import FleetConfig, WeightSyncConfig
 
 
 class ColumnsConfig(Section):
@@ -56,8 +57,15 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated during training."""
 
-    engine: Literal["embedded"] = "embedded"
-    dtype: Literal["fp32", "bf16", "policy"] = "policy"
+    placement: Literal["embedded", "fleet", "colocated"] = Field(
+        default="embedded",
+        description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of their "
+        "own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
+    )
+    fleet: FleetConfig = FleetConfig()
+    dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
+        default="policy", description="What the engines compute in; those of a fleet that say otherwise are refused."
+    )
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -66,11 +74,19 @@ class RolloutConfig(Section):
     max_attempts: int = Field(
         default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
     )
+    partial: bool = Field(
+        default=False,
+        description="Of a fleet: leave the responses that are still in flight when a step has its groups, and go on "
+        "with them in the next step. Which groups a step trains on then depends on which finish first.",
+    )
     mismatch_warning: float | None = Field(
         default=None,
         gt=0,
         description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
         "null means 0.001 where both compute in fp32 and 0.05 otherwise.",
+    )
+    mismatch_stop: float | None = Field(
+        default=0.5, gt=0, description="End the run at such a mean difference, in nats; null never does."
     )
 
 
@@ -121,10 +137,28 @@ class AlgorithmConfig(Section):
         default=1, ge=0, description="Steps a surplus group may wait in the buffer; 0 drops surplus at once."
     )
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    importance_cap: float | None = Field(
-        default=None, gt=0, description="Truncated importance sampling of trainer over rollout log-probs; null is off."
+    importance_cap: float | Literal["auto"] | None = Field(
+        default="auto",
+        description="Truncated importance sampling: cap of trainer over rollout probability per token. null is off; "
+        "auto is 2 where the engine computes in another dtype than the trainer, else off.",
+    )
+    sequence_mask: tuple[float, float] | None = Field(
+        default=None,
+        description="Leave a response out of the loss whose geometric mean of trainer over rollout probability lies "
+        "outside of [low, high]; null is off.",
     )
     kl: KlConfig = KlConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if not isinstance(self.importance_cap, str | None) and self.importance_cap <= 0:
+            raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
+        if self.sequence_mask and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
+            raise ValueError(
+                f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, such "
+                f"as [0.5, 2]"
+            )
+        return self
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -228,12 +262,6 @@ class CheckpointConfig(Section):
         return self
 
 
-class WeightSyncConfig(Section):
-    """How weights reach the engines."""
-
-    bucket_mib: float = Field(default=512.0, gt=0, description="Size limit of one gathered bucket.")
-
-
 class RunConfig(Section):
     """A whole run, as written to `output_dir/config.yaml`."""
 
@@ -278,6 +306,7 @@ class RunConfig(Section):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}; choose a smaller cache or set "
                 f"reward.overlong_punishment=false"
             )
+        _check_placement(self.rollout, self.weight_sync)
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
             raise ValueError(
@@ -291,12 +320,54 @@ class RunConfig(Section):
         """Mean |log-prob difference| between engine and trainer, in nats, that is worth a warning."""
         if self.rollout.mismatch_warning is not None:
             return self.rollout.mismatch_warning
-        exact = self.model.dtype == "fp32" and self.rollout.dtype in ("policy", "fp32")
-        return 0.001 if exact else 0.05
+        return 0.001 if self.model.dtype == self.engine_dtype == "fp32" else 0.05
+
+    @property
+    def engine_dtype(self) -> str:
+        """What the rollout engines compute in: fp32, bf16 or fp8."""
+        return self.model.dtype if self.rollout.dtype == "policy" else self.rollout.dtype
+
+    @property
+    def objective(self) -> AlgorithmConfig:
+        """`algorithm` with what is decided automatically filled in: importance_cap is a number or None."""
+        if self.algorithm.importance_cap != "auto":
+            return self.algorithm
+        is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
+        return self.algorithm.model_copy(update={"importance_cap": None if is_same else 2.0})
 
     @property
     def generation_groups(self) -> int:
         return self.batch.generation_groups or self.batch.groups_per_step
+
+
+def _check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
+    """Refuse settings of a fleet that the placement contradicts."""
+    fleet = rollout.fleet
+    if rollout.placement == "embedded":
+        given = [
+            name
+            for name, value in (
+                ("rollout.fleet.urls", fleet.urls),
+                ("rollout.fleet.rendezvous", fleet.rendezvous),
+                ("rollout.partial", rollout.partial),
+            )
+            if value
+        ]
+        if given:
+            raise ValueError(f"{given[0]} is for rollout.placement=fleet or colocated, not embedded; set one of them")
+        if rollout.dtype == "fp8":
+            raise ValueError("rollout.dtype=fp8 needs engines of a fleet; the embedded engine computes in fp32 or bf16")
+        return
+    if not fleet.urls and not fleet.rendezvous:
+        raise ValueError(
+            f"rollout.placement={rollout.placement} needs engines: give their addresses in rollout.fleet.urls, or "
+            f"rollout.fleet.rendezvous=host:port and start them with launch/serve_rollouts.py --rendezvous host:port"
+        )
+    if rollout.partial and rollout.placement == "colocated":
+        raise ValueError(
+            "rollout.partial=true leaves responses in flight while the policy trains, but colocated engines sleep then; "
+            "use rollout.placement=fleet"
+        )
 
 
 class SftDataConfig(Section):

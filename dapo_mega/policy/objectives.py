@@ -73,7 +73,10 @@ _POLICY_REPORT = (
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """The clipped objective of `AlgorithmConfig` (DAPO eq. 8 by default) with optional KL and entropy terms."""
+    """The clipped objective of `AlgorithmConfig` (DAPO eq. 8 by default) with optional KL and entropy terms.
+
+    What `RunConfig.objective` fills in automatically is off where it was not filled in.
+    """
 
     algorithm: AlgorithmConfig
 
@@ -100,7 +103,7 @@ class PolicyGradient:
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
             rollout_logprobs=micro.rollout_logprobs[chosen].to(logprobs.device),
-            importance_cap=config.importance_cap,
+            importance_cap=None if config.importance_cap == "auto" else config.importance_cap,
         )
         token_loss = terms.loss
         kl = torch.zeros_like(logprobs)

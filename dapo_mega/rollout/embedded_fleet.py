@@ -15,10 +15,7 @@ import torch.distributed as dist
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.rollout.engine import NamedTensors
-from dapo_mega.types import GenerationFailure, GenerationRequest, Response
-
-Answer = Response | GenerationFailure
-
+from dapo_mega.types import Answer, GenerationRequest
 
 class EmbeddedFleet:
     """Implements `RolloutEngine` on rank 0; every process constructs one and joins `load_weights`."""

@@ -1,34 +1,82 @@
-"""The protocol between the trainer and whatever generates: the embedded engine now, an SGLang fleet later."""
+"""The protocols between the trainer and whatever generates: embedded engines or a fleet of SGLang servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from dapo_mega.types import GenerationFailure, GenerationRequest, Response
+from dapo_mega.types import Answer, GenerationRequest
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 """Hugging Face parameter names with full (unsharded) tensors."""
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with weights that the trainer pushes.
+    """Answers requests with the weights it holds.
 
     Every answer to a request is either a `Response` or a `GenerationFailure`; an engine never invents tokens
     for a request it could not serve.
     """
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights in use; -1 before the first `load_weights`."""
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Answer every request, in the order given."""
 
-    def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
-        """Replace all weights by the streamed ones and take over `version` once the stream has ended."""
+
+class StreamingEngine(RolloutEngine, Protocol):
+    """Answers requests one by one as they finish; many may be in flight, also between steps."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take the requests on and return at once."""
+
+    def next_answer(self) -> Answer:
+        """Wait for the next finished request. Raises FleetError when the engines do not come back in time."""
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Give up requests in flight; they are not answered any more."""
+
+
+class RolloutFleet(RolloutEngine, Protocol):
+    """All engines of a run, constructed on every process and driven by rank 0.
+
+    While rank 0 generates the other processes are in `serve`, until rank 0 calls `release`.
+    """
+
+    def serve(self) -> None:
+        """Work for rank 0 until it releases; on the other processes only."""
+
+    def release(self) -> None:
+        """Send the other processes on; rank 0 only."""
 
     def close(self) -> None:
-        """Release processes, connections and memory."""
+        """Let go of processes, connections and memory."""
+
+
+class WeightSource(Protocol):
+    """The policy: its weights as Hugging Face tensors in buckets. Collectives over all processes."""
+
+    def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
+        """Full tensors on the leader of every replica, nothing on the other processes."""
+
+    def stage_weights(self, bucket_bytes: int) -> Iterator[StageBucket]:
+        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
+        consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
+        one tensor."""
+
+
+@dataclass(frozen=True)
+class StageBucket:
+    """Tensors that travel together, as one run of bytes in the order of `names`.
+
+    `stage` is the pipeline stage whose leader holds `data` [bytes] uint8; None on all other processes. `dtypes` are
+    torch's names (`bfloat16`), `shapes` those of the full tensors.
+    """
+
+    stage: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    data: torch.Tensor | None
+    is_last: bool

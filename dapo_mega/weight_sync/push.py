@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import Protocol
 
-from dapo_mega.policy.megatron_policy import MegatronPolicy
-from dapo_mega.rollout.engine import RolloutEngine
+from dapo_mega.rollout.engine import NamedTensors, WeightSource
 
 
-class WeightSync:
-    """Numbers the policy's weights and streams them to the engines. Version 0 are the weights a run starts from."""
+class WeightSync(Protocol):
+    """Numbers the policy's weights and brings them to the engines. Version 0 are the weights a run starts from."""
 
-    def __init__(self, engine: RolloutEngine, bucket_mib: float) -> None:
+    def push(self, policy: WeightSource, version: int) -> dict[str, float]:
+        """Collective over all processes; returns metrics when the engines sample from the new weights."""
+
+
+class _Loading(Protocol):
+    def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None: ...
+
+
+class EmbeddedWeightSync:
+    """Fills engines that live in the replicas' leader processes."""
+
+    def __init__(self, engine: _Loading, bucket_mib: float) -> None:
         self._engine = engine
         self._bucket_bytes = int(bucket_mib * 2**20)
 
-    def push(self, policy: MegatronPolicy, version: int) -> dict[str, float]:
-        """Collective over all processes; returns when the engines sample from the new weights."""
+    def push(self, policy: WeightSource, version: int) -> dict[str, float]:
+        """See `WeightSync`."""
         started = time.perf_counter()
         self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}
