@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from benchmark_processes import run_processes
+from benchmark_processes import barrier_timed, run_processes
 
 from dapo_mega.config import ModelConfig, ParallelConfig
 from dapo_mega.policy import cpu_accelerator
@@ -142,8 +141,8 @@ def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) 
     dist.all_reduce(totals, group=processes.control)
     num_leaders, all_sent, minimum = totals.tolist()
     buffers = {message: torch.empty(size, dtype=torch.uint8) for message, size in messages.items()}
-    seconds = _fastest(gather, options.repeats)
-    bare_seconds = _fastest(lambda: _send_bare(buffers), options.repeats)
+    seconds = min(barrier_timed(gather, options.repeats))
+    bare_seconds = min(barrier_timed(lambda: _send_bare(buffers), options.repeats))
     parallel_state.destroy_model_parallel()
     return Measurement(num_leaders, model_bytes, all_sent, minimum, seconds, bare_seconds)
 
@@ -170,18 +169,6 @@ def _send_bare(buffers: Mapping[_Message, torch.Tensor]) -> None:
     operations = [dist.P2POp(operation, tensor, peer) for (operation, peer), tensor in buffers.items()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
-
-
-def _fastest(transfer: Callable[[], None], repeats: int) -> float:
-    """Seconds until the last process is done, after once to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        transfer()
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
 
 
 def _report(options: argparse.Namespace, measured: Mapping[str, Measurement]) -> list[str]:

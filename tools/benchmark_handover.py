@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmark_processes import run_processes
+from benchmark_processes import barrier_timed, run_processes
 
 from dapo_mega.handover import HandoverGroups, broadcast_columns, broadcast_headers, distribute_samples
 from dapo_mega.packing import SampleColumns, plan_micro_batches
@@ -62,7 +61,7 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
     groups = HandoverGroups(control, leaders, replicas[rank // size])
     columns = _columns(options.responses) if rank == 0 else None
     return {
-        name: min(_seconds(partial(transfer, columns, groups, rank // size, num_replicas), options.repeats))
+        name: min(barrier_timed(partial(transfer, columns, groups, rank // size, num_replicas), options.repeats))
         for name, transfer in (("hand-over", _hand_over), ("bare transfer", _bare), ("broadcast to all", _broadcast))
     }
 
@@ -75,21 +74,9 @@ def _columns(num_responses: int) -> SampleColumns:
         prompt_lengths=np.full(num_responses, _PROMPT, dtype=np.int64),
         advantages=np.ones(num_responses, dtype=np.float32),
         in_loss=np.ones(num_responses, dtype=np.uint8),
-        is_fresh=np.ones(num_responses, dtype=np.uint8),
+        stale_tokens=np.zeros(num_responses, dtype=np.int64),
         rollout_logprobs=rng.random(num_responses * (_FULL_LENGTH - _PROMPT), dtype=np.float32),
     )
-
-
-def _seconds(transfer: Callable[[], None], repeats: int) -> list[float]:
-    """Until the last process is done, once to warm up and then per repeat."""
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        transfer()
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-    return times[1:]
 
 
 def _hand_over(columns: SampleColumns | None, groups: HandoverGroups, replica: int, num_replicas: int) -> None:

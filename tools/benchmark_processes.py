@@ -1,4 +1,4 @@
-"""Starts the processes of a benchmark that talk to each other, and leaves none behind."""
+"""Starts the processes of a benchmark that talk to each other, times them together, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def run_processes(measure: Callable[..., Any], count: int, folder: Path, *argume
     if any(statuses):
         raise InputError(f"processes failed or took over {timeout_s:g} s: exit statuses {statuses}; see above")
     return results.get()
+
+
+def barrier_timed(transfer: Callable[[], None], repeats: int) -> list[float]:
+    """Seconds until the last process is done, per repeat, after one to warm up. A collective."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        transfer()
+        dist.barrier()
+        times.append(time.perf_counter() - started)
+    return times[1:]
 
 
 def _work(

@@ -36,9 +36,7 @@ def transformer_config(
             f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
             "Transformer Engine's ring attention; set parallel.context=1"
         )
-    on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
-    interleaved = parallel.virtual_pipeline > 1
     make_config = MLATransformerConfig if arch.latent_attention else TransformerConfig
     config = make_config(
         num_layers=arch.num_layers,
@@ -62,35 +60,14 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        sequence_parallel=parallel.sequence,
-        # Packed micro-batches differ in length, so stages announce shapes before activations.
-        variable_seq_lengths=True,
-        # Interleaved stages send in both directions at once; batched calls would wait for each other.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
         # The token-level denominator belongs to Megatron: losses are sums, divided once by the global count.
         calculate_per_token_loss=True,
-        use_cpu_initialization=not on_gpu,
         # Weights always come from a checkpoint, but Megatron marks parameters as tensor-parallel only while it
         # initialises them, and the gradient norm needs those marks.
         perform_initialization=True,
-        # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
-        bias_activation_fusion=on_gpu,
-        # Megatron's switch for an activation that the layer spec names: on the CPU our own.
-        use_te_activation_func=not on_gpu,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=on_gpu,
-        # Megatron's fused rotation of latent attention exists for YaRN only.
-        apply_rope_fusion=on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
-        # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
-        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         deterministic_mode=compute.deterministic,
+        **_layout_settings(parallel),
+        **_device_settings(arch, model),
         **_expert_settings(arch, model, compute),
         **_latent_attention_settings(arch),
         **_recompute_settings(compute),
@@ -98,6 +75,42 @@ def transformer_config(
     )
     config.finalize_model_grads_func = finalize_model_grads
     return config
+
+
+def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence,
+        # Packed micro-batches differ in length, so stages announce shapes before activations.
+        "variable_seq_lengths": True,
+        # Interleaved stages send in both directions at once; batched calls would wait for each other.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "use_cpu_initialization": not on_gpu,
+        # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
+        "bias_activation_fusion": on_gpu,
+        # Megatron's switch for an activation that the layer spec names: on the CPU our own.
+        "use_te_activation_func": not on_gpu,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": on_gpu,
+        # Megatron's fused rotation of latent attention exists for YaRN only.
+        "apply_rope_fusion": on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
+        # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
+        "gradient_accumulation_fusion": on_gpu and has_apex_kernel,
+    }
 
 
 def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> dict[str, Any]:

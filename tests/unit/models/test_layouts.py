@@ -114,10 +114,10 @@ def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout
 
 def test_layouts_that_fit_the_model_are_accepted():
     for layout in ({}, {"tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"pipeline": 4, "context": 3}):
-        architecture().check_layout(ParallelConfig(**layout))
+        assert architecture().check_layout(ParallelConfig(**layout)) is None
     arch = replace(architecture(), experts=EXPERTS)
     for layout in ({}, {"expert": 3}, {"tensor": 2, "sequence": True, "expert": 6}, {"context": 2, "expert": 2}):
-        arch.check_layout(ParallelConfig(**layout))
+        assert arch.check_layout(ParallelConfig(**layout)) is None
 
 
 @pytest.mark.parametrize(
