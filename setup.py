@@ -33,6 +33,7 @@ setup(
         "pebble>=5.1,<6",
         "pydantic>=2.9,<3",
         "PyYAML>=6",
+        "aiohttp>=3.10,<4",
         "tensorboard>=2.17",
         "rich>=13",
         "matplotlib>=3.9",

@@ -21,14 +21,14 @@ from dapo_mega.packing import (
     plan_micro_batches,
     sample_costs,
 )
-from dapo_mega.types import Group, Sample
+from dapo_mega.types import Group, Response, Sample
 
 
 def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> list[Sample]:
     """One sample per response, groups in order, advantages within each group.
 
     Overlong filtering keeps truncated responses out of the loss, while their rewards stay in the group's
-    statistics. Responses older than weight `version` are marked as not fresh.
+    statistics. `version` is that of the weights the step starts from.
     """
     samples = []
     for group in groups:
@@ -45,10 +45,16 @@ def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) 
                     advantage=float(advantage),
                     in_loss=not (truncated and config.reward.overlong_filtering),
                     rollout_logprobs=response.logprobs,
-                    is_fresh=response.weight_version == version,
+                    num_stale_tokens=stale_tokens(response, version),
                 )
             )
     return samples
+
+
+def stale_tokens(response: Response, version: int) -> int:
+    """Number of tokens, from the start, that weights older than `version` sampled."""
+    spans = response.version_spans or ((response.weight_version, len(response.token_ids)),)
+    return max((end for sampled_by, end in spans if sampled_by < version), default=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class StepBatch:
     budget_fill: float
     rank_imbalance: float
     has_fresh: bool = True
-    """Whether any response of the whole step is of the weights that the step starts from."""
+    """Whether any token of the whole step was sampled with the weights that the step starts from."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,8 @@ def hand_over_step(
     # Own samples arrive in the order in which the micro-batches hold them.
     numbers = iter(range(len(own)))
     renumbered = [[[next(numbers) for _ in indices] for indices in plan_[data_rank]] for plan_ in plan.mini_batches]
-    return replace(_pack(own, renumbered, plan, config, layout), has_fresh=bool(headers.is_fresh.any()))
+    has_fresh = bool((headers.stale_tokens < headers.lengths - headers.prompt_lengths).any())
+    return replace(_pack(own, renumbered, plan, config, layout), has_fresh=has_fresh)
 
 
 def _pack(

@@ -21,7 +21,7 @@ from torch import Tensor
 from dapo_mega.errors import FleetError, InputError, StarvedError
 from dapo_mega.packing import SampleColumns
 
-_DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.uint8, np.float32)
+_DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.int64, np.float32)
 _PIECE_WORDS = 4 * 2**20
 _PIECES_IN_FLIGHT = 8
 
@@ -59,7 +59,7 @@ class SampleHeaders:
     prompt_lengths: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
-    is_fresh: npt.NDArray[np.uint8]
+    stale_tokens: npt.NDArray[np.int64]
 
 
 def broadcast_headers(columns: SampleColumns | None, group: dist.ProcessGroup) -> SampleHeaders:
@@ -105,7 +105,7 @@ def distribute_samples(
         prompt_lengths=headers.prompt_lengths[own],
         advantages=headers.advantages[own],
         in_loss=headers.in_loss[own],
-        is_fresh=headers.is_fresh[own],
+        stale_tokens=headers.stale_tokens[own],
         rollout_logprobs=words[num_tokens:].view(np.float32),
     )
 

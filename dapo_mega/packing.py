@@ -25,8 +25,8 @@ from dapo_mega.types import Sample
 class SampleColumns:
     """S samples as flat arrays: `token_ids` of all samples one after the other, likewise `rollout_logprobs`.
 
-    `lengths` and `prompt_lengths` [S] int64 are in tokens; `advantages` [S] float32; `in_loss` and `is_fresh`
-    [S] uint8.
+    `lengths`, `prompt_lengths` and `stale_tokens` [S] int64 are in tokens; `advantages` [S] float32; `in_loss` [S]
+    uint8.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -34,7 +34,7 @@ class SampleColumns:
     prompt_lengths: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
-    is_fresh: npt.NDArray[np.uint8]
+    stale_tokens: npt.NDArray[np.int64]
     rollout_logprobs: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ def columns_from_samples(samples: Sequence[Sample]) -> SampleColumns:
         prompt_lengths=np.array([sample.prompt_length for sample in samples], dtype=np.int64),
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         in_loss=np.array([sample.in_loss for sample in samples], dtype=np.uint8),
-        is_fresh=np.array([sample.is_fresh for sample in samples], dtype=np.uint8),
+        stale_tokens=np.array([sample.num_stale_tokens for sample in samples], dtype=np.int64),
         rollout_logprobs=np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32),
     )
 
@@ -60,17 +60,17 @@ def columns_from_samples(samples: Sequence[Sample]) -> SampleColumns:
 class MicroBatch:
     """One packed micro-batch of T positions and n segments; position t predicts the token after it.
 
-    `tokens`, `positions`, `targets` [T] int64; `cu_seqlens` [n + 1] int32. `response_mask` [T] bool marks
-    positions whose target is a response token, `loss_mask` those that count in the loss, `fresh_mask` those
-    whose `rollout_logprobs` come from the weights the step starts from. `advantages`,
-    `token_weights`, `rollout_logprobs` [T] float32 are 0 elsewhere. `denominator` is this micro-batch's share of
-    the mini-batch's denominator. Padding, at the end of samples and as a last segment of its own, has token 0, is
-    outside all masks and does not count in `num_tokens`.
+    `tokens`, `positions`, `targets`, `segment_ids` [T] int64; `cu_seqlens` [n + 1] int32. `response_mask` [T] bool
+    marks positions whose target is a response token, `loss_mask` those that count in the loss, `fresh_mask` those whose
+    `rollout_logprobs` come from the weights the step starts from. `advantages`, `token_weights`, `rollout_logprobs` [T]
+    float32 are 0 elsewhere. `denominator` is this micro-batch's share of the mini-batch's. Padding, at the end of
+    samples and as a last segment of its own, has token 0, is outside all masks and does not count in `num_tokens`.
     """
 
     tokens: Tensor
     positions: Tensor
     targets: Tensor
+    segment_ids: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     response_mask: Tensor
@@ -249,11 +249,13 @@ def build_micro_batch(
     masks = np.zeros((3, total), dtype=bool)
     masks[0, predicting] = True
     masks[1, predicting] = np.repeat(columns.in_loss[chosen] != 0, responses)
-    masks[2, predicting] = np.repeat(columns.is_fresh[chosen] != 0, responses)
+    stale = columns.stale_tokens[chosen]
+    masks[2, _ranges(starts + prompts - 1 + stale, responses - stale)] = True
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(_ranges(np.zeros_like(segments), segments)),
         targets=torch.from_numpy(np.append(tokens[1:], 0)),
+        segment_ids=torch.from_numpy(np.repeat(np.arange(len(segments)), segments)),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(segments.max()),
         response_mask=torch.from_numpy(masks[0]),

@@ -25,14 +25,14 @@ from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.layer_specs import check_compute
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
-from dapo_mega.policy.processes import Processes, start_processes
+from dapo_mega.policy.processes import start_processes
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.embedded import EmbeddedEngine
-from dapo_mega.rollout.embedded_fleet import EmbeddedFleet
+from dapo_mega.rollout.engine import RolloutFleet
 from dapo_mega.rollout.scoring import Decode, ResponseScorer
+from dapo_mega.rollouts import Rollouts, start_rollouts
 from dapo_mega.types import TokenIds
-from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
+from dapo_mega.weight_sync.push import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Pipeline:
     config: RunConfig
     policy: MegatronPolicy
     reference: ScoringModel | None
-    fleet: EmbeddedFleet
+    fleet: RolloutFleet
     weight_sync: WeightSync
     store: CheckpointStore
     driver: Driver | None
@@ -95,20 +95,22 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
     reference = None
     if config.algorithm.kl.coefficient > 0:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
-    fleet = EmbeddedFleet(processes, _engine(config, processes) if processes.is_leader else None)
+    rollouts = start_rollouts(config, policy)
     driver = None
     with leaving_together(processes.control):
         if processes.rank == 0:
-            driver = _driver(config, fleet, tokenizer, train_prompts, evaluation_prompts, start_step)
-    return Pipeline(
+            driver = _driver(config, rollouts, tokenizer, train_prompts, evaluation_prompts, start_step)
+    pipeline = Pipeline(
         config=config,
         policy=policy,
         reference=reference,
-        fleet=fleet,
-        weight_sync=EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib),
+        fleet=rollouts.fleet,
+        weight_sync=rollouts.weight_sync,
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         driver=driver,
     )
+    rollouts.fleet.on_stale_engines(lambda: rollouts.weight_sync.push_to_stale(policy, pipeline.step))
+    return pipeline
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:
@@ -122,17 +124,9 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
         )
 
 
-def _engine(config: RunConfig, processes: Processes) -> EmbeddedEngine:
-    dtype = config.model.dtype if config.rollout.dtype == "policy" else config.rollout.dtype
-    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return EmbeddedEngine.from_config(
-        config.model.path, torch_dtype, max_batch_rows=config.rollout.max_batch_rows, device=processes.device
-    )
-
-
 def _driver(
     config: RunConfig,
-    fleet: EmbeddedFleet,
+    rollouts: Rollouts,
     tokenizer: Any,
     train_prompts: PromptDataset,
     evaluation_prompts: PromptDataset | None,
@@ -168,7 +162,14 @@ def _driver(
                 dataset.num_long,
             )
     return Driver(
-        collector=Collector(config, train_prompts.prompts, fleet, scorer, stop_token_ids),
+        collector=Collector(
+            config,
+            train_prompts.prompts,
+            rollouts.fleet,
+            scorer,
+            stop_token_ids,
+            streaming_engine=rollouts.streaming_engine,
+        ),
         evaluator=evaluator,
         verifier=verifier,
         writer=writer,

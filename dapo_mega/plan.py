@@ -49,6 +49,7 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
             f"hidden {arch.hidden_size}, "
             f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(config.parallel.tensor)})"
         )
+    lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
     return lines + [f"note: {note}" for note in notes]
 
@@ -68,6 +69,22 @@ def find_architecture(config: RunConfig) -> tuple[Architecture | None, list[str]
     except ValueError as error:
         raise InputError(f"model.architecture={file} is not valid JSON ({error})") from error
     return find_family(str(raw.get("model_type"))).read(raw), [f"{note}; sizes checked against {file}"]
+
+
+def _rollout_line(config: RunConfig) -> str:
+    rollout, sync = config.rollout, config.weight_sync
+    if rollout.placement == "embedded":
+        return f"rollouts: engines inside the trainer's processes, {config.engine_dtype}"
+    engines = (
+        f"{len(rollout.fleet.urls)} given"
+        if rollout.fleet.urls
+        else f"those that register at {rollout.fleet.rendezvous}"
+    )
+    return (
+        f"rollouts: {rollout.placement} of SGLang engines ({engines}, at least {rollout.fleet.min_engines}), "
+        f"{config.engine_dtype}; weights by {config.sync_transport}, responses in flight {sync.in_flight}"
+        + (f" ({sync.pause})" if sync.in_flight == "continue" else "")
+    )
 
 
 def _batch_lines(config: RunConfig, data_size: int) -> list[str]:

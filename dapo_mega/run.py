@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dapo_mega.commands import say
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import FleetError, InputError, StarvedError
 from dapo_mega.handover import leaving_together
 from dapo_mega.pipeline import Pipeline, build_pipeline, write_run_record
 from dapo_mega.plan import describe_run
@@ -45,6 +45,8 @@ _FREE_TO_CHANGE = (
     "batch.tokens_per_microbatch",
     "rollout.max_batch_rows",
     "rollout.mismatch_warning",
+    "rollout.mismatch_stop",
+    "rollout.fleet",
     "reward.num_workers",
     "model.architecture",
 )
@@ -100,7 +102,7 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
 def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
     try:
         train(pipeline)
-    except StarvedError:
+    except (StarvedError, FleetError):
         # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
         pipeline.store.finish(pipeline.policy)
         raise
@@ -112,6 +114,7 @@ def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
 
 def close(pipeline: Pipeline) -> None:
     """Release the engines and what rank 0 holds open."""
+    pipeline.weight_sync.close()
     pipeline.fleet.close()
     if pipeline.driver:
         pipeline.driver.verifier.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from dapo_mega.batching import StepBatch, hand_over_step, samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError, StarvedError
-from dapo_mega.group_state import pack_groups, unpack_groups
 from dapo_mega.handover import HandoverGroups, broadcast_columns, leaving_together
 from dapo_mega.metrics import MetricAccumulator
+from dapo_mega.mismatch import measure_mismatch, mismatch_warning
 from dapo_mega.packing import MicroBatch, columns_from_samples
 from dapo_mega.pipeline import Pipeline
 from dapo_mega.policy.checkpoints import LoopState
@@ -44,14 +43,14 @@ def train(pipeline: Pipeline) -> None:
             batch = hand_over(pipeline, groups)
         with pipeline.timers.stage("score"):
             mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
-            if not batch.has_fresh:
+            if not batch.has_fresh and config.rollout.placement != "colocated":  # Those engines sleep by now.
                 mismatch = {**probe_agreement(pipeline), **mismatch}
         with pipeline.timers.stage("update"):
             updates = update(pipeline, mini_batches)
         pipeline.step += 1
         with pipeline.timers.stage("weight_sync"):
-            pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch)}
+            synced = pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch), **synced}
         if evaluation_is_due(config, pipeline.step):
             with pipeline.timers.stage("evaluation"):
                 metrics.update(evaluate(pipeline))
@@ -68,6 +67,8 @@ def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
         if pipeline.driver:
             try:
                 groups, metrics = pipeline.driver.collector.collect(pipeline.step)
+                metrics.update(pipeline.fleet.pop_metrics())
+                pipeline.fleet.sleep()
             finally:
                 pipeline.fleet.release()
         else:
@@ -103,8 +104,9 @@ def packing_metrics(batch: StepBatch) -> Metrics:
 def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
     """pi_old <- pi_theta: score every response token with the weights the step starts from.
 
-    Also measures how far the engine's log-probs are from them, over responses of the current weights. A step of a
-    single update needs no pass of its own for this: the update itself starts from those weights.
+    Also measures how far the engine's log-probs are from them, which raises FleetError on all processes when it is over
+    `rollout.mismatch_stop`. A step of a single update needs no pass of its own for this: the update itself starts from
+    those weights, and raises before its checkpoint is written.
     """
     everything = [pipeline.policy.share(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
     references = pipeline.reference.score(everything) if pipeline.reference else [None] * len(everything)
@@ -128,8 +130,10 @@ def probe_agreement(pipeline: Pipeline) -> Metrics:
     with leaving_together(policy.processes.control):
         if pipeline.driver:
             collector = pipeline.driver.collector
-            answers = collector.probe(pipeline.step)
-            pipeline.fleet.release()
+            try:
+                answers = collector.probe(pipeline.step)
+            finally:
+                pipeline.fleet.release()
             if not answers:
                 raise StarvedError("the engine did not answer a probe of its weights; see its log and start again")
             prompt = collector.prompts[0].token_ids
@@ -148,52 +152,35 @@ def probe_agreement(pipeline: Pipeline) -> Metrics:
 
 
 def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores]) -> Metrics:
+    """Mismatch and entropy of scored micro-batches. Raises FleetError, on all processes, for a mismatch over
+    `rollout.mismatch_stop`."""
     processes = pipeline.policy.processes
-    sums = torch.zeros(5, dtype=torch.float64)
-    largest = torch.zeros(1, dtype=torch.float64)
-    if processes.is_last_stage and processes.tensor_rank == 0:
-        for micro_batch, score in zip(batches, scores, strict=True):
-            logprobs = score.logprobs.double().cpu()
-            fresh = micro_batch.fresh_mask[micro_batch.response_mask]
-            difference = (logprobs - micro_batch.rollout_logprobs[micro_batch.response_mask].double())[fresh]
-            ratio = difference.clamp(-20, 20).exp()
-            sums += torch.stack(
-                [
-                    difference.abs().sum(),
-                    (ratio - 1 - difference).sum(),
-                    torch.tensor(float(len(difference))),
-                    score.entropy.double().cpu().sum(),
-                    torch.tensor(float(len(logprobs))),
-                ]
-            ).double()
-            if len(difference):
-                largest = torch.maximum(largest, difference.abs().max())
-    dist.all_reduce(sums, group=processes.control)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=processes.control)
-    metrics = {"policy/entropy": float(sums[3] / sums[4])}
-    if sums[2]:
-        metrics["rollout/logprob_abs_diff_mean"] = float(sums[0] / sums[2])
-        metrics["rollout/logprob_abs_diff_max"] = float(largest)
-        metrics["rollout/kl_to_policy"] = float(sums[1] / sums[2])
-        _warn_of_mismatch(pipeline, metrics["rollout/logprob_abs_diff_mean"])
-    return metrics
+    is_counted = processes.is_last_stage and processes.tensor_rank == 0
+    counted = list(zip(batches, scores, strict=True)) if is_counted else []
+    entropy = torch.zeros(2, dtype=torch.float64)
+    for _, score in counted:
+        entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
+    dist.all_reduce(entropy, group=processes.control)
+    metrics = measure_mismatch(
+        [(micro_batch, score.logprobs) for micro_batch, score in counted],
+        pipeline.config.objective,
+        control=processes.control,
+        context_group=processes.context,
+    )
+    _warn_of_mismatch(pipeline, metrics)
+    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}
 
 
-def _warn_of_mismatch(pipeline: Pipeline, mean: float) -> None:
-    threshold = pipeline.config.mismatch_warning
-    if pipeline.driver and not mean <= threshold:
-        message = (
-            f"WARNING: engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step "
-            f"{pipeline.step + 1} is over {threshold:g} (rollout.mismatch_warning); the engine does not compute with "
-            f"the policy's weights or in its precision"
-        )
+def _warn_of_mismatch(pipeline: Pipeline, metrics: Metrics) -> None:
+    message = mismatch_warning(metrics, pipeline.config, pipeline.step + 1)
+    if message and pipeline.driver:
         logger.warning(message)
         pipeline.driver.progress.message(message)
 
 
 def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:
     """mu passes of one optimizer update per mini-batch; metrics are means over the updates."""
-    objective = PolicyGradient(pipeline.config.objective)
+    objective = PolicyGradient(pipeline.config.objective, pipeline.policy.processes.context)
     if pipeline.config.batch.updates_per_step == 1:
         metrics, scores = pipeline.policy.update_and_score(mini_batches[0], objective)
         return {**_measure_scores(pipeline, [b.micro_batch for b in mini_batches[0]], scores), **metrics}
@@ -223,12 +210,15 @@ def export_is_due(config: RunConfig, step: int) -> bool:
 def evaluate(pipeline: Pipeline) -> Metrics:
     """Held-out metrics on rank 0; nothing on the others."""
     metrics: Metrics = {}
-    if pipeline.driver:
-        assert pipeline.driver.evaluator
-        metrics = pipeline.driver.evaluator.run(pipeline.fleet)
-        pipeline.fleet.release()
-    else:
-        pipeline.fleet.serve()
+    with leaving_together(pipeline.policy.processes.control):
+        if pipeline.driver:
+            assert pipeline.driver.evaluator
+            try:
+                metrics = pipeline.driver.evaluator.run(pipeline.fleet)
+            finally:
+                pipeline.fleet.release()
+        else:
+            pipeline.fleet.serve()
     return metrics
 
 
@@ -274,13 +264,8 @@ def export_and_save(pipeline: Pipeline) -> None:
 def loop_state(pipeline: Pipeline) -> LoopState:
     driver = pipeline.driver
     assert driver
-    records, arrays = pack_groups(driver.collector.buffer.groups)
-    values: dict[str, Any] = {
-        "collector": driver.collector.state(),
-        "buffer": records,
-        "dataset_fingerprint": driver.dataset_fingerprint,
-    }
-    return LoopState(pipeline.step, values, arrays)
+    values, arrays = driver.collector.state()
+    return LoopState(pipeline.step, {**values, "dataset_fingerprint": driver.dataset_fingerprint}, arrays)
 
 
 def restore(pipeline: Pipeline, state: LoopState) -> None:
@@ -297,6 +282,4 @@ def _restore_driver(pipeline: Pipeline, state: LoopState) -> None:
                 "the checkpoint was made with other training prompts than data.train gives now; resume with the same "
                 "data, or start a new run in another output_dir"
             )
-        collector = pipeline.driver.collector
-        groups = unpack_groups(state.values["buffer"], state.arrays, collector.prompts)
-        collector.load_state(state.values["collector"], groups)
+        pipeline.driver.collector.load_state(state.values, state.arrays)

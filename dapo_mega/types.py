@@ -122,7 +122,7 @@ class Sample:
 
     `token_ids` [P + L] are prompt and response, `prompt_length` is P, `advantage` holds for every token of the
     response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L];
-    `is_fresh` says that they were sampled with the weights the step starts from.
+    the first `num_stale_tokens` of the response were sampled with older weights than those the step starts from.
     """
 
     token_ids: TokenIds
@@ -130,4 +130,4 @@ class Sample:
     advantage: float
     in_loss: bool
     rollout_logprobs: LogProbs
-    is_fresh: bool = True
+    num_stale_tokens: int = 0

@@ -8,6 +8,8 @@ handover    samples from rank 0 to the others
 gather      sharded weights to the replicas' leaders
 checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
+fleet       requests in flight at rollout engines, and a server's own batch interface
+weight_sync an update of a real SGLang server against bare broadcasts
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 
 from dapo_mega.commands import run_command
 
-NAMES = ("update", "step", "mfu", "packing", "handover", "gather", "checkpoint", "logprobs")
+NAMES = ("update", "step", "mfu", "packing", "handover", "gather", "checkpoint", "logprobs", "weight_sync", "fleet")
 
 
 def main() -> None:

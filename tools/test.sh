@@ -8,5 +8,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_H
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
+# Tests of rollout engines need SGLang, in an environment of its own; where it cannot be made they are skipped.
+if [ -z "${DAPO_MEGA_SGLANG_PYTHON:-}" ] && [[ "$*" != *tests/* || "$*" == *tests/integration* ]]; then
+    sglang="${SGLANG_VENV:-$PWD/.venv-sglang}"
+    if bash tools/install_sglang.sh "$sglang"; then export DAPO_MEGA_SGLANG_PYTHON="$sglang/bin/python"; fi
+fi
 # The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
 CUDA_VISIBLE_DEVICES= "$PYTHON" -m pytest "$@"

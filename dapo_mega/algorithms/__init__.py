@@ -2,6 +2,22 @@
 
 from dapo_mega.algorithms.advantages import group_advantages
 from dapo_mega.algorithms.aggregation import response_weight
-from dapo_mega.algorithms.losses import PolicyLossTerms, kl_estimate, policy_loss
+from dapo_mega.algorithms.losses import (
+    PolicyLossTerms,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+    segment_sums,
+    within_bounds,
+)
 
-__all__ = ["PolicyLossTerms", "group_advantages", "kl_estimate", "policy_loss", "response_weight"]
+__all__ = [
+    "PolicyLossTerms",
+    "group_advantages",
+    "importance_weights",
+    "kl_estimate",
+    "policy_loss",
+    "response_weight",
+    "segment_sums",
+    "within_bounds",
+]

@@ -81,6 +81,23 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: floa
     return difference.exp().clamp(max=cap)
 
 
+def segment_sums(log_ratios: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of `log_ratios` [T] and number of tokens of every segment, [2, n] float64, detached."""
+    values = torch.stack([log_ratios.detach().double(), torch.ones_like(log_ratios, dtype=torch.float64)])
+    return values.new_zeros(2, num_segments).index_add_(1, segment_ids, values)
+
+
+def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Which segments' geometric mean ratio exp(sum / tokens) lies in [low, high], [n] bool, from `segment_sums`.
+
+    Segments without tokens do. Sequence-level masking against a mismatch between trainer and engine: per-token caps
+    let pass a response that is off by a little in every token.
+    """
+    low, high = bounds
+    means = (sums[0] / sums[1].clamp(min=1)).exp()
+    return (means >= low) & (means <= high)
+
+
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> Tensor:
     """Estimate of KL(pi_theta || pi_ref) per token [T], in nats, from tokens sampled by the policy.
 

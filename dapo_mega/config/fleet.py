@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import Section
 
@@ -12,7 +12,9 @@ from dapo_mega.config.base import Section
 class FleetConfig(Section):
     """SGLang engines behind HTTP. Every call carries the API key; times are in seconds."""
 
-    urls: tuple[str, ...] = Field(default=(), description="Engines that run already, such as http://10.0.0.7:30000.")
+    urls: tuple[str, ...] = Field(
+        default=(), description="Engines that run already, such as http://10.0.0.7:30000; a list, or with commas."
+    )
     rendezvous: str | None = Field(
         default=None, description="host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts."
     )
@@ -29,6 +31,11 @@ class FleetConfig(Section):
     hung_after_s: float = Field(
         default=60.0, gt=0, description="An engine that answers no probe for this long is hung; its work moves on."
     )
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _split(cls, urls: Any) -> Any:
+        return [url.strip() for url in urls.split(",")] if isinstance(urls, str) else urls
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:

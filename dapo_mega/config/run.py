@@ -59,8 +59,8 @@ class RolloutConfig(Section):
 
     placement: Literal["embedded", "fleet", "colocated"] = Field(
         default="embedded",
-        description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of their "
-        "own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
+        description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of "
+        "their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
     )
     fleet: FleetConfig = FleetConfig()
     dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
@@ -155,8 +155,8 @@ class AlgorithmConfig(Section):
             raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
         if self.sequence_mask and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
             raise ValueError(
-                f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, such "
-                f"as [0.5, 2]"
+                f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, "
+                f"such as [0.5, 2]"
             )
         return self
 
@@ -307,6 +307,11 @@ class RunConfig(Section):
                 f"reward.overlong_punishment=false"
             )
         _check_placement(self.rollout, self.weight_sync)
+        if self.rollout.partial and self.algorithm.max_staleness == 0:
+            raise ValueError(
+                "rollout.partial=true goes on with responses that older weights began, but algorithm.max_staleness=0 "
+                "drops them all; set it to at least 1"
+            )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
             raise ValueError(
@@ -326,6 +331,13 @@ class RunConfig(Section):
     def engine_dtype(self) -> str:
         """What the rollout engines compute in: fp32, bf16 or fp8."""
         return self.model.dtype if self.rollout.dtype == "policy" else self.rollout.dtype
+
+    @property
+    def sync_transport(self) -> Literal["distributed", "disk", "tensor"]:
+        """How weights travel to a fleet's engines."""
+        if self.weight_sync.transport != "auto":
+            return self.weight_sync.transport
+        return "tensor" if self.rollout.placement == "colocated" else "distributed"
 
     @property
     def objective(self) -> AlgorithmConfig:
@@ -365,8 +377,8 @@ def _check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> N
         )
     if rollout.partial and rollout.placement == "colocated":
         raise ValueError(
-            "rollout.partial=true leaves responses in flight while the policy trains, but colocated engines sleep then; "
-            "use rollout.placement=fleet"
+            "rollout.partial=true leaves responses in flight while the policy trains, but colocated engines sleep "
+            "then; use rollout.placement=fleet"
         )
 
 

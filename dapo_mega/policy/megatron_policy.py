@@ -31,6 +31,7 @@ from dapo_mega.policy.output_layer import ChosenTokens
 from dapo_mega.policy.packed_attention import packed_segments
 from dapo_mega.policy.processes import Processes
 from dapo_mega.policy.weights import ChunkLayout, WeightGatherer, load_hf_weights
+from dapo_mega.rollout.engine import StageBucket
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,11 @@ class MegatronPolicy(ScoringModel):
         """Collective: full tensors under their Hugging Face names; see `WeightGatherer.buckets`."""
         self.finish_param_gather()
         return self._gatherer.buckets(bucket_bytes)
+
+    def stage_weights(self, bucket_bytes: int) -> Iterator[StageBucket]:
+        """Collective: full tensors as bytes on each stage's leader; see `WeightGatherer.stage_buckets`."""
+        self.finish_param_gather()
+        return self._gatherer.stage_buckets(bucket_bytes)
 
     def finish_param_gather(self) -> None:
         """Collective: after this every process's weights are those of the last update, also where gathering them is

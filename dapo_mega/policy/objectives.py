@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.algorithms import kl_estimate, policy_loss
 from dapo_mega.config import AlgorithmConfig
+from dapo_mega.mismatch import kept_segments
 from dapo_mega.packing import MicroBatch
 
 
@@ -75,10 +77,14 @@ _POLICY_REPORT = (
 class PolicyGradient:
     """The clipped objective of `AlgorithmConfig` (DAPO eq. 8 by default) with optional KL and entropy terms.
 
-    What `RunConfig.objective` fills in automatically is off where it was not filled in.
+    What `RunConfig.objective` fills in automatically is off where it was not filled in. Responses that
+    `sequence_mask` leaves out have weight 0 in every term and stay in the denominator, as tokens of weight 0 under an
+    importance cap would: masking a bad response must not raise the weight of the others. `context_group` are the
+    processes that share a micro-batch's tokens under context parallelism.
     """
 
     algorithm: AlgorithmConfig
+    context_group: dist.ProcessGroup | None = None
 
     @property
     def report_size(self) -> int:
@@ -95,6 +101,9 @@ class PolicyGradient:
         in_loss = micro.loss_mask[chosen].to(logprobs.device)
         weights = micro.token_weights[chosen].to(logprobs.device)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        if config.sequence_mask:
+            kept = kept_segments(micro, old_logprobs, config.sequence_mask, self.context_group)
+            weights = weights * kept[micro.segment_ids[chosen].to(kept.device)]
         terms = policy_loss(
             logprobs,
             old_logprobs,

@@ -27,7 +27,8 @@ class Processes:
     A replica is one copy of the model, spread over tensor x context x pipeline processes (the experts of a mixture
     are spread over replicas too); its leader is the process of the first pipeline stage with tensor and context
     rank 0. `control` is a gloo group of all processes for host data, `leaders` one of the replicas' leaders, rank 0
-    first, `replica` one of this replica's processes, its leader first.
+    first, `replica` one of this replica's processes, its leader first. `context` is Megatron's group of the processes
+    that share the tokens of a micro-batch; None without context parallelism.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Processes:
     control: dist.ProcessGroup
     leaders: dist.ProcessGroup
     replica: dist.ProcessGroup
+    context: dist.ProcessGroup | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -119,6 +121,7 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         control=control,
         leaders=leaders,
         replica=replicas[data_rank],
+        context=parallel_state.get_context_parallel_group() if config.context > 1 else None,
     )
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dapo_mega.models.hf_checkpoint import check_source
 from dapo_mega.models.layouts import Layout
 from dapo_mega.policy.megatron_files import open_source
 from dapo_mega.policy.processes import Processes
+from dapo_mega.rollout.engine import StageBucket
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,12 @@ class _Circle:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A bucket on its way: `rows` are the contributors' shards [bytes] on a leader, and empty elsewhere."""
+    """A bucket on its way from stage `owner`: `rows` are the shards [bytes] that this process sends or, where it leads,
+    receives, by contributor."""
 
+    owner: int
     units: Sequence[_Unit]
+    leads: bool
     rows: Mapping[int, Tensor]
     works: Sequence[dist.Work]
 
@@ -199,6 +203,7 @@ class WeightGatherer:
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
+        self._shapes_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], list[Tensor]] = {}
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
@@ -265,16 +270,71 @@ class WeightGatherer:
         `bucket_bytes`, but each holds at least one parameter (of an expert: on every expert rank).
 
         A collective: all processes must iterate to the end in step. Buckets come chunk by chunk, dense parameters
-        before experts; they are filled on the replicas' leaders and empty on the other processes.
+        before experts; they are filled on the replicas' leaders and empty on the other processes. Tensors may be the
+        model's own: copy what is to outlive its next update.
         """
         before: _Transfer | None = None
         for owner, units in self._planned(bucket_bytes // 2):
-            transfer = self._start(owner, units)
+            transfer = self._start(owner, units, self._circle(units).leaders)
             if before:
-                yield self._finish(before)
+                yield list(self._finish(before))
             before = transfer
         assert before
-        yield self._finish(before)
+        yield list(self._finish(before))
+
+    def stage_buckets(self, bucket_bytes: int) -> Iterator[StageBucket]:
+        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only.
+
+        The caller may still be sending a bucket when it asks for the next: these and the shards on their way take at
+        most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an expert: on every expert
+        rank). The memory of a bucket is used again for the one after the next. A collective: all processes iterate in
+        step, and may stop after the same bucket.
+        """
+        plan = list(self._planned(bucket_bytes * 2 // 3))
+        own_sizes = [self._full_bytes(units) for owner, units in plan if self._leads(owner)]
+        device = self._processes.device
+        buffers = cycle([torch.empty(max(own_sizes), dtype=torch.uint8, device=device) for _ in own_sizes[:2]])
+        for number, (owner, units) in enumerate(plan, start=1):
+            # In falling order of the size of an element everything is aligned without padding.
+            units.sort(key=lambda unit: unit.dtype.itemsize, reverse=True)
+            data = next(buffers)[: self._full_bytes(units)] if self._leads(owner) else None
+            self._fill(data, owner, units)
+            shapes = [shape for unit in units for shape in self._full_shapes(unit)]
+            yield StageBucket(
+                stage=owner,
+                names=tuple(name for unit in units for placed in unit.placed for name in placed.hf),
+                dtypes=tuple(str(shape.dtype).removeprefix("torch.") for shape in shapes),
+                shapes=tuple(tuple(shape.shape) for shape in shapes),
+                data=data,
+                is_last=number == len(plan),
+            )
+
+    def _leads(self, stage: int) -> bool:
+        """Whether this process leads the stage in the first replica."""
+        return self._processes.rank == stage * self._stage_size
+
+    def _fill(self, data: Tensor | None, owner: int, units: Sequence[_Unit]) -> None:
+        """Bring the units' full tensors into `data` [bytes], given on the first replica's leader of stage `owner`."""
+        leader = owner * self._stage_size
+        in_first_replica = 0 in self._circle(units).contributors
+        transfer = self._start(owner, units, range(leader, leader + in_first_replica))
+        start = 0
+        for _, tensor in self._finish(transfer):
+            assert data is not None
+            end = start + tensor.nbytes
+            data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start = end
+
+    def _full_bytes(self, units: Sequence[_Unit]) -> int:
+        return sum(shape.nbytes for unit in units for shape in self._full_shapes(unit))
+
+    def _full_shapes(self, unit: _Unit) -> list[Tensor]:
+        """Stand-ins without memory for the full tensors of a unit."""
+        key = (unit.placed[0].layout, unit.shape, unit.dtype, unit.num_shards)
+        if key not in self._shapes_of:
+            shards = [torch.empty(unit.shape, dtype=unit.dtype, device="meta")] * unit.num_shards
+            self._shapes_of[key] = merge_shards(shards, unit.placed[0].layout, self._layout.arch)
+        return self._shapes_of[key] * len(unit.placed)
 
     def _planned(self, limit: int) -> Iterator[tuple[int, list[_Unit]]]:
         """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes."""
@@ -290,41 +350,49 @@ class WeightGatherer:
                 size += unit.num_bytes
             yield owner, pending
 
-    def _start(self, owner: int, units: Sequence[_Unit]) -> _Transfer:
-        """Send this process's shards, and receive the others' where it leads."""
+    def _circle(self, units: Sequence[_Unit]) -> _Circle:
+        return self._expert_circle if units[0].is_expert else self._dense_circle
+
+    def _start(self, owner: int, units: Sequence[_Unit], leaders: range) -> _Transfer:
+        """Send this process's shards to the `leaders`, and receive the others' where it is one of them."""
         me = self._processes
-        circle = self._expert_circle if units[0].is_expert else self._dense_circle
         rows: dict[int, Tensor] = {}
         operations: list[dist.P2POp] = []
-        for contributor, rank in enumerate(circle.contributors):
+        for contributor, rank in enumerate(self._circle(units).contributors):
             source = owner * self._stage_size + rank
             num_bytes = sum(unit.shard_bytes for unit in units if unit.is_held_by(contributor))
-            if not num_bytes or not circle.leaders or (source != me.rank and not me.is_leader):
+            if not num_bytes or not leaders or (source != me.rank and me.rank not in leaders):
+                continue
+            receivers = [leader for leader in leaders if leader != me.rank]
+            if source == me.rank and not receivers:
                 continue
             row = torch.empty(num_bytes, dtype=torch.uint8, device=me.device)
             if source == me.rank:
                 for shard, unit in zip(_shards(row, units, contributor), _held(units, contributor), strict=True):
                     shard.copy_(self._mine(unit.placed).detach())
-                receivers = [leader for leader in circle.leaders if leader != me.rank]
                 operations += [dist.P2POp(dist.isend, row, leader) for leader in receivers]
                 self.bytes_sent += num_bytes * len(receivers)
             else:
                 operations.append(dist.P2POp(dist.irecv, row, source))
             rows[contributor] = row
-        return _Transfer(units, rows, dist.batch_isend_irecv(operations) if operations else ())
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        return _Transfer(owner, units, me.rank in leaders, rows, works)
 
-    def _finish(self, transfer: _Transfer) -> list[tuple[str, Tensor]]:
+    def _finish(self, transfer: _Transfer) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors on a leader, one after the other; some of them are the model's own."""
         for work in transfer.works:
             work.wait()
-        if not self._processes.is_leader:
-            return []
-        shards = {c: _shards(row, transfer.units, c) for c, row in transfer.rows.items()}
-        named: list[tuple[str, Tensor]] = []
-        for unit in transfer.units:
+        if not transfer.leads:
+            return
+        units = transfer.units
+        shards = {c: _shards(row, units, c) for c, row in transfer.rows.items()}
+        for contributor, rank in enumerate(self._circle(units).contributors):
+            if transfer.owner * self._stage_size + rank == self._processes.rank:
+                shards[contributor] = (self._mine(unit.placed).detach() for unit in _held(units, contributor))
+        for unit in units:
             for index, placed in enumerate(unit.placed):
                 mine = [next(shards[contributor]) for contributor in unit.contributors(index)]
-                named.extend(zip(placed.hf, merge_shards(mine, placed.layout, self._layout.arch), strict=True))
-        return named
+                yield from zip(placed.hf, merge_shards(mine, placed.layout, self._layout.arch), strict=True)
 
 
 def owner_of(chunk: int, layout: ChunkLayout) -> int:

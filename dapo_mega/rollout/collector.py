@@ -1,9 +1,12 @@
-"""Algorithm 1 of DAPO up to the buffer: ask prompts, retry failures, score, filter, until N groups are held."""
+"""Algorithm 1 of DAPO up to the buffer: ask prompts, retry failures, score, filter, until N groups are held.
+
+Prompts are asked in rounds, or with partial rollouts all the time, so that long responses hold no step up.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +15,10 @@ import numpy as np
 from dapo_mega.buffer import GroupBuffer
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
-from dapo_mega.errors import StarvedError
-from dapo_mega.rollout.engine import RolloutEngine
+from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.group_state import Arrays, pack_groups, unpack_groups
+from dapo_mega.rollout.engine import RolloutEngine, StreamingEngine
+from dapo_mega.rollout.in_flight import GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
 
@@ -33,7 +38,7 @@ class RolloutTally:
 
 
 class Collector:
-    """Owns everything that decides which groups come next: cursor, buffer and request numbers."""
+    """Owns everything that decides which groups come next: cursor, buffer, request numbers and groups in flight."""
 
     def __init__(
         self,
@@ -42,7 +47,11 @@ class Collector:
         engine: RolloutEngine,
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
+        *,
+        streaming_engine: StreamingEngine | None = None,
     ) -> None:
+        """`streaming_engine` is `engine` itself where that answers requests one by one, as `rollout.partial` needs."""
+        assert streaming_engine is not None or not config.rollout.partial
         self._config = config
         self.prompts = prompts
         self._engine = engine
@@ -57,25 +66,63 @@ class Collector:
         self.cursor = PromptCursor(len(prompts), config.seed)
         self.buffer = GroupBuffer(config.algorithm.dynamic_sampling, config.algorithm.max_staleness)
         self.next_request_id = 0
+        self._in_flight = None if streaming_engine is None else GroupsInFlight(streaming_engine)
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is that of the engine's weights.
 
         Raises StarvedError, naming the acceptance rate, when the allowed rounds did not yield N groups.
         """
-        config = self._config
         tally = RolloutTally()
         self.buffer.evict_stale(version)
+        if self._config.rollout.partial:
+            self._collect_continuously(version, tally)
+        else:
+            self._collect_in_rounds(version, tally)
+        groups = list(self.buffer.take(self._config.batch.groups_per_step))
+        return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
+
+    def _collect_in_rounds(self, version: int, tally: RolloutTally) -> None:
+        """Ask a round of prompts at a time, wait for all of its responses, and keep the surplus."""
+        config = self._config
         while len(self.buffer) < config.batch.groups_per_step:
             if tally.rounds == config.algorithm.max_generation_rounds:
                 raise StarvedError(self._starvation(tally))
             num_prompts = self._first_round() if tally.rounds == 0 else config.generation_groups
             tally.rounds += 1
-            prompts = [self.prompts[i] for i in self.cursor.next(num_prompts)]
-            for group in self._generate(prompts, tally):
+            prompts = self._next_prompts(num_prompts)
+            if self._in_flight is None:
+                groups = self._generate(prompts, tally)
+            else:
+                groups = self._stream(self._in_flight, prompts, version, tally)
+            for group in groups:
                 self.buffer.offer(group)
-        groups = list(self.buffer.take(config.batch.groups_per_step))
-        return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
+
+    def _collect_continuously(self, version: int, tally: RolloutTally) -> None:
+        """Partial rollouts: keep `generation_groups` groups in flight until N are held, and leave the rest in flight.
+
+        Those that may hold tokens too old for this step are given up first and counted as stale. A step asks no more
+        prompts than its rounds would.
+        """
+        config, in_flight = self._config, self._in_flight
+        assert in_flight is not None
+        started = time.perf_counter()
+        self.buffer.counts.stale += in_flight.cancel_older_than(version - config.algorithm.max_staleness)
+        in_flight.submit_missing()
+        num_asked = 0
+        while len(self.buffer) < config.batch.groups_per_step:
+            allowed = config.algorithm.max_generation_rounds * config.generation_groups - num_asked
+            prompts = self._next_prompts(max(min(config.generation_groups - len(in_flight), allowed), 0))
+            for prompt in prompts:
+                in_flight.start(prompt, self._requests(prompt), version)
+            num_asked += len(prompts)
+            tally.rounds = -(-num_asked // config.generation_groups)
+            if not len(in_flight):
+                raise StarvedError(self._starvation(tally))
+            for group in self._next_group(in_flight, tally):
+                self.buffer.offer(group)
+                self.buffer.evict_stale(version)
+        tally.seconds = time.perf_counter() - started
 
     def _first_round(self) -> int:
         """Prompts of a step's first round: `generation_groups`, less in proportion to the surplus that the buffer
@@ -86,31 +133,73 @@ class Collector:
 
     def probe(self, version: int) -> list[Response]:
         """One response to the first prompt, outside the run's request numbers; none when the engine failed."""
-        request_id = _FIRST_PROBE_ID + version
-        seed = (self._config.seed << 64) | request_id
-        request = GenerationRequest(request_id, self.prompts[0].token_ids, seed, self._sampling)
+        request = self._request(_FIRST_PROBE_ID + version, self.prompts[0])
         return [answer for answer in self._engine.generate([request]) if isinstance(answer, Response)]
 
-    def state(self) -> dict[str, Any]:
-        """Plain numbers that, with the buffer's groups, continue the run exactly."""
-        return {"cursor": self.cursor.state(), "next_request_id": self.next_request_id}
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """JSON values and arrays for a checkpoint: all that decides which groups come next."""
+        records, arrays = pack_groups(self.buffer.groups)
+        numbers = {"cursor": self.cursor.state(), "next_request_id": self.next_request_id}
+        values = {"collector": numbers, "buffer": records}
+        if self._in_flight is not None:
+            values["in_flight"], in_flight_arrays = self._in_flight.state()
+            arrays.update(in_flight_arrays)
+        return values, arrays
 
-    def load_state(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
-        self.cursor.load_state(state["cursor"])
-        self.next_request_id = int(state["next_request_id"])
-        self.buffer.groups = list(groups)
+    def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises InputError for groups in flight that this run would leave unanswered."""
+        self.cursor.load_state(values["collector"]["cursor"])
+        self.next_request_id = int(values["collector"]["next_request_id"])
+        self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts)
+        in_flight = values.get("in_flight")
+        if not in_flight:
+            return
+        if not self._config.rollout.partial:
+            raise InputError(
+                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true goes on with; "
+                f"set it, or start a new run from the trained weights"
+            )
+        assert self._in_flight is not None
+        self._in_flight.load_state(in_flight, arrays, self.prompts, self._request)
 
-    def _requests(self, prompts: Sequence[Prompt]) -> Iterator[GenerationRequest]:
+    def _next_prompts(self, num_prompts: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.cursor.next(num_prompts)]
+
+    def _requests(self, prompt: Prompt) -> list[GenerationRequest]:
+        """The requests of one group, under new numbers."""
+        first = self.next_request_id
+        self.next_request_id += self._config.batch.group_size
+        return [self._request(request_id, prompt) for request_id in range(first, self.next_request_id)]
+
+    def _request(self, request_id: int, prompt: Prompt) -> GenerationRequest:
+        # The seed names the request within the run, so a response depends on nothing else.
+        seed = (self._config.seed << 64) | request_id
+        return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
+
+    def _stream(
+        self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], version: int, tally: RolloutTally
+    ) -> list[Group]:
+        """Groups of one round, in the order of `prompts`; each is scored while others are still generated."""
+        started = time.perf_counter()
         for prompt in prompts:
-            for _ in range(self._config.batch.group_size):
-                # The seed names the request within the run, so a response depends on nothing else.
-                seed = (self._config.seed << 64) | self.next_request_id
-                yield GenerationRequest(self.next_request_id, prompt.token_ids, seed, self._sampling)
-                self.next_request_id += 1
+            in_flight.start(prompt, self._requests(prompt), version)
+        groups: list[Group] = []
+        while len(in_flight):
+            groups += self._next_group(in_flight, tally)
+        tally.seconds += time.perf_counter() - started
+        return sorted(groups, key=lambda group: group.responses[0].response.request_id)
+
+    def _next_group(self, in_flight: GroupsInFlight, tally: RolloutTally) -> list[Group]:
+        """The next complete group, scored; none when one was given up, which is counted."""
+        complete = in_flight.next_complete()
+        if complete is None:
+            tally.dropped_groups += 1
+            return []
+        return self._score([complete], tally)
 
     def _generate(self, prompts: Sequence[Prompt], tally: RolloutTally) -> list[Group]:
         """Groups of one round, in the order of `prompts`; those with a response that kept failing are dropped."""
-        requests = list(self._requests(prompts))
+        requests = [request for prompt in prompts for request in self._requests(prompt)]
         started = time.perf_counter()
         answers: dict[int, Response] = {}
         pending = requests
@@ -156,24 +245,30 @@ class Collector:
     def _rollout_metrics(self, tally: RolloutTally) -> dict[str, float]:
         metrics = {
             "rollout/generation_rounds": float(tally.rounds),
-            "rollout/retried_requests": float(tally.retried),
             "rollout/dropped_groups": float(tally.dropped_groups),
         }
+        if self._in_flight is None:
+            metrics["rollout/retried_requests"] = float(tally.retried)
+        else:
+            metrics["rollout/groups_in_flight"] = float(len(self._in_flight))
         outcomes = self._scorer.pop_outcomes()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])
         if not tally.scored:
             return metrics
-        lengths = np.array([len(s.response.token_ids) for s in tally.scored])
-        logprobs = np.concatenate([s.response.logprobs for s in tally.scored])
+        # In the order of requests, whichever finished first: sums of floats depend on it.
+        scored = sorted(tally.scored, key=lambda s: s.response.request_id)
+        lengths = np.array([len(s.response.token_ids) for s in scored])
+        logprobs = np.concatenate([s.response.logprobs for s in scored])
         return {
             **metrics,
-            "rollout/reward_mean": float(np.mean([s.reward for s in tally.scored])),
-            "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in tally.scored])),
-            "rollout/accuracy_mean": float(np.mean([s.correct for s in tally.scored])),
+            "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
+            "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in scored])),
+            "rollout/accuracy_mean": float(np.mean([s.correct for s in scored])),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
-            "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in tally.scored])),
+            "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
+            "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
             "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
             "rollout/tokens": float(lengths.sum()),
             "rollout/tokens_per_s": float(lengths.sum() / max(tally.seconds, 1e-9)),

@@ -6,7 +6,7 @@ rank 0 calls `release`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +16,7 @@ from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.rollout.engine import NamedTensors
 from dapo_mega.types import Answer, GenerationRequest
+
 
 class EmbeddedFleet:
     """Implements `RolloutEngine` on rank 0; every process constructs one and joins `load_weights`."""
@@ -60,6 +61,15 @@ class EmbeddedFleet:
     def release(self) -> None:
         """Send the other leaders on; rank 0 only."""
         self._scatter([None] * self._processes.data_size)
+
+    def on_stale_engines(self, update: Callable[[], object]) -> None:
+        """Embedded engines neither join nor come back."""
+
+    def sleep(self) -> None:
+        """Nothing to free: the engine keeps its copy of the weights."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         if self._engine:

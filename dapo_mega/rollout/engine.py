@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +44,20 @@ class RolloutFleet(RolloutEngine, Protocol):
     While rank 0 generates the other processes are in `serve`, until rank 0 calls `release`.
     """
 
+    def on_stale_engines(self, update: Callable[[], object]) -> None:
+        """Say what brings the current weights to engines that join or come back meanwhile: a collective."""
+
     def serve(self) -> None:
         """Work for rank 0 until it releases; on the other processes only."""
 
     def release(self) -> None:
         """Send the other processes on; rank 0 only."""
+
+    def sleep(self) -> None:
+        """Free the memory that the policy needs to train, where engines and policy share it; rank 0 only."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The fleet's counters since the last call; rank 0 only."""
 
     def close(self) -> None:
         """Let go of processes, connections and memory."""

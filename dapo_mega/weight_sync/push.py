@@ -15,6 +15,12 @@ class WeightSync(Protocol):
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
         """Collective over all processes; returns metrics when the engines sample from the new weights."""
 
+    def push_to_stale(self, policy: WeightSource, version: int) -> dict[str, float]:
+        """`push` for the engines that joined or came back since the last one; the others go on undisturbed."""
+
+    def close(self) -> None:
+        """Let go of what is shared with engines."""
+
 
 class _Loading(Protocol):
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None: ...
@@ -32,3 +38,10 @@ class EmbeddedWeightSync:
         started = time.perf_counter()
         self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}
+
+    def push_to_stale(self, policy: WeightSource, version: int) -> dict[str, float]:
+        """Embedded engines are never stale."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is shared."""

@@ -14,6 +14,7 @@ from .tiny import make_model
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).parent / "workers" / "one_update.py"
+MASKED = {"tensor": 1, "pipeline": 1, "algorithm": {"sequence_mask": [0.3, 1.5]}}
 WORLDS = {
     1: [
         {"name": "one", "tensor": 1, "pipeline": 1, "budget": 4096},
@@ -40,6 +41,8 @@ WORLDS = {
             "budget": 4096,
             "algorithm": {"entropy_coefficient": 0.1, "importance_cap": 2.0},
         },
+        {**MASKED, "name": "masked_one", "budget": 4096},
+        {**MASKED, "name": "masked_small", "budget": 64},
         {"name": "bf16_one", "tensor": 1, "pipeline": 1, "budget": 4096, "dtype": "bf16"},
     ],
     2: [
@@ -61,6 +64,8 @@ WORLDS = {
             "budget": 4096,
             "algorithm": {"entropy_coefficient": 0.1, "importance_cap": 2.0},
         },
+        {**MASKED, "name": "masked_dp2", "budget": 150},
+        {**MASKED, "name": "masked_cp2", "budget": 150, "context": 2},
         {"name": "bf16_dp2", "tensor": 1, "pipeline": 1, "budget": 150, "dtype": "bf16"},
     ],
     4: [
@@ -80,6 +85,9 @@ PAIRS = [
     ("grpo_one", "grpo_small"),
     ("grpo_one", "grpo_dp2"),
     ("entropy_one", "entropy_tp2"),
+    ("masked_one", "masked_small"),
+    ("masked_one", "masked_dp2"),
+    ("masked_one", "masked_cp2"),
 ]
 
 
@@ -119,6 +127,14 @@ def test_the_batch_really_was_split_and_clipped(results):
     assert found["small_budget"]["num_micro_batches"] > 6
     for side in ("low", "high"):
         assert 0.01 < found["one"]["metrics"][f"policy/clip_{side}_share"] < 0.5
+
+
+def test_the_mask_left_some_responses_out_of_the_loss_but_not_of_the_denominator(results):
+    found, _ = results
+    masked, whole = found["masked_one"]["metrics"], found["one"]["metrics"]
+    assert masked["policy/loss"] != pytest.approx(whole["policy/loss"], rel=0.01)
+    assert 0.01 < masked["policy/grad_norm"] / whole["policy/grad_norm"] < 0.99
+    assert masked["policy/loss_tokens"] == whole["policy/loss_tokens"]
 
 
 def test_weights_come_out_as_they_were_loaded_under_every_layout(results):

@@ -1,5 +1,6 @@
 """Weights gathered from any layout are exact on every leader, and every byte travels at most once to each."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -75,3 +76,26 @@ def test_two_buckets_fit_the_limit(reports, name):
     sizes = reports[name]["bucket_bytes"]
     assert len(sizes) > 2
     assert max(sizes) <= BUCKET_BYTES // 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_stages_leader_in_the_first_replica_gets_the_stages_tensors_as_bytes_that_all_can_describe(reports, name):
+    stages = reports[name]["stages"]
+    assert stages["exact"]
+    assert stages["complete"]
+    assert stages["only_on_stage_leaders"]
+    assert stages["same_everywhere"]
+    assert stages["only_last_is_last"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_stage_buckets_and_the_shards_of_one_fit_twice_the_limit(reports, name):
+    assert reports[name]["stages"]["largest"] <= BUCKET_BYTES * 2 // 3
+    for places in reports[name]["stages"]["places_of_leaders"]:
+        assert len(set(places)) <= 2
+        assert all(place != after for place, after in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stage_buckets_can_be_left_early_and_gathered_again(reports, name):
+    assert reports[name]["stages"]["same_after_early_end"]

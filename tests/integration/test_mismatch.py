@@ -1,4 +1,4 @@
-"""Trainer and engine agree after each sync; a deliberately corrupted weight is noticed (property 7)."""
+"""Trainer and engine agree after each sync; a deliberately corrupted weight is noticed, a large error ends the run."""
 
 import logging
 
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from dapo_mega import trainer
+from dapo_mega.commands import EXIT_FLEET
 from dapo_mega.config import RunConfig, load_config
+from dapo_mega.errors import FleetError
+from dapo_mega.metrics import read_metrics
 from dapo_mega.pipeline import build_pipeline
 from dapo_mega.policy.processes import stop_processes
 from dapo_mega.run import close
+from tests.distributed.launching import wait_for
 
-from .runs import prepare
+from .runs import finish, prepare, start
 
 pytestmark = pytest.mark.integration
 
@@ -42,6 +46,7 @@ def test_agreement_after_every_sync_and_a_warning_for_a_corrupted_weight(pipelin
             metrics = one_step(pipeline)
             assert metrics["rollout/logprob_abs_diff_mean"] < 1e-5
             assert metrics["rollout/logprob_abs_diff_max"] < 1e-4
+            assert metrics["mismatch/effective_sample_share"] > 0.5
         assert not [r for r in caplog.records if "disagree" in r.message]
         # One element of one matrix on the engine's side only, as a broken transfer would leave it.
         weight = pipeline.fleet._engine._model.model.layers[0].mlp.down_proj.weight
@@ -66,3 +71,48 @@ def test_mu_passes_update_once_per_mini_batch_and_leave_the_old_policy_behind(pi
     assert pipeline.policy.scheduler.num_steps == 4
     # Only the very first update sees pi_theta = pi_old.
     assert metrics["policy/kl_to_old"] > 1e-7
+
+
+def break_engine(pipeline):
+    with torch.no_grad():
+        pipeline.fleet._engine._model.model.norm.weight *= 100
+
+
+def weights(pipeline):
+    return {name: tensor.clone() for bucket in pipeline.policy.weights(1 << 20) for name, tensor in bucket}
+
+
+def test_a_large_mismatch_ends_the_run_before_the_update(pipeline):
+    pipeline.weight_sync.push(pipeline.policy, 0)
+    break_engine(pipeline)
+    before = weights(pipeline)
+    with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
+        one_step(pipeline)
+    after = weights(pipeline)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("pipeline", [["batch.mini_batch_groups=6"]], indirect=True)
+def test_a_large_mismatch_of_a_single_update_ends_the_run_before_its_checkpoint(pipeline):
+    pipeline.weight_sync.push(pipeline.policy, 0)
+    break_engine(pipeline)
+    with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
+        one_step(pipeline)
+    assert pipeline.step == 0
+
+
+def test_a_run_that_a_mismatch_ended_continues_from_its_checkpoint(tmp_path):
+    config, output = prepare(tmp_path), tmp_path / "run"
+    short = ["num_steps=2", "checkpoint.every=1", "evaluation.every=0", "evaluation.at_start=false"]
+    finish(start(config, 2, output, *short, "checkpoint.save_hf_at_end=false"), output)
+    # Float rounding is over this limit.
+    more = [*short, "num_steps=4"]
+    workers = start(config, 2, output, *more, "rollout.mismatch_stop=1e-12")
+    assert EXIT_FLEET in wait_for(workers, 240)
+    log = (tmp_path / "run_logs" / "rank_0.log").read_text()
+    (line,) = (line for line in log.splitlines() if line.startswith("error: "))
+    assert "nats at step 3 (rollout/logprob_abs_diff_mean) is not within rollout.mismatch_stop=1e-12" in line
+    assert "Traceback" not in log
+    assert sorted(path.name for path in (output / "checkpoints").iterdir())[-1] == "step_00000002"
+    finish(start(config, 2, output, *more), output)
+    assert [record["step"] for record in read_metrics(output / "metrics.jsonl")] == [1, 2, 3, 4]

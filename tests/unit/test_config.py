@@ -44,6 +44,17 @@ def file(tmp_path):
         ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast'"),
         ("evaluation.every=5", "data.evaluation names no dataset"),
         ("reward.correct=-2", "must be larger than reward.incorrect"),
+        ("algorithm.importance_cap=0", "algorithm.importance_cap=0 must be positive, auto or null"),
+        ("algorithm.sequence_mask=[1.5, 2]", "[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
+        ("rollout.mismatch_stop=0", "rollout.mismatch_stop=0: input should be greater than 0"),
+        ("rollout.dtype=fp8", "rollout.dtype=fp8 needs engines of a fleet"),
+        ("rollout.partial=true", "rollout.partial is for rollout.placement=fleet or colocated, not embedded"),
+        ("rollout.fleet.urls=http://a:1", "rollout.fleet.urls is for rollout.placement=fleet or colocated"),
+        ("rollout.placement=fleet", "give their addresses in rollout.fleet.urls, or rollout.fleet.rendezvous"),
+        ("rollout={placement: fleet, fleet: {urls: [a:1]}}", "has 'a:1'; give URLs such as http://10.0.0.7:30000"),
+        ("rollout={placement: fleet, fleet: {urls: [http://a:1, http://a:1]}}", "names an engine twice"),
+        ("rollout.fleet={hung_after_s: 3, heartbeat_s: 5}", "must be larger than rollout.fleet.heartbeat_s=5"),
+        ("rollout={placement: colocated, partial: true, fleet: {urls: [http://a:1]}}", "use rollout.placement=fleet"),
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=ppo", "algorithm.preset='ppo'"),
     ],
@@ -53,6 +64,31 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message
         load_config(RunConfig, file, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+FLEET = ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1]}"]
+
+
+def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
+    assert load_config(RunConfig, file, [*FLEET, "rollout.partial=true"]).rollout.partial
+    with pytest.raises(InputError, match=r"max_staleness=0 drops them all; set it to at least 1"):
+        load_config(RunConfig, file, [*FLEET, "rollout.partial=true", "algorithm.max_staleness=0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cap"),
+    [
+        (["model.dtype=fp32"], None),
+        (["model.dtype=bf16"], None),
+        (["model.dtype=fp32", "rollout.dtype=bf16"], 2.0),
+        (["compute.fp8.scaling=blockwise"], 2.0),
+        (["rollout.dtype=fp8", *FLEET], 2.0),
+        (["rollout.dtype=fp8", "algorithm.importance_cap=null", *FLEET], None),
+        (["model.dtype=fp32", "algorithm.importance_cap=3"], 3.0),
+    ],
+)
+def test_importance_weights_are_on_where_engine_and_trainer_compute_in_other_dtypes(file, overrides, cap):
+    assert load_config(RunConfig, file, overrides).objective.importance_cap == cap
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):

@@ -20,13 +20,14 @@ LAYERS = [
         "models",
         "group_state",
         "handover",
+        "mismatch",
         "batching",
         "plan",
         "planning",
         "dry_run",
     },
     {"rollout", "policy", "weight_sync"},
-    {"evaluation", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
+    {"evaluation", "rollouts", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {"megatron", "sglang", "aiohttp", "requests", "urllib", "http", "socket"}

@@ -18,14 +18,14 @@ from dapo_mega.packing import (
 from dapo_mega.types import Sample
 
 
-def sample(prompt, response, advantage=1.0, in_loss=True, is_fresh=True):
+def sample(prompt, response, advantage=1.0, in_loss=True, num_stale=0):
     token_ids = np.array([*prompt, *response], dtype=np.int32)
     logprobs = -np.arange(1, len(response) + 1, dtype=np.float32)
-    return Sample(token_ids, len(prompt), advantage, in_loss, logprobs, is_fresh)
+    return Sample(token_ids, len(prompt), advantage, in_loss, logprobs, num_stale)
 
 
 def test_a_position_predicts_the_token_after_it():
-    columns = columns_from_samples([sample([5, 6], [7, 8], 2.0), sample([1], [2, 3, 4], -1.0, False, False)])
+    columns = columns_from_samples([sample([5, 6], [7, 8], 2.0), sample([1], [2, 3, 4], -1.0, False, 2)])
     batch = build_micro_batch(columns, [0, 1], aggregation="token_mean", max_response_tokens=9, multiple_of=5)
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 2, 3, 4, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
@@ -33,7 +33,8 @@ def test_a_position_predicts_the_token_after_it():
     assert batch.response_mask.nonzero()[:, 0].tolist() == [1, 2, 4, 5, 6]
     assert batch.targets[batch.response_mask].tolist() == [7, 8, 2, 3, 4]
     assert batch.loss_mask.nonzero()[:, 0].tolist() == [1, 2]
-    assert batch.fresh_mask.nonzero()[:, 0].tolist() == [1, 2]
+    assert batch.fresh_mask.nonzero()[:, 0].tolist() == [1, 2, 6]
+    assert batch.segment_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert batch.advantages[batch.response_mask].tolist() == [2, 2, -1, -1, -1]
     assert batch.rollout_logprobs[batch.response_mask].tolist() == [-1, -2, -1, -2, -3]
     assert batch.token_weights[batch.response_mask].tolist() == [1, 1, 0, 0, 0]
@@ -88,7 +89,7 @@ def samples_of_lengths(lengths, seed=0):
                 rng.integers(1, 1000, response),
                 float(rng.normal()),
                 bool(rng.integers(2)),
-                bool(rng.integers(2)),
+                int(rng.integers(response + 1)),
             )
             for prompt, response in lengths
         ]
@@ -110,7 +111,8 @@ def test_padding_of_samples_changes_nothing_but_positions_in_the_batch(lengths, 
     assert not (np.diff(padded.cu_seqlens) % segment_multiple).any()
     assert len(padded.tokens) % (2 * segment_multiple) == 0
     assert (padded.denominator, padded.num_tokens) == (plain.denominator, plain.num_tokens)
-    for name in ("tokens", "positions", "targets", "loss_mask", "fresh_mask", "advantages", "token_weights"):
+    same = ("tokens", "positions", "targets", "segment_ids", "loss_mask", "fresh_mask", "advantages", "token_weights")
+    for name in same:
         assert torch.equal(getattr(padded, name)[padded.response_mask], getattr(plain, name)[plain.response_mask]), name
     for name in ("loss_mask", "fresh_mask", "advantages", "token_weights", "rollout_logprobs"):
         assert not getattr(padded, name)[~padded.response_mask].any(), name

@@ -7,6 +7,7 @@ Arguments: JSON. It lists cases {model, parallel, dtype, bucket_bytes, mixed}: `
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -69,14 +70,65 @@ def run_case(case):
     names: list = [None] * processes.data_size
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
+    stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
     parallel_state.destroy_model_parallel()
     return {
+        "stages": stages,
         "all_exact": int(total[0]) == processes.world_size,
         "bytes_sent": int(total[1]),
         "minimum": int(total[2]),
         "bucket_bytes": [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets],
         "same_order": all(order == names[0] for order in names),
     }
+
+
+def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
+    """What rank 0 finds over all processes: names by bucket, and whether data are where they should be and right."""
+    import torch
+    import torch.distributed as dist
+
+    first = next(iter(gatherer.stage_buckets(bucket_bytes)))  # Closed early, by all processes after the same bucket.
+    described, data, sizes, places = [], {}, [], []
+    for bucket in gatherer.stage_buckets(bucket_bytes):
+        described.append((bucket.stage, bucket.names, bucket.dtypes, bucket.shapes, bucket.is_last))
+        if bucket.data is not None:
+            data.update(unpacked(bucket))
+            sizes.append(bucket.data.nbytes)
+            places.append(bucket.data.data_ptr())
+    everyones: list = [None] * processes.world_size
+    is_exact = all(expected[name].dtype == t.dtype and torch.equal(expected[name], t) for name, t in data.items())
+    mine = (described, list(data), is_exact, max(sizes, default=0), places, first.names == described[0][1])
+    dist.all_gather_object(everyones, mine, group=processes.control)
+    names = [name for bucket in described for name in bucket[1]]
+    stage_size = processes.world_size // processes.pipeline_size
+    held = [[n for bucket in described if bucket[0] == stage for n in bucket[1]] for stage in range(len(everyones))]
+    return {
+        "same_everywhere": all(each[0] == described for each in everyones),
+        "complete": sorted(names) == sorted(expected),
+        "only_on_stage_leaders": all(
+            each[1] == (held[rank // stage_size] if rank % stage_size == 0 else [])
+            for rank, each in enumerate(everyones)
+        ),
+        "exact": all(each[2] for each in everyones),
+        "largest": max(each[3] for each in everyones),
+        "places_of_leaders": [each[4] for each in everyones if each[4]],
+        "same_after_early_end": all(each[5] for each in everyones),
+        "only_last_is_last": [bucket[4] for bucket in described] == [False] * (len(described) - 1) + [True],
+    }
+
+
+def unpacked(bucket):
+    """Tensors by name, cut as SGLang cuts them: each right after the one before, at a multiple of its element size."""
+    import torch
+
+    start = 0
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = getattr(torch, dtype)
+        assert start % dtype.itemsize == 0, name
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, bucket.data[start:end].view(dtype).view(shape).clone()
+        start = end
+    assert start == bucket.data.nbytes
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def columns_of(case):
         prompt, response = int(rng.integers(1, 11)), int(rng.integers(1, 31))
         tokens = rng.integers(0, 2**31 - 1, prompt + response).astype(np.int32)
         logprobs = rng.standard_normal(response).astype(np.float32)
-        flags = rng.random(2) < 0.7
-        samples.append(Sample(tokens, prompt, float(rng.standard_normal()), bool(flags[0]), logprobs, bool(flags[1])))
+        in_loss, stale = bool(rng.random() < 0.7), int(rng.integers(response + 1))
+        samples.append(Sample(tokens, prompt, float(rng.standard_normal()), in_loss, logprobs, stale))
     return columns_from_samples(samples)
 
 

@@ -1,7 +1,7 @@
 """Worker: one optimizer update of the same mini-batch under several layouts; rank 0 writes what came out.
 
-Arguments: MODEL_DIR OUTPUT_DIR JSON. The JSON lists cases {name, tensor, pipeline, sequence, budget, algorithm,
-dtype}.
+Arguments: MODEL_DIR OUTPUT_DIR JSON. The JSON lists cases {name, tensor, pipeline, context, sequence, budget,
+algorithm, dtype}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_case(model_dir, case):
     from megatron.core import parallel_state
 
     from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.packing import build_micro_batch, columns_from_samples, plan_micro_batches
+    from dapo_mega.packing import columns_from_samples
     from dapo_mega.policy.megatron_policy import MegatronPolicy
     from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
     from dapo_mega.policy.processes import start_processes
@@ -41,7 +41,12 @@ def run_case(model_dir, case):
     from tiny import make_samples
 
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
-    parallel = ParallelConfig(tensor=case["tensor"], pipeline=case["pipeline"], sequence=case.get("sequence", False))
+    parallel = ParallelConfig(
+        tensor=case["tensor"],
+        pipeline=case["pipeline"],
+        context=case.get("context", 1),
+        sequence=case.get("sequence", False),
+    )
     processes = start_processes(parallel, 0)
     # With a large epsilon one Adam step is a smooth function of the gradient, lr * g / (|g| + eps), so that the
     # updated weights show the gradient itself and not only its sign.
@@ -55,19 +60,13 @@ def run_case(model_dir, case):
         updates_per_step=1,
         num_steps=1,
     )
-    before = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
-    columns = columns_from_samples(make_samples(19))
-    plan = plan_micro_batches(columns.lengths, processes.data_size, case["budget"])[processes.data_rank]
-    micro_batches = [
-        build_micro_batch(
-            columns,
-            indices,
-            aggregation=algorithm.aggregation,
-            max_response_tokens=40,
-            multiple_of=policy.token_multiple,
-        )
-        for indices in plan
-    ]
+    before = {name: tensor.clone() for bucket in policy.weights(1 << 14) for name, tensor in bucket}
+    micro_batches = policy.pack(
+        columns_from_samples(make_samples(19)),
+        token_budget=case["budget"],
+        aggregation=algorithm.aggregation,
+        max_response_tokens=40,
+    )
     scores = policy.score(micro_batches)
     # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
     batches = [
@@ -76,7 +75,7 @@ def run_case(model_dir, case):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    metrics = policy.update(batches, PolicyGradient(algorithm))
+    metrics = policy.update(batches, PolicyGradient(algorithm, processes.context))
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     parallel_state.destroy_model_parallel()
     if processes.rank != 0:
@@ -86,7 +85,7 @@ def run_case(model_dir, case):
         "metrics": metrics,
         "change": change,
         "num_micro_batches": len(micro_batches),
-        "before": {name: tensor.clone() for name, tensor in before.items()},
+        "before": before,
     }
 
 

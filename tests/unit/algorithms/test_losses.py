@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dapo_mega.algorithms import kl_estimate, policy_loss
+from dapo_mega.algorithms import kl_estimate, policy_loss, segment_sums, within_bounds
 
 
 def loss_of(ratios, advantages, **settings):
@@ -58,6 +58,18 @@ def test_importance_weights_scale_loss_and_gradient_up_to_the_cap():
     terms, gradient = loss_of([1.0] * 3, [1, 1, 1], rollout_logprobs=rollout, importance_cap=3.0)
     torch.testing.assert_close(terms.loss, torch.tensor([-2.0, -3.0, -0.5], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([-2.0, -3.0, -0.5], dtype=torch.float64))
+
+
+def test_a_segment_is_within_bounds_by_its_geometric_mean():
+    # Ratios 2 and 1/8: geometric mean 1/2. 3: itself. No token: always. Sums do not depend on the tokens' order.
+    ratios, ids = torch.tensor([2.0, 3.0, 0.125], dtype=torch.float64), torch.tensor([0, 1, 0])
+    sums = segment_sums(ratios.log(), ids, 3)
+    torch.testing.assert_close(sums, torch.tensor([[math.log(0.25), math.log(3), 0], [2, 1, 0]], dtype=torch.float64))
+    assert within_bounds(sums, (0.6, 4.0)).tolist() == [False, True, True]
+    assert within_bounds(sums, (0.4, 2.0)).tolist() == [True, False, True]
+    # Parts of segments, as context parallelism holds them, add up.
+    parts = segment_sums(ratios[:1].log(), ids[:1], 3) + segment_sums(ratios[1:].log(), ids[1:], 3)
+    torch.testing.assert_close(parts, sums)
 
 
 def test_extreme_ratios_stay_finite():

@@ -1,12 +1,14 @@
 """Dynamic sampling's loop: failures are retried, groups arrive in order, starvation says why, state continues."""
 
+import json
+
 import numpy as np
 import pytest
 
 from dapo_mega.batching import pack_step, samples_of_groups
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import StarvedError
-from dapo_mega.group_state import pack_groups, unpack_groups
+from dapo_mega.data import PromptCursor
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.packing import columns_from_samples
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
@@ -58,14 +60,58 @@ class ScriptedEngine:
             if self.fails(request, attempt):
                 answers.append(GenerationFailure(request.request_id, "scripted"))
                 continue
-            prompt = int(request.prompt_token_ids[0]) - 1
-            self.asked.append((request.request_id, prompt, request.seed))
-            right = self.is_right(prompt, request.request_id)
-            length = 3 + request.request_id % 14
-            tokens = np.full(length, 1 if right else 2, np.int32)
-            finish = "length" if length >= 16 else "stop"
-            answers.append(Response(request.request_id, tokens, -np.ones(length, np.float32), finish, 0))
+            answers.append(self.respond(request))
         return answers
+
+    def respond(self, request, **versions):
+        prompt = prompt_of(request)
+        self.asked.append((request.request_id, prompt, request.seed))
+        right = self.is_right(prompt, request.request_id)
+        length = 3 + request.request_id % 14
+        tokens = np.full(length, 1 if right else 2, np.int32)
+        finish = "length" if length >= 16 else "stop"
+        logprobs = -np.random.default_rng(request.request_id).random(length, dtype=np.float32)
+        return Response(request.request_id, tokens, logprobs, finish, **{"weight_version": 0, **versions})
+
+
+class ScriptedStream(ScriptedEngine):
+    """Finishes the request next that `order` sorts first; the first two tokens of one that was submitted under older
+    weights are of those. Requests that are cancelled are answered all the same."""
+
+    def __init__(self, is_right, order=lambda request: request.request_id, fails=lambda request: False):
+        super().__init__(is_right)
+        self.order, self.fails_for_good = order, fails
+        self.version = 0
+        self.in_flight = {}
+        self.submitted, self.cancelled, self.left_over = [], [], []
+        self.most_groups = 0
+
+    def submit(self, requests):
+        assert not {request.request_id for request in requests} & self.in_flight.keys()
+        for request in requests:
+            self.in_flight[request.request_id] = (request, self.version)
+            self.submitted.append(request.request_id)
+        self.most_groups = max(self.most_groups, len({prompt_of(r) for r, _ in self.in_flight.values()}))
+
+    def next_answer(self):
+        if self.left_over:
+            return self.left_over.pop()
+        request, version = self.in_flight.pop(min(self.in_flight, key=lambda i: self.order(self.in_flight[i][0])))
+        if self.fails_for_good(request):
+            return GenerationFailure(request.request_id, "scripted")
+        if version == self.version:
+            return self.respond(request, weight_version=version)
+        length = 3 + request.request_id % 14
+        return self.respond(request, weight_version=version, version_spans=((version, 2), (self.version, length)))
+
+    def cancel(self, request_ids):
+        for request_id in request_ids:
+            self.left_over.append(self.respond(self.in_flight.pop(request_id)[0]))
+            self.cancelled.append(request_id)
+
+
+def prompt_of(request):
+    return int(request.prompt_token_ids[0]) - 1
 
 
 def collector(engine, run):
@@ -76,7 +122,8 @@ def collector(engine, run):
     verifier = AnswerVerifier(1, 5.0)
     prompts = [Prompt(p.index, p.text, p.token_ids, "T") for p in PROMPTS]
     scorer = ResponseScorer(run.reward, verifier, decode, run.rollout.max_response_tokens, run.seed)
-    return Collector(run, prompts, engine, scorer, (2,))
+    streaming_engine = engine if isinstance(engine, ScriptedStream) else None
+    return Collector(run, prompts, engine, scorer, (2,), streaming_engine=streaming_engine)
 
 
 def every_other(prompt, request_id):
@@ -145,11 +192,10 @@ def test_a_restored_collector_continues_as_if_nothing_had_happened():
     run = config()
     whole = collector(ScriptedEngine(every_other), run)
     whole.collect(0)
-    state = whole.state()
-    records, arrays = pack_groups(whole.buffer.groups)
+    values, arrays = whole.state()
     expected, _ = whole.collect(1)
     resumed = collector(ScriptedEngine(every_other), run)
-    resumed.load_state(state, unpack_groups(records, arrays, resumed.prompts))
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
     got, _ = resumed.collect(1)
     assert [g.prompt.index for g in got] == [g.prompt.index for g in expected]
     ids = [[r.response.request_id for r in g.responses] for g in got]
@@ -205,3 +251,136 @@ def test_mini_batches_are_whole_groups_and_every_rank_gets_as_many_micro_batches
         part = slice(i * 8, (i + 1) * 8)
         assert denominators == (columns.lengths - columns.prompt_lengths)[part].sum()
     assert 0 < ranks[0].packing_efficiency <= 1
+
+
+ORDER = PromptCursor(len(PROMPTS), 5).next(len(PROMPTS))
+
+
+def partial(**changes):
+    fleet = {"placement": "fleet", "fleet": {"urls": ["http://127.0.0.1:1"]}, "partial": True}
+    return config(rollout={"max_response_tokens": 16, **fleet}, **changes)
+
+
+def straggler(request):
+    """The order of a fleet in which the last response to the first prompt takes longest."""
+    return request.request_id == 3, request.request_id
+
+
+def request_ids(groups):
+    return [r.response.request_id for g in groups for r in g.responses]
+
+
+def test_the_order_in_which_answers_come_changes_nothing_without_partial_rollouts():
+    expected, expected_metrics = collector(ScriptedEngine(every_other), config()).collect(0)
+    backwards = ScriptedStream(every_other, order=lambda request: -request.request_id)
+    groups, metrics = collector(backwards, config()).collect(0)
+    assert request_ids(groups) == request_ids(expected)
+    assert not backwards.in_flight
+    same = expected_metrics.keys() - {"rollout/tokens_per_s", "rollout/retried_requests"}
+    assert {name: metrics[name] for name in same} == {name: expected_metrics[name] for name in same}
+
+
+def test_a_group_is_scored_while_others_are_still_generated():
+    engine = ScriptedStream(every_other)
+    subject = collector(engine, config())
+    waiting = []
+    score = subject._scorer.score
+    subject._scorer.score = lambda asked: waiting.append(len(engine.in_flight)) or score(asked)
+    subject.collect(0)
+    assert waiting == [20, 16, 12, 8, 4, 0]
+
+
+def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest_in_flight():
+    engine = ScriptedStream(every_other, order=straggler)
+    groups, metrics = collector(engine, partial()).collect(0)
+    # Group 0 lacks its straggler; groups 1 to 4 are complete, and 6, 7 and 8 took the places of the first three.
+    assert [g.prompt.index for g in groups] == ORDER[1:5]
+    assert {request_id // 4 for request_id in engine.in_flight} == {0, 5, 6, 7, 8}
+    assert engine.most_groups == 6
+    assert metrics["rollout/groups_in_flight"] == 5
+    assert metrics["rollout/partial_share"] == 0
+    assert metrics["rollout/generation_rounds"] == 2
+
+
+def test_a_response_that_goes_on_under_new_weights_counts_as_of_the_oldest_and_is_stale_up_to_the_change():
+    engine = ScriptedStream(every_other, order=straggler)
+    subject = collector(engine, partial())
+    subject.collect(0)
+    engine.version = 1
+    groups, metrics = subject.collect(1)
+    assert [g.prompt.index for g in groups] == ORDER[5:9]
+    assert [g.weight_version for g in groups] == [0] * 4
+    assert metrics["rollout/partial_share"] == 1
+    assert metrics["buffer/staleness_mean"] == 1
+    assert {s.num_stale_tokens for s in samples_of_groups(groups, partial(), 1)} == {2}
+
+
+def test_a_group_in_flight_that_may_be_too_old_is_cancelled_and_counted():
+    engine = ScriptedStream(every_other, order=straggler)
+    subject = collector(engine, partial())
+    for version in range(3):
+        engine.version = version
+        groups, metrics = subject.collect(version)
+        assert metrics["buffer/stale_dropped"] == (version == 2)
+    assert engine.cancelled == [3]
+    assert not {0, 1, 2, 3} & set(request_ids(groups))
+
+
+def test_a_complete_group_of_too_old_weights_is_dropped_and_counted():
+    class Outdated(ScriptedStream):
+        def respond(self, request, **versions):
+            # An engine that missed two updates.
+            return super().respond(request, weight_version=0 if request.request_id < 4 else 2)
+
+    engine = Outdated(every_other)
+    engine.version = 2
+    groups, metrics = collector(engine, partial()).collect(2)
+    assert [g.prompt.index for g in groups] == ORDER[1:5]
+    assert metrics["buffer/stale_dropped"] == 1
+
+
+def test_a_request_that_no_engine_serves_drops_its_group_and_cancels_the_rest_of_it():
+    engine = ScriptedStream(every_other, fails=lambda request: request.request_id == 1)
+    groups, metrics = collector(engine, partial()).collect(0)
+    assert metrics["rollout/dropped_groups"] == 1
+    assert engine.cancelled == [2, 3]
+    assert [g.prompt.index for g in groups] == ORDER[1:5]
+
+
+def test_a_starved_partial_step_asks_no_more_than_its_rounds():
+    engine = ScriptedStream(lambda prompt, request_id: False)
+    with pytest.raises(StarvedError, match=r"after 3 generation rounds.*18 all wrong"):
+        collector(engine, partial()).collect(0)
+    assert len(engine.submitted) == 3 * 6 * 4
+
+
+def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_asked_twice():
+    before = ScriptedStream(every_other, order=straggler)
+    subject = collector(before, partial())
+    trained = request_ids(subject.collect(0)[0])
+    values, arrays = subject.state()
+    after = ScriptedStream(every_other)
+    resumed = collector(after, partial())
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    assert not after.submitted, "engines have no weights yet when a checkpoint is loaded"
+    again, arrays_again = resumed.state()
+    assert json.dumps(again) == json.dumps(values)
+    assert all((arrays_again[name] == array).all() for name, array in arrays.items())
+    after.version = 1
+    groups, _ = resumed.collect(1)
+    assert after.submitted[: len(before.in_flight)] == sorted(before.in_flight)
+    assert not {0, 1, 2} & set(after.submitted)
+    assert [g.prompt.index for g in groups] == [ORDER[0], *ORDER[5:8]]
+    # Three answers of the old weights were kept, the fourth is of the new ones.
+    assert [r.response.weight_version for r in groups[0].responses] == [0, 0, 0, 1]
+    assert groups[0].weight_version == 0
+    trained += request_ids(groups)
+    waiting = [i for record in resumed.state()[0]["in_flight"] for i in record["request_ids"]]
+    assert sorted(trained + waiting) == list(range(resumed.next_request_id))
+
+
+def test_groups_in_flight_are_not_dropped_by_a_run_that_cannot_go_on_with_them():
+    subject = collector(ScriptedStream(every_other), partial())
+    subject.collect(0)
+    with pytest.raises(InputError, match=r"5 groups in flight, which only rollout.partial=true goes on with"):
+        collector(ScriptedEngine(every_other), config()).load_state(*subject.state())

@@ -1,0 +1,191 @@
+"""How SGLang is started as a rollout engine: its command line, its environment and its share of the node's GPUs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dapo_mega.errors import InputError
+
+EngineDtype = Literal["fp32", "bf16", "fp8"]
+
+_DTYPE_ARGUMENTS: dict[EngineDtype, list[str]] = {
+    "fp32": ["--dtype", "float32"],
+    "bf16": ["--dtype", "bfloat16"],
+    "fp8": ["--dtype", "bfloat16", "--quantization", "fp8"],
+}
+_CPU_ARGUMENTS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    # Without a limit the cache for keys and values takes most of the machine's memory.
+    *("--max-total-tokens", "16384"),
+]
+_OURS = {
+    *("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size"),
+    *("--config", "--api-key", "--admin-api-key"),
+}
+_INSPECTION = """
+import importlib.metadata, torch
+importlib.metadata.version("sglang")
+print(torch.cuda.device_count())
+"""
+_ROUTER_KEY = "ROUTER_API_KEY"
+_ROUTER = f"""
+import json, os, sys
+from sglang_router.launch_router import launch_router
+from sglang_router.router_args import RouterArgs
+launch_router(RouterArgs(api_key=os.environ.pop("{_ROUTER_KEY}"), **json.loads(sys.argv[1])))
+"""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The engines of one machine. Engine i serves at `port` + i, on `tp_size` of the `gpus`; without GPUs on the CPU.
+
+    `with_text` loads the tokenizer too: the trainer sends and receives token ids only. `extra` goes to SGLang verbatim.
+    """
+
+    python: Path
+    model: Path
+    num_engines: int
+    tp_size: int
+    host: str
+    port: int
+    dtype: EngineDtype
+    gpus: tuple[str, ...]
+    memory_fraction: float | None = None
+    colocated: bool = False
+    with_text: bool = False
+    extra: tuple[str, ...] = ()
+
+    def url(self, engine: int) -> str:
+        """Where the engine answers."""
+        return f"http://{self.host}:{self.port + engine}"
+
+
+def sglang_gpus(python: Path) -> int:
+    """How many GPUs the interpreter's torch sees. Raises InputError where SGLang is not installed."""
+    try:
+        result = subprocess.run([python, "-c", _INSPECTION], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InputError(
+            f"--python {python} cannot be started ({error.strerror}); give a Python interpreter"
+        ) from error
+    if result.returncode != 0:
+        reason = (result.stderr.strip() or "no output").splitlines()[-1]
+        raise InputError(
+            f"SGLang is not usable from {python} ({reason}); install it (pip install sglang; without a GPU: "
+            "bash tools/install_sglang.sh) and name its interpreter with --python"
+        )
+    return int(result.stdout.splitlines()[-1])
+
+
+def share_of_gpus(chosen: str | None, num_seen: int, num_needed: int) -> tuple[str, ...]:
+    """The `num_needed` GPUs to use: of `chosen` ("0,2"), of CUDA_VISIBLE_DEVICES, or of those seen; none on a machine
+    without. Raises InputError where there are too few."""
+    listed = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [gpu.strip() for gpu in listed.split(",") if gpu.strip()] if listed else [str(i) for i in range(num_seen)]
+    if num_seen == 0 and not chosen:
+        return ()
+    if len(gpus) < num_needed:
+        raise InputError(
+            f"the engines need {num_needed} GPUs (--num-engines times --tensor-parallel) and {len(gpus)} are there; "
+            "start fewer or smaller engines"
+        )
+    return tuple(gpus[:num_needed])
+
+
+def check_node(node: Node) -> None:
+    """Raises InputError for what could only fail later, or would take the engines' protection away."""
+    if not (node.model / "config.json").is_file():
+        raise InputError(f"--model {node.model} holds no config.json; give the folder of a Hugging Face checkpoint")
+    if node.host in ("", "0.0.0.0", "::"):
+        raise InputError(
+            f"--host {node.host} means every interface; give the address by which the trainer reaches this machine"
+        )
+    for argument in node.extra:
+        if argument.split("=")[0] in _OURS:
+            raise InputError(f"{argument} after -- is decided by serve_rollouts itself; use its own options")
+    for engine in range(node.num_engines):
+        _check_port(node.host, node.port + engine, "--port")
+
+
+def command(node: Node, engine: int, key_file: Path) -> list[str]:
+    """What starts the engine. The key is in `key_file`, for all users of a machine see its command lines."""
+    arguments = ["--config", str(key_file), "--model-path", str(node.model), "--tp-size", str(node.tp_size)]
+    arguments += ["--host", node.host, "--port", str(node.port + engine), *_DTYPE_ARGUMENTS[node.dtype]]
+    # At level info SGLang logs its arguments, the key among them.
+    arguments += ["--log-level", "warning"]
+    if not node.gpus:
+        arguments += _CPU_ARGUMENTS
+    if not node.with_text:
+        arguments += ["--skip-tokenizer-init"]
+    if node.memory_fraction is not None:
+        arguments += ["--mem-fraction-static", str(node.memory_fraction)]
+    if node.colocated:
+        arguments += ["--enable-memory-saver"]
+    return [str(node.python), "-m", "sglang.launch_server", *arguments, *node.extra]
+
+
+def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment variables."""
+    variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if node.gpus:
+        first = engine * node.tp_size
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus[first : first + node.tp_size])}
+    variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}
+    if node.tp_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = range(engine * node.tp_size, (engine + 1) * node.tp_size)
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
+    return variables
+
+
+def router_command(node: Node, port: int) -> list[str]:
+    """What starts sglang-router in front of the node's engines, for clients besides the trainer: evaluation tools.
+
+    It asks for the same API key. Weight updates, pauses and aborts go to each engine, not through the router.
+    """
+    arguments = {
+        "host": node.host,
+        "port": port,
+        "prometheus_host": node.host,
+        "prometheus_port": port + 1,
+        "worker_urls": [node.url(engine) for engine in range(node.num_engines)],
+        "policy": "round_robin",
+        "health_check_interval_secs": 5,
+        "log_level": "warn",
+    }
+    return [str(node.python), "-c", _ROUTER, json.dumps(arguments)]
+
+
+def router_environment(inherited: Mapping[str, str], api_key: str) -> dict[str, str]:
+    """The router's environment variables; it takes its key from there and forgets it."""
+    return {**inherited, _ROUTER_KEY: api_key}
+
+
+def check_router(node: Node, port: int) -> None:
+    """Raises InputError where sglang-router is not installed or its port is taken."""
+    if subprocess.run([node.python, "-c", "import sglang_router"], capture_output=True, check=False).returncode != 0:
+        raise InputError(f"--router needs sglang-router in the environment of {node.python}: pip install sglang-router")
+    _check_port(node.host, port, "--router")
+
+
+def _check_port(host: str, port: int, option: str) -> None:
+    if port > 65535:
+        raise InputError(f"port {port} does not exist; give a smaller {option}")
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(f"port {port} of {host} is taken; give another {option}") from error
+        raise InputError(
+            f"{host}:{port} cannot be listened at ({error.strerror}); give an address of this machine as --host"
+        ) from error

@@ -1,0 +1,282 @@
+"""Keeps the SGLang engines of one node running: start, readiness, announcement, restart, end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dapo_mega.errors import FleetError
+from dapo_mega.rollout.engine_commands import Node, command, environment, router_command, router_environment
+from dapo_mega.rollout.registry import Registration, announce
+
+_TICK_S = 0.2
+_ANNOUNCE_EVERY_S = 5.0
+_PROBE_LIMIT_S = 5.0
+_LONGEST_BACK_OFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How engines are looked after. Times are in seconds; `max_restarts` is per engine, None for no limit."""
+
+    api_key: str
+    api_key_env: str
+    log_folder: Path
+    rendezvous: str | None = None
+    max_restarts: int | None = None
+    router_port: int | None = None
+    start_limit_s: float = 1800.0
+    grace_s: float = 10.0
+
+
+class ProcessGroup:
+    """A program in a process group of its own, which ends with the process that started it, however that one ends."""
+
+    def __init__(self, arguments: Sequence[str], variables: dict[str, str], log: Path) -> None:
+        with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
+            self._process = subprocess.Popen(
+                arguments,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        # Its input ends when this process does. SGLang's own watch over its parent misses children that still start.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "guard", str(self.pid)],
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the main process, which is the id of the group as well."""
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Exit status of the main process, None while it runs."""
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the main process, which ends its children."""
+        if self.status() is None:
+            self._process.terminate()
+
+    def end(self, deadline: float) -> None:
+        """Wait until `deadline` (of the monotonic clock), then kill all that is left of the group."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._guard.kill()
+        self._guard.communicate()
+
+
+class Engine:
+    """One engine through its restarts. `registration` is None while it does not serve."""
+
+    def __init__(self, node: Node, index: int, options: ServingOptions) -> None:
+        self.url = node.url(index)
+        self.log = options.log_folder / f"engine_{node.port + index}.log"
+        self.registration: Registration | None = None
+        self._node = node
+        self._index = index
+        self._options = options
+        self._group: ProcessGroup | None = None
+        self._key_file: Path | None = None
+        self._started = 0.0
+        self._start_at = 0.0
+        self._has_served = False
+        self._num_restarts = 0
+        self._failures = 0
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the engine has died more often than it is restarted."""
+        limit = self._options.max_restarts
+        return limit is not None and self._num_restarts > limit
+
+    def advance(self) -> None:
+        """One step of start, readiness and restart, without waiting for any of them.
+
+        Raises FleetError when the engine ends before it has ever served: starting again would not help.
+        """
+        if self.has_given_up:
+            return
+        if self._group is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+        elif (status := self._group.status()) is not None:
+            self._bury(f"ended with status {status}")
+        elif self.registration is None:
+            if self._is_ready():
+                self._serve()
+            elif time.monotonic() - self._started > self._options.start_limit_s:
+                self._bury(f"did not serve within {self._options.start_limit_s:g} s")
+
+    def ask_to_end(self) -> None:
+        """Begin to end the engine, if it runs."""
+        if self._group is not None:
+            self._group.ask_to_end()
+
+    def end(self, deadline: float) -> None:
+        """End the engine and whatever it started, by `deadline` of the monotonic clock if need be by force."""
+        if self._group is not None:
+            self._group.end(deadline)
+        self._group = self.registration = None
+        self._forget_key()
+
+    def _start(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="engine_", suffix=".yaml")
+        self._key_file = Path(name)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"api-key: {json.dumps(self._options.api_key)}\n")
+        variables = environment(self._node, self._index, os.environ)
+        variables.pop(self._options.api_key_env, None)
+        self._group = ProcessGroup(command(self._node, self._index, self._key_file), variables, self.log)
+        self._started = time.monotonic()
+        print(f"engine {self.url} starts (pid {self._group.pid}, log {self.log})", flush=True)
+
+    def _is_ready(self) -> bool:
+        """Whether the engine is healthy. Raises FleetError when it answers callers that have no key."""
+        if self._status_without_key("/health") != http.client.OK:
+            return False
+        status = self._status_without_key("/model_info")
+        if status not in (None, http.client.UNAUTHORIZED):
+            raise FleetError(
+                f"engine {self.url} answers callers without the API key; leave out the arguments after -- that turn "
+                "its check off"
+            )
+        return status is not None
+
+    def _serve(self) -> None:
+        assert self._group is not None
+        self._forget_key()
+        self._has_served = True
+        self._failures = 0
+        self.registration = Registration(url=self.url, instance=uuid.uuid4().hex, tp_size=self._node.tp_size)
+        print(f"engine {self.url} serves (pid {self._group.pid}, instance {self.registration.instance})", flush=True)
+
+    def _bury(self, what: str) -> None:
+        self.end(time.monotonic())
+        if not self._has_served:
+            raise FleetError(f"engine {self.url} {what} before it ever served: {_last_line(self.log)}; see {self.log}")
+        self._num_restarts += 1
+        back_off_s = min(2.0**self._failures, _LONGEST_BACK_OFF_S)
+        self._failures += 1
+        self._start_at = time.monotonic() + back_off_s
+        outlook = "is not started any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
+        print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
+
+    def _status_without_key(self, path: str) -> int | None:
+        """HTTP status of the engine's answer; None where it does not answer."""
+        connection = http.client.HTTPConnection(self._node.host, self._node.port + self._index, timeout=_PROBE_LIMIT_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def _forget_key(self) -> None:
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+            self._key_file = None
+
+
+class Announcements:
+    """Repeats to the trainer which engines serve, and tells it at once when that changes."""
+
+    def __init__(self, options: ServingOptions) -> None:
+        self._options = options
+        self._told: list[Registration] = []
+        self._is_heard: bool | None = None
+        self._due = 0.0
+
+    def update(self, serving: list[Registration]) -> None:
+        """`serving` are the engines that serve now."""
+        if self._options.rendezvous is None or (serving == self._told and time.monotonic() < self._due):
+            return
+        gone = [registration for registration in self._told if registration not in serving]
+        self._tell(gone, leaving=True)
+        self._tell(serving, leaving=False)
+        self._told = serving
+        self._due = time.monotonic() + _ANNOUNCE_EVERY_S
+
+    def _tell(self, registrations: list[Registration], *, leaving: bool) -> None:
+        if not registrations or self._options.rendezvous is None:
+            return
+        is_heard = announce(self._options.rendezvous, self._options.api_key, registrations, leaving=leaving)
+        if is_heard != self._is_heard:
+            self._is_heard = is_heard
+            state = "knows of the engines" if is_heard else f"is not there; trying again every {_ANNOUNCE_EVERY_S:g} s"
+            print(f"the trainer at {self._options.rendezvous} {state}", flush=True)
+
+
+def serve(node: Node, options: ServingOptions) -> None:
+    """Run the node's engines until SIGTERM, SIGINT or SIGHUP; none of their processes is left then.
+
+    Raises FleetError when an engine ends before it ever served, and when all have used up their restarts.
+    """
+    options.log_folder.mkdir(parents=True, exist_ok=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    engines = [Engine(node, index, options) for index in range(node.num_engines)]
+    announcements = Announcements(options)
+    router: ProcessGroup | None = None
+    have_all_served = False
+    try:
+        while not stop.wait(_TICK_S):
+            for engine in engines:
+                engine.advance()
+            serving = [engine.registration for engine in engines if engine.registration is not None]
+            announcements.update(serving)
+            if len(serving) == len(engines) and not have_all_served:
+                have_all_served = True
+                print(f"all engines serve: rollout.fleet.urls={','.join(engine.url for engine in engines)}", flush=True)
+                if options.router_port is not None:
+                    router = _start_router(node, options, options.router_port)
+            if all(engine.has_given_up for engine in engines):
+                raise FleetError(f"all engines died more than {options.max_restarts} times; see {options.log_folder}")
+    finally:
+        announcements.update([])
+        for engine in engines:
+            engine.ask_to_end()
+        deadline = time.monotonic() + options.grace_s
+        for engine in engines:
+            engine.end(deadline)
+        if router is not None:
+            router.end(time.monotonic())
+    print("all engines have ended", flush=True)
+
+
+def _start_router(node: Node, options: ServingOptions, port: int) -> ProcessGroup:
+    variables = router_environment(os.environ, options.api_key)
+    variables.pop(options.api_key_env, None)
+    router = ProcessGroup(router_command(node, port), variables, options.log_folder / "router.log")
+    print(f"router http://{node.host}:{port} starts (pid {router.pid})", flush=True)
+    return router
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it printed nothing"

@@ -1,0 +1,258 @@
+"""Weights to engines by broadcast: every pipeline stage's leader sends its buckets to each engine's processes.
+
+    leader of a stage:    gather bucket k+1  ||  broadcast bucket k in one group per engine
+    rank 0:                                      tells the engines to receive bucket k, and hears how it went
+    engine:                                      receive and load bucket k
+
+One bucket is on its way at a time, so that an engine receives from all stages in the order it was told. A leader sends
+a bucket once per engine. What keeps an engine from finishing, its death included, concerns its own groups only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dapo_mega.config import WeightSyncConfig
+from dapo_mega.policy.processes import Processes
+from dapo_mega.rollout.engine import StageBucket, WeightSource
+from dapo_mega.rollout.engine_client import EngineClient, EngineError
+from dapo_mega.weight_sync.buckets import tensor_sizes
+from dapo_mega.weight_sync.engine_groups import (
+    EngineGroup,
+    backend_name,
+    connect_store,
+    join_group,
+    local_address,
+    open_store,
+)
+from dapo_mega.weight_sync.fp8 import quantised_bucket
+from dapo_mega.weight_sync.update import Session, Update
+
+_POLL_S = 0.0005
+_FAILURE_POLL_S = 0.05
+
+
+class _Signals:
+    """What rank 0 tells the leaders during an update, through the store that it listens on."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def announce(self, key: str, urls: Sequence[str]) -> None:
+        """These engines have been told to take part in the step `key`."""
+        self._store.set(key, json.dumps(urls))
+
+    def await_announcement(self, key: str) -> list[str]:
+        """Wait for `announce`; for one process per key."""
+        urls: list[str] = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return urls
+
+    def report_failure(self, update: int, url: str) -> None:
+        self._store.set(f"failed/{update}/{url}", "")
+
+    def has_failed(self, update: int, url: str) -> bool:
+        return self._store.check([f"failed/{update}/{url}"])
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """A bucket on its way: rank 0's call to the engines, and the leader's broadcasts by engine."""
+
+    call: Future[dict[str, Any]] | None
+    works: Mapping[str, dist.Work]
+
+
+class BroadcastTransport:
+    """Implements `Transport` with NCCL on GPUs and gloo on the CPU."""
+
+    uses_sessions = True
+
+    def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
+        """Collective. `fp8`: engines take projections in FP8."""
+        self._processes = processes
+        self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
+        self._bucket_bytes = int(config.bucket_mib * 2**20)
+        self._timeout_s = config.timeout_s
+        self._stage_size = processes.world_size // processes.pipeline_size
+        self._leads = processes.rank % self._stage_size == 0
+        self._address = local_address()
+        # Waiting for an announcement may take as long as rank 0 waits for the engines.
+        store = open_store(self._address, 4 * self._timeout_s) if self._leads else None
+        mine = (self._address, store.port if store else 0, secrets.token_hex(4))
+        everyones: list[Any] = [None] * processes.world_size
+        dist.all_gather_object(everyones, mine, group=processes.control)
+        self._listening = [(address, port) for address, port, _ in everyones[:: self._stage_size]]
+        self._run_id = everyones[0][2]
+        self._store = store  # It listens as long as it lives.
+        if processes.rank == 0 or not self._leads:
+            self._signals = _Signals(store or dist.HashStore())
+        else:
+            self._signals = _Signals(connect_store(*self._listening[0], 4 * self._timeout_s))
+        self._update = 0
+        self._names: dict[str, str] = {}
+        self._joined: set[str] = set()
+        self._groups: dict[str, EngineGroup] = {}
+        self._abandoned: list[tuple[EngineGroup, dist.Work]] = []
+
+    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+        """See `Transport`."""
+        # Buffers of a broadcast that never ended are free once gloo has given it up.
+        self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
+        self._update = update.number
+        self._join_groups(update, session)
+        sending = _Sending(None, {})
+        num_bytes = 0
+        buckets = map(self._prepare, policy.stage_weights(self._bucket_bytes))
+        for number, bucket in enumerate(buckets):
+            self._finish(sending, session)
+            sending = self._start(f"{update.number}/{number}", bucket, update, session)
+            num_bytes += sum(tensor_sizes(bucket))
+        self._finish(sending, session)
+        return num_bytes
+
+    def _start(self, key: str, bucket: StageBucket, update: Update, session: Session | None) -> _Sending:
+        call = None
+        if session:
+
+            async def receive(client: EngineClient) -> None:
+                await client.update_weights_from_distributed(
+                    names=bucket.names,
+                    dtypes=bucket.dtypes,
+                    shapes=bucket.shapes,
+                    group_name=self._group_name(client.url, bucket.stage),
+                    version=str(update.version) if bucket.is_last else None,
+                    flush_cache=update.flush_cache and bucket.is_last,
+                    load_format="flattened_bucket",
+                )
+
+            call = session.start(receive)
+            self._signals.announce(key, [target.url for target in session.targets])
+        works = {}
+        if bucket.data is not None:
+            for url in self._signals.await_announcement(key):
+                if url in self._groups:
+                    works[url] = self._groups[url].broadcast(bucket.data, 0)
+        return _Sending(call, works)
+
+    def _finish(self, sending: _Sending, session: Session | None) -> None:
+        """Wait until each engine has the bucket or has failed."""
+        self._wait({url: work.is_completed for url, work in sending.works.items()})
+        for url, work in sending.works.items():
+            try:
+                if work.is_completed():
+                    work.wait()
+                    continue
+            except RuntimeError:
+                pass  # Rank 0 hears from the engine, or its silence, what it was.
+            self._abandon(url, work)
+        if session and sending.call:
+            session.finish(sending.call)
+
+    def _wait(self, pending: Mapping[str, Callable[[], bool]]) -> None:
+        """Until every engine's part is done, or its call failed, or time is up."""
+        started = time.monotonic()
+        failures_seen = started
+        while pending and (now := time.monotonic()) - started < self._timeout_s:
+            pending = {url: is_done for url, is_done in pending.items() if not is_done()}
+            if now - failures_seen > _FAILURE_POLL_S:
+                failures_seen = now
+                pending = {url: d for url, d in pending.items() if not self._signals.has_failed(self._update, url)}
+            if pending:
+                time.sleep(_POLL_S)
+
+    def _join_groups(self, update: Update, session: Session | None) -> None:
+        """Found the groups of all stages with the engines that are not in any."""
+        lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
+        old_names, self._names = self._names, dict(self._names)
+        for index, target in enumerate(lacking):
+            self._names[target.url] = f"dapo-mega-{self._run_id}-{update.number}-{index}"
+            self._groups.pop(target.url, None)
+            self._joined.add(target.url)
+        if not lacking:
+            return
+        sizes = {target.url: 1 + target.tp_size for target in lacking}
+        key = f"{update.number}/join"
+        call = None
+        if session:
+
+            async def join(client: EngineClient) -> None:
+                if client.url in sizes:
+                    await self._destroy_groups(client, old_names.get(client.url))
+                    await self._join(client, sizes[client.url])
+
+            call = session.start(join)
+            for stage in range(self._processes.pipeline_size):
+                self._signals.announce(f"{key}/{stage}", [target.url for target in session.targets])
+        if self._leads:
+            urls = self._signals.await_announcement(f"{key}/{self._processes.pipeline_rank}")
+            self._found_groups({url: sizes[url] for url in urls if url in sizes})
+        if session and call:
+            session.finish(call)
+
+    async def _join(self, client: EngineClient, size: int) -> None:
+        for stage, (address, port) in enumerate(self._listening):
+            await client.init_weights_update_group(
+                address=address,
+                port=port,
+                rank_offset=1,
+                world_size=size,
+                name=self._group_name(client.url, stage),
+                backend=backend_name(self._processes.device),
+            )
+
+    async def _destroy_groups(self, client: EngineClient, name: str | None) -> None:
+        """Of all stages, those named `name` in an earlier update, if any."""
+        for stage in range(self._processes.pipeline_size if name else 0):
+            with contextlib.suppress(EngineError):  # A server that was started anew does not know it.
+                await client.destroy_weights_update_group(f"{name}-{stage}")
+
+    def _found_groups(self, sizes: Mapping[str, int]) -> None:
+        if not sizes:
+            return
+        executor = ThreadPoolExecutor(len(sizes))
+        joining = {url: executor.submit(self._found_group, url, size) for url, size in sizes.items()}
+        self._wait({url: future.done for url, future in joining.items()})
+        executor.shutdown(wait=False)
+        for url, future in joining.items():
+            if future.done() and not future.exception():
+                self._groups[url] = future.result()
+
+    def _found_group(self, url: str, size: int) -> EngineGroup:
+        stage = self._processes.pipeline_rank
+        # A connection of its own: waiting on one keeps everyone else from using it.
+        store = connect_store(*self._listening[stage], self._timeout_s)
+        name = self._group_name(url, stage)
+        return join_group(store, name, size, self._processes.device, self._address, self._timeout_s)
+
+    def _group_name(self, url: str, stage: int) -> str:
+        return f"{self._names[url]}-{stage}"
+
+    def _abandon(self, url: str, work: dist.Work) -> None:
+        group = self._groups.pop(url)
+        group.abort()
+        self._abandoned.append((group, work))
+
+    def report_failure(self, url: str) -> None:
+        """See `Transport`."""
+        self._signals.report_failure(self._update, url)
+
+    def forget(self, urls: Sequence[str]) -> None:
+        """See `Transport`."""
+        self._joined -= set(urls)
+        for url in urls:
+            self._groups.pop(url, None)
+
+    def close(self) -> None:
+        """See `Transport`. A broadcast that an engine never finished delays it by what is left of its timeout."""
+        self.forget(list(self._groups))
+        self._abandoned.clear()

@@ -1,0 +1,53 @@
+"""Weights to engines through a folder that trainer and engines share: a Hugging Face checkpoint per version."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dapo_mega.policy.processes import Processes
+from dapo_mega.rollout.engine import WeightSource
+from dapo_mega.rollout.engine_client import EngineClient
+from dapo_mega.weight_sync.update import Session, Update
+
+
+class DiskTransport:
+    """Implements `Transport`. The folder holds the checkpoint of the last update only."""
+
+    uses_sessions = False
+
+    def __init__(self, processes: Processes, folder: Path, export: Callable[[Path], None]) -> None:
+        """`export` writes the policy as a Hugging Face checkpoint, whole or not at all; a collective."""
+        self._processes = processes
+        self._folder = folder.absolute()
+        self._export = export
+
+    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+        """See `Transport`. Raises InputError when the disk refuses."""
+        path = self._folder / f"version_{update.version:08d}"
+        self._export(path)
+        box = [0]
+        if session:
+
+            async def load(client: EngineClient) -> None:
+                await client.update_weights_from_disk(str(path), str(update.version), update.flush_cache)
+
+            session.call(load)
+            box[0] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            for older in self._folder.glob("version_*"):
+                if older != path:
+                    shutil.rmtree(older)
+        dist.broadcast_object_list(box, src=0, group=self._processes.control)
+        return box[0]
+
+    def report_failure(self, url: str) -> None:
+        """Nobody waits for an engine but rank 0."""
+
+    def forget(self, urls: Sequence[str]) -> None:
+        """Nothing is shared with engines but the folder."""
+
+    def close(self) -> None:
+        """The last checkpoint stays, for engines that read it still."""

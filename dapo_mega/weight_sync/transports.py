@@ -1,0 +1,32 @@
+"""Which way weights take to the engines of a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import InputError
+from dapo_mega.policy.processes import Processes
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.update import Transport
+
+
+def make_transport(config: RunConfig, processes: Processes, export: Callable[[Path], None]) -> Transport:
+    """Collective. `export` writes the policy as a Hugging Face checkpoint. Raises InputError for a setting that fits
+    neither the engines nor the machines."""
+    sync = config.weight_sync
+    kind = config.sync_transport
+    fp8 = config.engine_dtype == "fp8"
+    if kind == "distributed":
+        return BroadcastTransport(processes, sync, fp8=fp8)
+    if kind == "tensor":
+        return SharedMemoryTransport(processes, sync, fp8=fp8)
+    if fp8:
+        raise InputError(
+            "weight_sync.transport=disk writes unquantized checkpoints but rollout.dtype=fp8; set "
+            "weight_sync.transport to distributed or tensor"
+        )
+    return DiskTransport(processes, Path(sync.folder or Path(config.output_dir) / "weight_sync"), export)

@@ -1,0 +1,109 @@
+"""One update of the weights of a fleet: which engines take part, and which have dropped out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from dapo_mega.rollout.engine import WeightSource
+from dapo_mega.rollout.engine_client import EngineClient, EngineError
+
+if TYPE_CHECKING:
+    from dapo_mega.rollout.fleet_driver import SyncTarget
+
+T = TypeVar("T")
+
+
+class EngineFleet(Protocol):
+    """What rank 0 needs of the fleet."""
+
+    def targets(self, only_stale: bool) -> list[SyncTarget]:
+        """Engines to update, once enough are there; raises FleetError when they do not come."""
+
+    def start_call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> Future[dict[str, T | EngineError]]:
+        """Begin a call on all targets at once; the future gives result or error by URL within the time."""
+
+    def hold(self, targets: Sequence[SyncTarget]) -> None:
+        """Stop the targets' generation as configured."""
+
+    def release(self, targets: Sequence[SyncTarget]) -> None:
+        """Undo `hold`."""
+
+    def synced(self, url: str, version: int) -> None:
+        """The engine holds these weights now."""
+
+    def failed(self, url: str, reason: str) -> None:
+        """The engine did not take the weights."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What every process knows of an update from its start.
+
+    `number` is unique within a run. `stale` are the URLs of engines that joined or came back since the last update.
+    """
+
+    number: int
+    version: int
+    targets: tuple[SyncTarget, ...]
+    stale: frozenset[str]
+    flush_cache: bool
+
+
+class Session:
+    """Rank 0's calls to the engines of one update. An engine that fails one drops out, and the others go on."""
+
+    def __init__(
+        self, fleet: EngineFleet, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
+    ) -> None:
+        """`on_failure` is told the URL of an engine as soon as a call fails, on the thread that makes the calls."""
+        self.targets = list(targets)
+        self.failures: dict[str, str] = {}
+        self._fleet = fleet
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+
+    def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> Future[dict[str, Any]]:
+        """Begin a call of all engines that are left."""
+
+        async def reporting(client: EngineClient) -> None:
+            try:
+                await method(client)
+            except EngineError:
+                self._on_failure(client.url)
+                raise
+
+        return self._fleet.start_call(self.targets, reporting, self._timeout_s)
+
+    def finish(self, call: Future[dict[str, Any]]) -> None:
+        """Wait for all engines' answers."""
+        for url, result in call.result().items():
+            if isinstance(result, EngineError):
+                self.failures[url] = result.reason
+        self.targets = [target for target in self.targets if target.url not in self.failures]
+
+    def call(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
+        self.finish(self.start(method))
+
+
+class Transport(Protocol):
+    """Brings the weights to the engines of an update. Used on every process."""
+
+    uses_sessions: bool
+    """Whether an engine takes the weights between begin_weight_update and end_weight_update."""
+
+    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+        """Collective; returns the size of the weights in bytes. The session is rank 0's."""
+
+    def report_failure(self, url: str) -> None:
+        """A call to the engine failed during an update; on rank 0, from any thread."""
+
+    def forget(self, urls: Sequence[str]) -> None:
+        """Let go of what is shared with engines that failed."""
+
+    def close(self) -> None:
+        """Let go of what is shared with all engines."""

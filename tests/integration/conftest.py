@@ -1,0 +1,33 @@
+"""Engines that the tests of a session share: starting them takes longer than what is tested with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import free_port
+
+from .sglang_servers import Launcher, serving_engines, sglang_python, tiny_model
+
+
+@dataclass(frozen=True)
+class SharedEngines:
+    """Two real engines of one model, which announce themselves at `rendezvous` (where a test may listen)."""
+
+    launcher: Launcher
+    model: Path
+    rendezvous: str
+
+
+@pytest.fixture(scope="session")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """Engines with the weights of `model`, healthy. A test leaves them so; a killed one comes back by itself."""
+    sglang_python()
+    folder = tmp_path_factory.mktemp("engines")
+    model = tiny_model(folder / "model")
+    rendezvous = f"127.0.0.1:{free_port()}"
+    with serving_engines(model, folder / "served", 2, "--rendezvous", rendezvous) as launcher:
+        yield SharedEngines(launcher, model, rendezvous)

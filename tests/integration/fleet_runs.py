@@ -1,0 +1,170 @@
+"""Runs on the engines that the tests share: in this process, so that a fault comes at the moment it is meant for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from dapo_mega import trainer
+from dapo_mega.config import RunConfig
+from dapo_mega.metrics import read_metrics
+from dapo_mega.pipeline import Pipeline, build_pipeline
+from dapo_mega.policy.processes import stop_processes
+from dapo_mega.run import close
+
+from .conftest import SharedEngines
+from .sglang_servers import API_KEY
+
+GROUP_SIZE = 4
+Record = dict[str, float]
+
+
+def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[str, Any]:
+    """The configuration of a short run through the shared engines; `sections` are merged into it.
+
+    The reward is a coin, so nearly all groups are mixed; responses are long enough to be met in flight.
+    """
+    data = folder / "train.parquet"
+    if not data.exists():
+        questions = [f"{i} + {3 * i % 7} = ?" for i in range(200)]
+        truths = [{"ground_truth": str(i)} for i in range(200)]
+        pq.write_table(pa.table({"prompt": questions, "reward_model": truths}), data)
+    values: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "seed": 3,
+        "num_steps": 3,
+        "threads_per_process": 1,
+        "model": {"path": str(engines.model), "dtype": "fp32"},
+        "data": {"max_prompt_tokens": 24, "train": {"path": str(data), "template": "bare"}},
+        "rollout": {
+            "placement": "fleet",
+            "max_response_tokens": 100,
+            "fleet": {
+                "urls": engines.launcher.urls,
+                "min_engines": 2,
+                "heartbeat_s": 0.5,
+                "hung_after_s": 10,
+                "wait_limit_s": 200,
+            },
+        },
+        "reward": {"source": "random", "overlong_cache_tokens": 4},
+        "algorithm": {"max_staleness": 2},
+        "batch": {
+            "groups_per_step": 4,
+            "group_size": GROUP_SIZE,
+            "generation_groups": 6,
+            "mini_batch_groups": 2,
+            "tokens_per_microbatch": 256,
+        },
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+        "weight_sync": {"timeout_s": 20, "bucket_mib": 0.05},
+        "checkpoint": {"every": 0, "save_hf_at_end": False},
+    }
+    for section, given in sections.items():
+        values[section] = merge(values[section], given) if isinstance(given, dict) else given
+    return values
+
+
+def merge(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    nested = {key: merge(values[key], value) for key, value in given.items() if isinstance(value, dict)}
+    return {**values, **given, **nested}
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@contextmanager
+def pipeline_of(values: dict[str, Any]) -> Iterator[Pipeline]:
+    """The run's pipeline in this process, closed afterwards."""
+    os.environ["DAPO_MEGA_API_KEY"] = API_KEY
+    pipeline = build_pipeline(RunConfig.model_validate(values), 0)
+    try:
+        yield pipeline
+    finally:
+        close(pipeline)
+        stop_processes()
+
+
+def run(pipeline: Pipeline) -> list[Record]:
+    """Train to the end; the records of all steps, whose account of requests has been checked."""
+    trainer.train(pipeline)
+    return checked_records(Path(pipeline.config.output_dir), pipeline.config.num_steps)
+
+
+def checked_records(output_dir: Path, num_steps: int, num_evaluated: int = 0) -> list[Record]:
+    """Every step is there once; every request has one end; every group asked for is in the account once.
+
+    `num_evaluated` requests were asked before the last step for evaluation.
+    """
+    records = [record for record in read_metrics(output_dir / "metrics.jsonl") if record["step"] > 0]
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
+    total = {name: sum(record.get(name, 0.0) for record in records) for name in records[-1]}
+    ended = sum(total[f"rollout/requests_{end}"] for end in ("answered", "failed", "cancelled"))
+    assert total["rollout/requests_submitted"] == ended + records[-1]["rollout/requests_open"]
+    assert total["rollout/dropped_groups"] == total["rollout/requests_failed"] == 0
+    groups = total["groups/offered"] + records[-1].get("rollout/groups_in_flight", 0.0)
+    # What remains are single probes of the weights, for steps that train on surplus alone.
+    num_probes = total["rollout/requests_submitted"] - num_evaluated - GROUP_SIZE * groups
+    assert 0 <= num_probes < GROUP_SIZE
+    assert total["rollout/requests_cancelled"] == 0
+    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < 1e-4
+    return records
+
+
+def total(records: list[Record], name: str) -> float:
+    return sum(record.get(name, 0.0) for record in records)
+
+
+@contextmanager
+def saboteur(act: Callable[[], None]) -> Iterator[None]:
+    """Do this in a thread of its own meanwhile; what went wrong there is raised at the end."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    yield
+    thread.join(240)
+    assert not thread.is_alive(), "the saboteur is not done"
+    if errors:
+        raise errors[0]
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not come"
+        time.sleep(0.02)
+
+
+def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) -> None:
+    """Send the signal to all processes of the engine, the first one last."""
+    pid = engines.launcher.pid(engines.launcher.urls[index])
+    assert pid
+    main = psutil.Process(pid)
+    for process in [*main.children(recursive=True), main]:
+        process.send_signal(number)
+
+
+def in_flight(pipeline: Pipeline, url: str) -> int:
+    """Requests that the engine works on now."""
+    return next((e.in_flight for e in pipeline.fleet.driver._dispatcher.engines() if e.url == url), 0)

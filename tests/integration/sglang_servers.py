@@ -1,0 +1,179 @@
+"""Real SGLang engines on the CPU, started by launch/serve_rollouts.py, for all tests that talk to engines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.distributed.launching import REPOSITORY
+from tests.distributed.tiny import save_random
+
+SERVE = REPOSITORY / "launch" / "serve_rollouts.py"
+API_KEY = "the-key-of-the-tests"
+VOCAB_SIZE = 200
+START_LIMIT_S = 300.0
+"""Two engines are there after 40 s on two idle cores."""
+
+
+def sglang_python() -> Path:
+    """The interpreter that has SGLang; skips the test where there is none."""
+    if given := os.environ.get("DAPO_MEGA_SGLANG_PYTHON"):
+        return Path(given)
+    folder = REPOSITORY / ".venv-sglang"
+    if not (folder / ".dapo_mega_installed").is_file():
+        pytest.skip("no SGLang: run tools/install_sglang.sh, or set DAPO_MEGA_SGLANG_PYTHON to an interpreter with it")
+    return folder / "bin" / "python"
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random float32 Qwen2 of VOCAB_SIZE tokens (end of sequence: 1) with a character tokenizer."""
+    from transformers import Qwen2Config
+
+    from dapo_mega.data.tokenizer import build_character_tokenizer
+
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
+    return save_random(config, folder)
+
+
+def free_ports(num_ports: int) -> int:
+    """The first of consecutive free ports below those that the system hands out by itself."""
+    for first in range(21000 + os.getpid() % 500 * 16, 32000, num_ports):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + num_ports):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports")
+
+
+def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | None = API_KEY) -> tuple[int, Any]:
+    """(status, decoded answer) of one HTTP call; GET without a body, else POST."""
+    target = urlsplit(url)
+    connection = http.client.HTTPConnection(str(target.hostname), target.port, timeout=60)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        return answer.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+class Launcher:
+    """A running launch/serve_rollouts.py and what it has said about its engines."""
+
+    def __init__(self, model: Path, folder: Path, num_engines: int, *options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        first = free_ports(num_engines)
+        self.urls = [f"http://127.0.0.1:{first + index}" for index in range(num_engines)]
+        self._output = folder / "serve_rollouts.log"
+        arguments = ["--model", str(model), "--num-engines", str(num_engines), "--port", str(first)]
+        arguments += ["--python", str(sglang_python()), "--log-folder", str(folder / "engines"), *options]
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SERVE), *arguments],
+                env={
+                    **os.environ,
+                    "DAPO_MEGA_API_KEY": API_KEY,
+                    "PYTHONPATH": str(REPOSITORY),
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def pid(self, url: str) -> int | None:
+        """Main process of the engine's latest start."""
+        pids = re.findall(rf"^engine {re.escape(url)} starts \(pid (\d+)", self._output.read_text(), re.MULTILINE)
+        return int(pids[-1]) if pids else None
+
+    def instances(self, url: str) -> list[str]:
+        """Instance ids of the engine, one for each time that it came to serve."""
+        pattern = rf"^engine {re.escape(url)} serves \(pid \d+, instance (\w+)\)"
+        return re.findall(pattern, self._output.read_text(), re.MULTILINE)
+
+    def wait_until(self, condition: Callable[[], bool], limit_s: float = START_LIMIT_S) -> None:
+        """AssertionError with all logs when the launcher ends or time is up before the condition holds."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(self.logs())
+            time.sleep(0.1)
+
+    def wait_until_serving(self, num_times: int = 1) -> None:
+        """Wait until every engine has come to serve so often."""
+        self.wait_until(lambda: all(len(self.instances(url)) >= num_times for url in self.urls))
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and everything that it started, and that those started."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def stop(self, limit_s: float = 60.0) -> None:
+        """SIGTERM to the launcher; AssertionError when a process of it is left."""
+        processes = self.processes()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(limit_s) == 0, self.logs()
+        _, left = psutil.wait_procs(processes, timeout=10)
+        assert not left, f"processes outlived the launcher: {left}"
+
+    def kill(self) -> None:
+        """End whatever still runs, by force."""
+        if self.process.poll() is None:
+            processes = self.processes()
+            for process in reversed(processes):
+                process.kill()
+            self.process.wait()
+            psutil.wait_procs(processes, timeout=10)
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        files = [self._output, *sorted((self.folder / "engines").glob("*.log"))]
+        return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in files)
+
+
+@contextmanager
+def serving_engines(model: Path, folder: Path, num_engines: int, *options: str) -> Iterator[Launcher]:
+    """Engines that serve; nothing of them is left afterwards."""
+    launcher = Launcher(model, folder, num_engines, *options)
+    try:
+        launcher.wait_until_serving()
+        yield launcher
+        if launcher.process.poll() is None:
+            launcher.stop()
+    finally:
+        launcher.kill()

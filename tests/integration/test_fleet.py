@@ -1,0 +1,195 @@
+"""DAPO runs through real SGLang engines, and the faults that engines and trainers have."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+
+from .fleet_runs import (
+    checked_records,
+    fleet_values,
+    in_flight,
+    pipeline_of,
+    run,
+    saboteur,
+    signal_engine,
+    total,
+    wait_until,
+    write_config,
+)
+from .runs import steps_done
+from .sglang_servers import API_KEY, call
+
+pytestmark = pytest.mark.integration
+TRAIN = REPOSITORY / "launch" / "train_dapo.py"
+
+
+def start_run(folder, values, world_size):
+    os.environ["DAPO_MEGA_API_KEY"] = API_KEY
+    return start_workers(TRAIN, world_size, ["--config", str(write_config(folder, values))], folder / "logs")
+
+
+def finish_run(workers, folder, timeout_s=300):
+    statuses = wait_for(workers, timeout_s)
+    assert statuses == [0] * len(workers), "\n".join(
+        log.read_text()[-4000:] for log in sorted((folder / "logs").glob("*.log"))
+    )
+
+
+def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_update(tmp_path, two_engines):
+    values = fleet_values(tmp_path, two_engines, parallel={"tensor": 2, "pipeline": 2, "sequence": True})
+    values["rollout"]["fleet"] |= {"urls": [], "rendezvous": two_engines.rendezvous}
+    values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 6}
+    values["evaluation"] = {"at_start": True, "at_end": True, "samples_per_prompt": 2}
+    finish_run(start_run(tmp_path, values, 4), tmp_path)
+    output_dir = tmp_path / "run"
+    records = checked_records(output_dir, 3, num_evaluated=6 * 2)
+    assert records[-1]["evaluation/failed"] == 0
+    assert all(record["weight_sync/engines"] == 2 for record in records)
+    for url in two_engines.launcher.urls:
+        assert call(url, "/model_info")[1]["weight_version"] == "3"
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, two_engines, pause):
+    values = fleet_values(
+        tmp_path,
+        two_engines,
+        num_steps=4,
+        rollout={"partial": True, "max_response_tokens": 200},
+        batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
+        weight_sync={"in_flight": "continue", "pause": pause},
+    )
+    with pipeline_of(values) as pipeline:
+        records = run(pipeline)
+        groups = pipeline.driver.collector.buffer.groups
+    assert total(records, "rollout/partial_share") > 0
+    assert any(record["rollout/groups_in_flight"] > 0 for record in records)
+    for response in (scored.response for group in groups for scored in group.responses):
+        versions = [version for version, _ in response.version_spans]
+        assert versions == sorted(versions)
+        assert not versions or response.version_spans[-1][1] == len(response.token_ids)
+
+
+def test_a_killed_engines_work_moves_and_the_run_waits_until_it_has_the_weights_again(tmp_path, two_engines, caplog):
+    engine = two_engines.launcher.urls[1]
+    served = len(two_engines.launcher.instances(engine))
+    with pipeline_of(fleet_values(tmp_path, two_engines)) as pipeline:
+
+        def act():
+            wait_until(lambda: pipeline.step == 1 and in_flight(pipeline, engine) > 4)
+            signal_engine(two_engines, 1, signal.SIGKILL)
+
+        with saboteur(act), caplog.at_level(logging.WARNING, logger="dapo_mega"):
+            records = run(pipeline)
+    assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
+    assert total(records, "fleet/engines_dead") >= 1
+    assert "the run pauses: 1 of at least 2 engines" in caplog.text
+    assert records[-1]["weight_sync/engines"] == 2
+    assert len(two_engines.launcher.instances(engine)) == served + 1
+
+
+def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
+    engine = two_engines.launcher.urls[0]
+    values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1}})
+    with pipeline_of(values) as pipeline:
+
+        def act():
+            wait_until(lambda: pipeline.step == 1 and in_flight(pipeline, engine) > 4)
+            signal_engine(two_engines, 0, signal.SIGSTOP)
+            stopped = time.monotonic()
+            try:
+                wait_until(lambda: pipeline.fleet.driver.num_serving() == 1)
+                assert time.monotonic() - stopped < 3 * values["rollout"]["fleet"]["hung_after_s"]
+            finally:
+                signal_engine(two_engines, 0, signal.SIGCONT)
+
+        with saboteur(act):
+            records = run(pipeline)
+        wait_until(lambda: pipeline.fleet.driver.has_stale() or pipeline.fleet.driver.num_serving() == 2)
+        pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+        assert pipeline.fleet.driver.num_serving() == 2
+    assert total(records, "fleet/engines_hung") == 1
+    assert total(records, "rollout/requests_moved") > 0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_lost_during_a_weight_update_leaves_the_others_with_the_whole_weights(tmp_path, two_engines, fault):
+    engine = two_engines.launcher.urls[1]
+    served = len(two_engines.launcher.instances(engine))
+    values = fleet_values(tmp_path, two_engines, rollout={"fleet": {"min_engines": 1}}, weight_sync={"timeout_s": 8})
+    with pipeline_of(values) as pipeline:
+        stage_weights = pipeline.policy.stage_weights
+
+        def interrupted(bucket_bytes):
+            for number, bucket in enumerate(stage_weights(bucket_bytes)):
+                if pipeline.step == 2 and number == 3:
+                    signal_engine(two_engines, 1, fault)
+                yield bucket
+
+        pipeline.policy.stage_weights = interrupted
+        try:
+            records = run(pipeline)
+        finally:
+            if fault == signal.SIGSTOP:
+                signal_engine(two_engines, 1, signal.SIGCONT)
+        assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
+        assert records[1]["time/weight_sync_s"] < 60
+        pipeline.policy.stage_weights = stage_weights
+        if fault == signal.SIGKILL:
+            two_engines.launcher.wait_until(lambda: len(two_engines.launcher.instances(engine)) == served + 1)
+        wait_until(lambda: pipeline.fleet.driver.has_stale())
+        pipeline.weight_sync.push_to_stale(pipeline.policy, pipeline.step)
+        assert pipeline.fleet.driver.num_serving() == 2
+    for url in two_engines.launcher.urls:
+        assert call(url, "/model_info")[1]["weight_version"] == "3"
+
+
+def test_a_killed_trainer_finds_its_engines_again_and_ends_with_every_group_once(tmp_path, two_engines):
+    values = fleet_values(
+        tmp_path,
+        two_engines,
+        num_steps=4,
+        rollout={"partial": True},
+        weight_sync={"in_flight": "continue"},
+        checkpoint={"every": 1, "asynchronous": False},
+    )
+    workers = start_run(tmp_path, values, 1)
+    try:
+        wait_until(lambda: steps_done(tmp_path / "run") >= 2 or workers[0].poll() is not None)
+        assert workers[0].poll() is None, (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
+    finally:
+        kill(workers)
+    finish_run(start_run(tmp_path, values, 1), tmp_path)
+    assert steps_done(tmp_path / "run") == 4
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_weights_travel_by_other_ways_too(tmp_path, two_engines, transport):
+    placement = "colocated" if transport == "tensor" else "fleet"
+    values = fleet_values(
+        tmp_path, two_engines, num_steps=2, rollout={"placement": placement}, weight_sync={"transport": transport}
+    )
+    with pipeline_of(values) as pipeline:
+        records = run(pipeline)
+    assert all(record["weight_sync/engines"] == 2 for record in records)
+
+
+def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(tmp_path, two_engines):
+    values = fleet_values(tmp_path, two_engines, rollout={"dtype": "bf16"})
+    command = [sys.executable, str(TRAIN), "--config", str(write_config(tmp_path, values))]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment.pop("DAPO_MEGA_API_KEY", None)
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2
+    assert "DAPO_MEGA_API_KEY is not set" in refused.stderr
+    environment["DAPO_MEGA_API_KEY"] = API_KEY
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 4
+    assert "computes in float32 but the run expects bfloat16" in refused.stderr

@@ -1,0 +1,168 @@
+"""The launcher of rollout engines, with real SGLang: protected, restarted, announced, and gone when it is."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from dapo_mega.errors import InputError
+from dapo_mega.rollout.engine_commands import Node, router_command, router_environment
+from dapo_mega.rollout.registry import EngineRegistry
+from dapo_mega.rollout.serving import ProcessGroup
+from launch import serve_rollouts
+
+from .sglang_servers import API_KEY, Launcher, call, free_ports, sglang_python, tiny_model
+
+pytestmark = pytest.mark.integration
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [5, 6, 7], "sampling_params": SAMPLING}),
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_disk", {"model_path": "elsewhere"}),
+        ("/init_weights_update_group", {}),
+        ("/update_weights_from_distributed", {}),
+        ("/update_weights_from_tensor", {}),
+        ("/pause_generation", {"mode": "abort"}),
+        ("/release_memory_occupation", {}),
+        ("/abort_request", {"abort_all": True}),
+        ("/model_info", None),
+    ],
+)
+def test_nothing_is_answered_without_the_key(two_engines, path, body):
+    for url in two_engines.launcher.urls:
+        assert call(url, path, body, key=None)[0] == 401
+        assert call(url, path, body, key=API_KEY + "x")[0] == 401
+
+
+def test_engines_answer_token_ids_with_the_key(two_engines):
+    for url in two_engines.launcher.urls:
+        body = {"input_ids": [5, 6, 7], "sampling_params": SAMPLING, "return_logprob": True}
+        status, answer = call(url, "/generate", body)
+        assert status == 200
+        assert len(answer["output_ids"]) == 8
+        assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+
+
+def test_a_stop_token_ends_a_response_although_no_tokenizer_is_loaded(two_engines):
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 64, "stop_token_ids": list(range(2, 200))}}
+    answer = call(two_engines.launcher.urls[0], "/generate", body)[1]
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert len(answer["output_ids"]) == 1
+
+
+def test_engines_listen_on_the_given_interface_and_hide_their_key(two_engines):
+    launcher = two_engines.launcher
+    for url in launcher.urls:
+        main = psutil.Process(launcher.pid(url))
+        listening = [c.laddr for c in main.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+        assert [(address.ip, f"http://127.0.0.1:{address.port}") for address in listening] == [("127.0.0.1", url)]
+    for process in launcher.processes()[1:]:
+        assert API_KEY not in " ".join(process.cmdline())
+        assert API_KEY not in process.environ().values()
+    for log in (launcher.folder / "engines").glob("*.log"):
+        assert API_KEY not in log.read_text()
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_a_killed_engine_comes_back_as_a_new_instance_and_a_trainer_learns_of_it(two_engines):
+    launcher = two_engines.launcher
+    killed, other = launcher.urls
+    trainer = EngineRegistry(two_engines.rendezvous, API_KEY)
+
+    def registered():
+        return {registration.url: registration.instance for registration in trainer.poll()}
+
+    try:
+        launcher.wait_until(lambda: set(registered()) == {killed, other}, 30)
+        before = registered()
+        os.kill(launcher.pid(killed), 9)
+        launcher.wait_until(lambda: killed not in registered(), 30)
+        launcher.wait_until(lambda: killed in registered())
+        after = registered()
+    finally:
+        trainer.close()
+    assert after[other] == before[other]
+    assert after[killed] not in (before[killed], before[other])
+    assert call(killed, "/health")[0] == 200
+
+
+def test_a_router_asks_for_the_key_and_reaches_every_engine(two_engines, tmp_path):
+    python = sglang_python()
+    if subprocess.run([python, "-c", "import sglang_router"], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"sglang-router is not installed in the environment of {python}")
+    urls = two_engines.launcher.urls
+    first = int(urls[0].rsplit(":", 1)[1])
+    node = Node(python, two_engines.model, len(urls), 1, "127.0.0.1", first, "fp32", gpus=())
+    port = free_ports(2)
+    router_url = f"http://127.0.0.1:{port}"
+    router = ProcessGroup(router_command(node, port), router_environment(os.environ, API_KEY), tmp_path / "router.log")
+    body = {"input_ids": [5, 6, 7], "sampling_params": SAMPLING}
+
+    def answers():
+        with suppress(OSError):
+            return call(router_url, "/generate", body)[0] == 200
+
+    try:
+        two_engines.launcher.wait_until(answers, 60)
+        assert API_KEY not in " ".join(psutil.Process(router.pid).cmdline())
+        assert call(router_url, "/generate", body, key=None)[0] == 401
+        assert call(router_url, "/workers", {"url": "http://127.0.0.1:9"}, key=None)[0] == 401
+        assert {worker["url"] for worker in call(router_url, "/workers")[1]["workers"]} == set(urls)
+    finally:
+        router.end(time.monotonic())
+
+
+def test_no_process_outlives_a_killed_launcher(tmp_path):
+    launcher = Launcher(tiny_model(tmp_path / "model"), tmp_path / "served", 1)
+    try:
+        # SGLang's scheduler and detokenizer exist and are still importing, before they watch over their parent.
+        launcher.wait_until(lambda: launcher.pid(launcher.urls[0]) is not None)
+        engine = psutil.Process(launcher.pid(launcher.urls[0]))
+        launcher.wait_until(lambda: len(engine.children()) >= 3)
+        processes = launcher.processes()
+        launcher.process.kill()
+        launcher.process.wait()
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert not left
+    finally:
+        launcher.kill()
+
+
+def start(monkeypatch, *arguments):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", ["serve_rollouts.py", *map(str, arguments)])
+    serve_rollouts.main()
+
+
+def test_a_missing_key_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    monkeypatch.delenv("DAPO_MEGA_API_KEY", raising=False)
+    with pytest.raises(InputError, match="DAPO_MEGA_API_KEY is not set"):
+        start(monkeypatch, "--model", tmp_path)
+
+
+def test_an_interpreter_without_sglang_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", API_KEY)
+    with pytest.raises(InputError, match="No package metadata was found for sglang"):
+        start(monkeypatch, "--model", tmp_path)
+    with pytest.raises(InputError, match="nowhere cannot be started"):
+        start(monkeypatch, "--model", tmp_path, "--python", "nowhere")
+
+
+def test_a_taken_port_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", API_KEY)
+    model = tiny_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is taken"):
+            start(monkeypatch, "--model", model, "--python", sglang_python(), "--port", port)

@@ -1,0 +1,85 @@
+"""What SGLang is told: a share of the GPUs each, the run's precision, and nothing that loses the protection."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.errors import InputError
+from dapo_mega.rollout.engine_commands import Node, check_node, command, environment, share_of_gpus
+from tests.distributed.launching import free_port
+
+NODE = Node(Path("python"), Path("model"), 2, 2, "10.0.0.7", 30000, "bf16", gpus=("0", "1", "2", "3"))
+KEY_FILE = Path("key.yaml")
+
+
+def options(arguments):
+    return dict(pairwise(arguments))
+
+
+def test_each_engine_has_its_own_gpus_and_port():
+    assert [environment(NODE, engine, {})["CUDA_VISIBLE_DEVICES"] for engine in (0, 1)] == ["0,1", "2,3"]
+    assert [options(command(NODE, engine, KEY_FILE))["--port"] for engine in (0, 1)] == ["30000", "30001"]
+    assert [NODE.url(engine) for engine in (0, 1)] == ["http://10.0.0.7:30000", "http://10.0.0.7:30001"]
+
+
+def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
+    node = replace(NODE, gpus=(), dtype="fp32")
+    arguments = options(command(node, 0, KEY_FILE))
+    assert arguments["--device"] == "cpu"
+    assert arguments["--dtype"] == "float32"
+    assert int(arguments["--max-total-tokens"]) > 0
+    variables = environment(node, 1, {"PATH": "kept"})
+    assert variables["SGLANG_USE_CPU_ENGINE"] == variables["OMP_NUM_THREADS"] == "1"
+    assert len(variables["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == node.tp_size
+    assert variables["PATH"] == "kept"
+    assert "--device" not in command(NODE, 0, KEY_FILE)
+
+
+def test_choices_reach_sglang():
+    node = replace(NODE, dtype="fp8", memory_fraction=0.6, colocated=True, extra=("--context-length", "4096"))
+    arguments = command(node, 0, KEY_FILE)
+    assert options(arguments)["--quantization"] == "fp8"
+    assert options(arguments)["--mem-fraction-static"] == "0.6"
+    assert "--enable-memory-saver" in arguments
+    assert "--skip-tokenizer-init" in arguments
+    assert "--skip-tokenizer-init" not in command(replace(node, with_text=True), 0, KEY_FILE)
+    assert arguments[-2:] == ["--context-length", "4096"], "the user's arguments come last and win"
+
+
+def test_gpus_are_those_chosen_then_those_visible_then_all(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert share_of_gpus(None, 8, 2) == ("0", "1")
+    assert share_of_gpus("5, 7", 8, 2) == ("5", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
+    assert share_of_gpus(None, 3, 2) == ("2", "3")
+    assert share_of_gpus("6", 3, 1) == ("6",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert share_of_gpus(None, 0, 4) == ()
+
+
+def test_too_few_gpus_are_an_input_error(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(InputError, match=r"need 4 GPUs .* and 2 are there"):
+        share_of_gpus(None, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": Path("nowhere")}, "--model nowhere holds no config.json"),
+        ({"host": "0.0.0.0"}, "means every interface"),
+        ({"host": "192.0.2.1"}, "give an address of this machine as --host"),
+        ({"port": 65535}, "port 65536 does not exist"),
+        ({"extra": ("--api-key", "x")}, "--api-key after -- is decided by serve_rollouts itself"),
+        ({"extra": ("--admin-api-key=x",)}, "--admin-api-key=x after --"),
+        ({"extra": ("--config", "x")}, "--config after --"),
+    ],
+)
+def test_what_could_only_fail_later_is_an_input_error(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text("{}")
+    node = replace(NODE, host="127.0.0.1", port=free_port(), num_engines=1, model=tmp_path)
+    check_node(node)
+    with pytest.raises(InputError, match=message):
+        check_node(replace(node, num_engines=2 if "port" in changes else 1, **changes))

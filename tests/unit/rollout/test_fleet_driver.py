@@ -1,0 +1,279 @@
+"""Who is in the fleet: engines join with current weights only, leave at once, come back, and the run waits for them.
+
+The engines are scripted servers; tests/integration has real ones.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import FleetError
+from dapo_mega.rollout.event_loop import LoopThread
+from dapo_mega.rollout.fleet_driver import FleetDriver, SyncTarget
+from dapo_mega.rollout.sglang_fleet import SglangFleet
+from dapo_mega.types import GenerationRequest, Response, SamplingParams
+from tools.scripted_engine import ScriptedEngine
+
+KEY = "secret"
+VOCAB_SIZE = 1000
+
+
+class Servers:
+    """Scripted engines on a loop of their own."""
+
+    def __init__(self, count, tokens_per_s=0.0):
+        self.thread = LoopThread("scripted-engines")
+        self.engines = [ScriptedEngine(VOCAB_SIZE, tokens_per_s, KEY) for _ in range(count)]
+        self.urls = [self.thread.run(engine.start(), 10) for engine in self.engines]
+
+    def stop(self, index):
+        self.thread.run(self.engines[index].stop(), 10)
+
+    def start_again(self, index):
+        self.engines[index].process = "second"
+        self.engines[index].version = "default"
+        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), 10)
+
+    def close(self):
+        self.thread.close()
+
+
+@pytest.fixture
+def servers():
+    made = []
+
+    def make(count, tokens_per_s=0.0):
+        made.append(Servers(count, tokens_per_s))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def drive():
+    drivers = []
+
+    def start(urls, weight_sync=None, rollout=None, **fleet):
+        config = RunConfig.model_validate(
+            {
+                "output_dir": "o",
+                "num_steps": 1,
+                "model": {"path": "m", "dtype": "fp32"},
+                "data": {"train": {"path": "d"}, "max_prompt_tokens": 16},
+                "rollout": {
+                    "placement": "fleet",
+                    "max_response_tokens": 64,
+                    "fleet": {"urls": urls, "heartbeat_s": 0.1, "hung_after_s": 1.0, "wait_limit_s": 20, **fleet},
+                    **(rollout or {}),
+                },
+                "reward": {"overlong_punishment": False},
+                "batch": {"tokens_per_microbatch": 128},
+                "weight_sync": weight_sync or {},
+            }
+        )
+        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.close()
+
+
+def requests(count, first=0, length=8):
+    sampling = SamplingParams(max_new_tokens=length)
+    return [GenerationRequest(first + i, np.array([1, i % 7], np.int32), i, sampling) for i in range(count)]
+
+
+def give_weights(driver, version=0):
+    """What a push does, without weights."""
+    targets = driver.targets(only_stale=False)
+    driver.hold(targets)
+    set_version = str(version)
+    driver.call(
+        targets,
+        lambda client: client.update_weights_from_distributed(
+            names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
+        ),
+        5,
+    )
+    for target in targets:
+        driver.synced(target.url, version)
+    driver.release(targets)
+    return targets
+
+
+def answers(driver, count, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    found = []
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} answers came"
+        if answer := driver.next_answer(0.1):
+            found.append(answer)
+    return found
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    assert {target.url for target in driver.targets(only_stale=True)} == set(group.urls)
+    driver.submit(requests(20))
+    assert driver.next_answer(0.5) is None
+    assert not any(engine.payloads for engine in group.engines)
+    give_weights(driver)
+    assert {answer.request_id for answer in answers(driver, 20)} == set(range(20))
+    assert driver.targets(only_stale=True) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, {}, "computes in bfloat16 but the run expects float32; start it with --dtype float32"),
+        ({"max_req_input_len": 40}, {}, "context of 46 tokens is shorter than .* = 80; start it with --context-length"),
+        ({"vocab_size": 999}, {}, "vocabulary of 999 .* 1000"),
+        ({}, {"rollout": {"dtype": "fp8"}}, "not quantized to fp8"),
+        ({}, {"weight_sync": {"in_flight": "continue", "pause": "in_place"}}, "--disable-radix-cache"),
+    ],
+)
+def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, drive, settings, changes, message):
+    group = servers(1)
+    group.engines[0].settings = settings
+    driver = drive(group.urls, **changes)
+    with pytest.raises(FleetError, match=message):
+        driver.targets(only_stale=False)
+
+
+def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers, drive):
+    group = servers(2, tokens_per_s=20)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    driver.submit(requests(12, length=30))
+    wait_until(lambda: all(engine.in_flight for engine in group.engines))
+    group.stop(1)
+    found = answers(driver, 12)
+    assert sorted(answer.request_id for answer in found) == list(range(12))
+    assert all(isinstance(answer, Response) for answer in found)
+    asked = len(group.engines[1].payloads)
+    group.start_again(1)
+    wait_until(driver.has_stale)
+    driver.submit(requests(6, first=100, length=2))
+    answers(driver, 6)
+    assert len(group.engines[1].payloads) == asked
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1)]
+    metrics = driver.pop_metrics()
+    assert metrics["fleet/engines_dead"] == 1
+    assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
+
+
+def test_a_hung_engines_work_moves(servers, drive):
+    group = servers(2, tokens_per_s=100)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
+    driver.submit(requests(8))
+    assert {answer.request_id for answer in answers(driver, 8)} == set(range(8))
+    assert driver.pop_metrics()["fleet/engines_hung"] == 1
+
+
+def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    group.stop(0)
+    wait_until(lambda: driver.num_serving() == 1)
+    back = LoopThread("later")
+    back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
+    started = time.monotonic()
+    driver.wait_for_engines()
+    back.close()
+    assert time.monotonic() - started > 0.5
+    assert "the run pauses: 1 of at least 2 engines" in caplog.text
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1)]
+
+
+def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
+    group = servers(1)
+    driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
+    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*min_engines.*serve_rollouts\.py.*start the run"):
+        driver.targets(only_stale=False)
+
+
+def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    give_weights(driver)
+    for _ in range(3):
+        wait_until(lambda: driver.num_serving() + driver.has_stale() == 2)
+        driver.failed(group.urls[0], "scripted")
+        give_weights(driver, 1)
+    time.sleep(1.5)
+    assert not driver.has_stale()
+    assert [target.url for target in driver.targets(only_stale=False)] == [group.urls[1]]
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause):
+    group = servers(1, tokens_per_s=50)
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause})
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=60))
+    wait_until(lambda: group.engines[0].in_flight == 4)
+    time.sleep(0.3)
+    give_weights(driver, 1)
+    for answer in answers(driver, 4):
+        assert [version for version, _ in answer.version_spans] == [0, 1]
+        assert answer.version_spans[-1][1] == len(answer.token_ids) == 60
+        assert answer.weight_version == 0
+
+
+def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):
+    group = servers(1, tokens_per_s=100)
+    driver = drive(group.urls)
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=50))
+    wait_until(lambda: group.engines[0].in_flight == 4)
+    give_weights(driver, 1)
+    assert [(a.weight_version, a.version_spans) for a in answers(driver, 4, timeout_s=0.5)] == [(0, ())] * 4
+
+
+def test_colocated_engines_sleep_until_the_next_update(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls, rollout={"placement": "colocated"})
+    give_weights(driver, 0)
+    driver.sleep()
+    calls = group.engines[0].calls
+    assert calls["/release_memory_occupation"] == 1
+    probes = calls["/health"]
+    time.sleep(0.5)
+    assert calls["/health"] == probes
+    give_weights(driver, 1)
+    # First the weights, then, after they have been filled, the rest.
+    assert calls["/resume_memory_occupation"] == 2
+    give_weights(driver, 2)
+    assert calls["/resume_memory_occupation"] == 2
+
+
+def test_answers_to_other_requests_wait_while_an_evaluation_is_answered(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls)
+    give_weights(driver)
+
+    class Alone:
+        rank = 0
+
+    fleet = SglangFleet(Alone(), driver)
+    fleet.submit(requests(5))
+    wait_until(lambda: len(group.engines[0].payloads) == 5)
+    evaluated = fleet.generate(requests(3, first=50))
+    assert [answer.request_id for answer in evaluated] == [50, 51, 52]
+    assert {fleet.next_answer().request_id for _ in range(5)} == set(range(5))

@@ -1,0 +1,194 @@
+"""Engines are looked after: ready only when protected, started again with patience, ended with all they started."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dapo_mega.errors import FleetError
+from dapo_mega.rollout import serving
+from dapo_mega.rollout.engine_commands import Node
+from dapo_mega.rollout.serving import Announcements, Engine, ServingOptions
+from tests.distributed.launching import REPOSITORY, free_port
+
+KEY = "the-key-of-this-run"
+FAKE = Path(__file__).with_name("fake_sglang.py")
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter whose `-m sglang.launch_server` is the fake one."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" -S -E "{FAKE}" "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def make_engine(tmp_path, python, monkeypatch):
+    """Makes engines that behave as told, and ends them."""
+    monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 0.2)
+    engines = []
+
+    def make(behaviour, **changes):
+        node = Node(python, tmp_path, 1, 1, "127.0.0.1", free_port(), "fp32", gpus=(), extra=("--as", behaviour))
+        options = ServingOptions(api_key=KEY, api_key_env="A_KEY", log_folder=tmp_path)
+        engines.append(Engine(node, 0, replace(options, **changes)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.end(time.monotonic())
+
+
+def advance_until(engine, condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        engine.advance()
+        time.sleep(0.02)
+
+
+def children(log):
+    lines = log.read_text().splitlines()
+    return [psutil.Process(int(line.split()[1])) for line in lines if line.startswith("child ")]
+
+
+def test_a_killed_engine_serves_again_as_another_instance(make_engine, capsys):
+    engine = make_engine("well")
+    advance_until(engine, lambda: engine.registration is not None)
+    first = engine.registration
+    assert first.url == engine.url
+    os.kill(engine._group.pid, signal.SIGKILL)
+    advance_until(engine, lambda: engine.registration is None)
+    advance_until(engine, lambda: engine.registration is not None)
+    assert engine.registration.instance != first.instance
+    assert "ended with status -9 and starts again in 0.2 s" in capsys.readouterr().out
+
+
+def test_an_engine_waits_longer_after_each_failure_and_not_forever(make_engine, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 60.0)
+    engine = make_engine("well", max_restarts=3)
+    advance_until(engine, lambda: engine.registration is not None)
+    for _ in range(4):
+        engine.registration = None
+        os.kill(engine._group.pid, signal.SIGKILL)
+        advance_until(engine, lambda: engine._group is None)
+        if not engine.has_given_up:
+            engine._start()
+    assert [
+        line.split(" and ")[1].split(";")[0] for line in capsys.readouterr().out.splitlines() if " and " in line
+    ] == [
+        "starts again in 1 s",
+        "starts again in 2 s",
+        "starts again in 4 s",
+        "is not started any more",
+    ]
+    engine.advance()
+    assert engine._group is None
+
+
+def test_an_engine_that_never_served_is_an_error_with_its_last_words(make_engine):
+    engine = make_engine("broken")
+    with pytest.raises(FleetError, match="status 1 before it ever served: the model is too large; see "):
+        advance_until(engine, lambda: False)
+
+
+def test_an_engine_that_takes_too_long_is_an_error(make_engine):
+    engine = make_engine("silent", start_limit_s=0.5)
+    with pytest.raises(FleetError, match=r"did not serve within 0.5 s before it ever served: it printed nothing"):
+        advance_until(engine, lambda: False)
+    assert engine._group is None
+
+
+def test_an_engine_that_answers_without_the_key_is_refused(make_engine):
+    engine = make_engine("open")
+    with pytest.raises(FleetError, match="answers callers without the API key"):
+        advance_until(engine, lambda: False)
+
+
+def test_an_engine_that_ignores_the_request_to_end_is_killed_with_its_children(make_engine):
+    engine = make_engine("stubborn")
+    advance_until(engine, lambda: engine.registration is not None)
+    processes = [psutil.Process(engine._group.pid), *children(engine.log)]
+    assert len(processes) == 2
+    engine.ask_to_end()
+    engine.end(time.monotonic() + 0.3)
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert not left
+    assert engine.registration is None
+
+
+def test_an_engine_ends_with_a_launcher_that_is_killed(tmp_path):
+    log = tmp_path / "engine.log"
+    program = "echo child $$; sleep 600 & echo child $!; wait"
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, pathlib, sys, time\n"
+            "from dapo_mega.rollout.serving import ProcessGroup\n"
+            "group = ProcessGroup(['/bin/sh', '-c', sys.argv[1]], dict(os.environ), pathlib.Path(sys.argv[2]))\n"
+            "time.sleep(600)",
+            program,
+            log,
+        ],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    deadline = time.monotonic() + LIMIT_S
+    while not log.is_file() or len(children(log)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    _, left = psutil.wait_procs(children(log), timeout=10)
+    assert not left
+
+
+def test_the_key_is_in_a_private_file_only_until_the_engine_serves(make_engine, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    engine = make_engine("well")
+    engine.advance()
+    file = engine._key_file
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    process = psutil.Process(engine._group.pid)
+    advance_until(engine, lambda: engine.registration is not None)
+    assert not file.exists()
+    assert KEY not in " ".join(process.cmdline())
+    assert KEY not in process.environ().values()
+    assert stat.S_IMODE(engine.log.stat().st_mode) == 0o600
+
+
+def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatch, tmp_path, capsys):
+    said = []
+    clock = [0.0]
+    monkeypatch.setattr(
+        serving, "announce", lambda address, key, engines, *, leaving: not said.append((leaving, [*engines]))
+    )
+    monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
+    first, second = (serving.Registration(f"http://host:{port}", "instance", 1) for port in (1, 2))
+    announcements = Announcements(ServingOptions(KEY, "A_KEY", tmp_path, rendezvous="trainer:1"))
+    announcements.update([first])
+    announcements.update([first])
+    announcements.update([first, second])
+    clock[0] += serving._ANNOUNCE_EVERY_S + 0.1
+    announcements.update([first, second])
+    announcements.update([second])
+    announcements.update([])
+    assert said == [
+        (False, [first]),
+        (False, [first, second]),
+        (False, [first, second]),
+        (True, [first]),
+        (False, [second]),
+        (True, [second]),
+    ]
+    assert capsys.readouterr().out == "the trainer at trainer:1 knows of the engines\n"

@@ -1,0 +1,175 @@
+"""A fleet of engines in threads of this process, which receive weights as SGLang does; with faults by script."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+
+from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, EngineRefused
+from dapo_mega.rollout.event_loop import LoopThread
+from dapo_mega.weight_sync.engine_groups import connect_store, join_group
+
+_READER = """
+import base64, pickle, sys, torch.multiprocessing
+torch.multiprocessing.set_sharing_strategy("file_system")
+named_tensors = pickle.loads(base64.b64decode(sys.stdin.read()))
+torch.save({name: tensor.clone() for name, tensor in named_tensors}, sys.stdout.buffer)
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str
+    tp_size: int = 1
+
+
+class ScriptedEngine:
+    """`faults` map the name of a call, or ("update", n) for the n-th bucket of an update, to what goes wrong in it:
+    `die`, `hang` or `refuse`."""
+
+    def __init__(self, url, timeout_s):
+        self.url = url
+        self.faults = {}
+        self.is_dead = False
+        self.weights = {}
+        self.versions = []
+        self.calls = []
+        self.groups = {}
+        self.is_open = False
+        self.num_buckets = 0
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(1)
+
+    async def _meet(self, call):
+        self.calls.append(call)
+        fault = "die" if self.is_dead else self.faults.pop(call, None)
+        if fault == "die":
+            raise EngineDisconnected(self.url, f"{call}: connection reset")
+        if fault == "refuse":
+            raise EngineRefused(self.url, 400, f"{call}: no")
+        if fault == "hang":
+            await asyncio.sleep(3600)
+
+    async def _in_thread(self, function, *arguments):
+        await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def begin_weight_update(self):
+        await self._meet("begin")
+        if self.is_open:
+            raise EngineRefused(self.url, 400, "a session is open already")
+        self.is_open, self.num_buckets = True, 0
+
+    async def end_weight_update(self):
+        await self._meet("end")
+        self.is_open = False
+
+    async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
+        await self._meet("init")
+        assert (rank_offset, world_size, backend) == (1, 2, "gloo")
+        await self._in_thread(self._join, address, port, name)
+
+    def _join(self, address, port, name):
+        store = connect_store(address, port, self._timeout_s)
+        self.groups[name] = join_group(store, name, 2, torch.device("cpu"), address, self._timeout_s, rank=1)
+
+    async def destroy_weights_update_group(self, name):
+        await self._meet("destroy")
+        if name not in self.groups:
+            raise EngineRefused(self.url, 400, f"no group {name}")
+        del self.groups[name]
+
+    async def update_weights_from_distributed(
+        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format
+    ):
+        self.num_buckets += 1
+        await self._meet(("update", self.num_buckets))
+        if not self.is_open or group_name not in self.groups:
+            raise EngineRefused(self.url, 400, "no session, or no such group")
+        assert load_format == "flattened_bucket"
+        await self._in_thread(self._receive, names, dtypes, shapes, group_name)
+        self.versions.append((version, flush_cache))
+
+    async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
+        await self._meet("tensor")
+        assert self.is_open
+        (handle,) = serialized
+        # An engine is a process of its own: within one, memory is the same whether it is shared or not.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _READER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await process.communicate(handle.encode())
+        self.weights |= torch.load(io.BytesIO(output))
+        self.versions.append((version, flush_cache))
+
+    async def update_weights_from_disk(self, path, version, flush_cache=True):
+        await self._meet("disk")
+        assert not self.is_open
+        self.weights = load_file(f"{path}/model.safetensors")
+        self.versions.append((version, flush_cache))
+
+    def _receive(self, names, dtypes, shapes, group_name):
+        dtypes = [getattr(torch, dtype) for dtype in dtypes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.groups[group_name].broadcast(data, 0).wait()
+        for name, dtype, shape, piece in zip(names, dtypes, shapes, data.split(sizes), strict=True):
+            self.weights[name] = piece.view(dtype).view(shape)
+
+
+class ScriptedFleet:
+    """Engines that fail are stale until `return_all`."""
+
+    def __init__(self, num_engines, timeout_s):
+        self.engines = {url: ScriptedEngine(url, timeout_s) for url in (f"http://e{i}" for i in range(num_engines))}
+        self.stale = set(self.engines)
+        self.away = {}
+        self.synced_versions = {}
+        self.held = []
+        self.released = []
+        self._thread = LoopThread("scripted-fleet")
+
+    def targets(self, only_stale):
+        return [Target(url) for url in self.engines if url not in self.away and (url in self.stale or not only_stale)]
+
+    def start_call(self, targets, method, timeout_s):
+        async def one(url):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await method(self.engines[url])
+            except EngineError as error:
+                return error
+            except TimeoutError:
+                return EngineError(url, f"no answer within {timeout_s:g} s")
+
+        async def call():
+            urls = [target.url for target in targets]
+            return dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
+
+        return self._thread.start(call())
+
+    def hold(self, targets):
+        self.held.append([target.url for target in targets])
+
+    def release(self, targets):
+        self.released.append([target.url for target in targets])
+
+    def synced(self, url, version):
+        self.stale.discard(url)
+        self.synced_versions[url] = version
+
+    def failed(self, url, reason):
+        self.away[url] = reason
+
+    def return_all(self):
+        self.stale |= set(self.away)
+        self.away.clear()
+
+    def close(self):
+        self._thread.close()

@@ -1,0 +1,210 @@
+"""A fleet gets complete weights whatever single engines do, and a failed engine is named, left out and taken back."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from dapo_mega.config import WeightSyncConfig
+from dapo_mega.errors import FleetError
+from dapo_mega.policy.processes import Processes
+from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
+
+TIMEOUT_S = 1.5
+LOCAL_URL = "http://127.0.0.1:30000"
+URLS = ["http://e0", "http://e1", "http://e2"]
+
+
+class Policy:
+    """Three buckets whose values are those of the version."""
+
+    def __init__(self):
+        self.version = 0
+        self.tensors = {}
+
+    def advance(self):
+        self.version += 1
+        random = torch.Generator().manual_seed(self.version)
+        self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
+        return self
+
+    def stage_weights(self, bucket_bytes):
+        names = list(self.tensors)
+        for start in (0, 2, 4):
+            bucket = {name: self.tensors[name] for name in names[start : start + 2]}
+            yield StageBucket(
+                stage=0,
+                names=tuple(bucket),
+                dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()),
+                shapes=tuple(tuple(tensor.shape) for tensor in bucket.values()),
+                data=torch.cat([tensor.flatten().view(torch.uint8) for tensor in bucket.values()]),
+                is_last=start == 4,
+            )
+
+
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+NUM_BYTES = 4 * 3 * (5 + 6 + 7) + 2 * 3 * (8 + 9 + 10)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
+    sizes = {"world_size": 1, "data_size": 1, "tensor_size": 1, "pipeline_size": 1, "context_size": 1, "expert_size": 1}
+    ranks = dict.fromkeys(("rank", "data_rank", "tensor_rank", "pipeline_rank", "context_rank", "expert_rank"), 0)
+    yield Processes(**sizes, **ranks, device=torch.device("cpu"), control=group, leaders=group, replica=group)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fleet():
+    fleet = ScriptedFleet(3, TIMEOUT_S)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def sync(processes, fleet):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    yield sync
+    sync.close()
+
+
+def holders(fleet, policy):
+    """URLs of the engines whose weights are exactly the policy's."""
+
+    def is_exact(weights):
+        return weights.keys() == policy.tensors.keys() and all(
+            torch.equal(weights[n].view(torch.uint8), t.view(torch.uint8)) for n, t in policy.tensors.items()
+        )
+
+    return [url for url, engine in fleet.engines.items() if is_exact(engine.weights)]
+
+
+def test_every_engine_ends_with_the_exact_weights_and_the_version_comes_with_the_last_bucket(sync, fleet):
+    policy = Policy().advance()
+    metrics = sync.push(policy, 7)
+    assert holders(fleet, policy) == URLS
+    assert fleet.synced_versions == dict.fromkeys(URLS, 7)
+    assert metrics["weight_sync/engines"] == 3
+    assert metrics["weight_sync/bytes"] == NUM_BYTES
+    for engine in fleet.engines.values():
+        assert engine.versions == [(None, False), (None, False), ("7", True)]
+        assert engine.calls == ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"]
+
+
+def test_groups_last_from_update_to_update(sync, fleet):
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    sync.push(policy.advance(), 2)
+    assert holders(fleet, policy) == URLS
+    assert [engine.calls.count("init") for engine in fleet.engines.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("fault", ["die", "hang", "refuse"])
+@pytest.mark.parametrize("call", ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"])
+def test_an_engine_that_fails_is_reported_and_the_others_end_with_the_new_weights(sync, fleet, call, fault):
+    if (call, fault) == ("begin", "refuse"):
+        fleet.engines[URLS[1]].faults["end"] = "refuse"  # One refusal may be a session of an earlier trainer.
+    fleet.engines[URLS[1]].faults[call] = fault
+    policy = Policy().advance()
+    started = time.monotonic()
+    sync.push(policy, 1)
+    assert time.monotonic() - started < 4 * TIMEOUT_S
+    assert fleet.synced_versions == {URLS[0]: 1, URLS[2]: 1}
+    assert set(holders(fleet, policy)) >= {URLS[0], URLS[2]}
+    assert list(fleet.away) == [URLS[1]]
+    assert fleet.held == fleet.released == [URLS]
+    # It comes back, in a group of its own, and the others keep theirs.
+    fleet.return_all()
+    metrics = sync.push_to_stale(policy.advance(), 2)
+    assert metrics["weight_sync/engines"] == 1
+    assert fleet.held[1:] == fleet.released[1:] == [[URLS[1]]]
+    sync.push(policy.advance(), 3)
+    assert fleet.synced_versions == dict.fromkeys(URLS, 3)
+    assert holders(fleet, policy) == URLS
+    assert [fleet.engines[url].calls.count("init") for url in (URLS[0], URLS[2])] == [1, 1]
+
+
+def test_an_engine_that_was_started_anew_joins_again(sync, fleet):
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    fleet.engines[URLS[0]].groups.clear()
+    fleet.stale.add(URLS[0])
+    sync.push(policy.advance(), 2)
+    assert holders(fleet, policy) == URLS
+    assert not fleet.away
+
+
+def test_a_session_that_an_earlier_trainer_left_open_is_closed_first(sync, fleet):
+    fleet.engines[URLS[2]].is_open = True
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    assert holders(fleet, policy) == URLS
+
+
+def test_a_push_is_repeated_while_no_engine_took_it_and_gives_up_with_one_sentence(sync, fleet):
+    policy = Policy().advance()
+
+    def come_back(url, reason):
+        fleet.stale.add(url)
+
+    fleet.failed = come_back
+    for engine in fleet.engines.values():
+        engine.faults["init"] = "die"
+    metrics = sync.push(policy, 1)
+    assert metrics["weight_sync/attempts"] == 2
+    assert holders(fleet, policy) == URLS
+    for engine in fleet.engines.values():
+        engine.is_dead = True
+    with pytest.raises(FleetError, match="no engine took the weights of version 2 in 3 attempts"):
+        sync.push(policy.advance(), 2)
+
+
+def test_memory_of_this_machine_reaches_engines_bucket_by_bucket(processes, fleet):
+    config = WeightSyncConfig(timeout_s=60)
+    sync = FleetWeightSync(processes, fleet, config, SharedMemoryTransport(processes, config))
+    fleet.engines = {LOCAL_URL: ScriptedEngine(LOCAL_URL, 60), "http://far.away": ScriptedEngine("http://far.away", 60)}
+    fleet.stale = set(fleet.engines)
+    policy = Policy().advance()
+    metrics = sync.push(policy, 4)
+    assert holders(fleet, policy) == [LOCAL_URL]
+    assert metrics["weight_sync/bytes"] == NUM_BYTES
+    engine = fleet.engines[LOCAL_URL]
+    assert engine.versions == [(None, False), (None, False), ("4", True)]
+    assert engine.calls == ["begin", "tensor", "tensor", "tensor", "end"]
+    assert "set weight_sync.transport to distributed or disk" in fleet.away["http://far.away"]
+
+
+def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes, fleet, tmp_path):
+    policy = Policy()
+
+    def export(path):
+        path.mkdir(parents=True)
+        save_file(policy.tensors, path / "model.safetensors")
+
+    sync = FleetWeightSync(processes, fleet, WeightSyncConfig(), DiskTransport(processes, tmp_path, export))
+    fleet.engines[URLS[2]].faults["disk"] = "die"
+    for version in (3, 4):
+        sync.push(policy.advance(), version)
+    assert [path.name for path in tmp_path.iterdir()] == ["version_00000004"]
+    assert holders(fleet, policy) == URLS[:2]
+    assert fleet.engines[URLS[0]].versions == [("3", True), ("4", True)]
+    assert list(fleet.away) == [URLS[2]]
+
+
+def test_engines_that_keep_requests_in_place_keep_their_cache(processes, fleet):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, in_flight="continue", pause="in_place")
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync.push(Policy().advance(), 1)
+    assert {flush for engine in fleet.engines.values() for _, flush in engine.versions} == {False}
+    sync.close()

@@ -1,0 +1,87 @@
+"""Quantised weights are the weights to within FP8's error, in the form that SGLang's loaders take."""
+
+import pytest
+import torch
+
+from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.weight_sync.buckets import named_tensors
+from dapo_mega.weight_sync.fp8 import BLOCK, quantise, quantised_bucket
+
+# Half a step of 3 bits of mantissa, and below 2^-6 half a step of the subnormal numbers, in units of a block's scale.
+RELATIVE_ERROR, ABSOLUTE_ERROR = 2.0**-4, 2.0**-10
+
+
+def dequantised(quantised, scales):
+    rows, columns = quantised.shape
+    by_element = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return quantised.float() * by_element, by_element
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (100, 70), (129, 257), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_value_is_within_half_a_step_of_the_weight(shape, dtype):
+    random = torch.Generator().manual_seed(0)
+    weight = (torch.randn(shape, generator=random) * torch.logspace(-4, 2, shape[1])).to(dtype)
+    quantised, scales = quantise(weight)
+    restored, by_element = dequantised(quantised, scales)
+    assert quantised.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
+    assert scales.shape == (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    limit = torch.maximum(weight.float().abs() * RELATIVE_ERROR, by_element * ABSOLUTE_ERROR)
+    assert ((restored - weight.float()).abs() <= limit * (1 + 1e-6)).all()
+
+
+def test_scales_make_a_blocks_largest_magnitude_float8s_largest_and_are_finite_where_a_block_is_zero():
+    weight = torch.zeros(256, 128)
+    weight[3, 5], weight[7, 7] = -14.0, 3.5
+    quantised, scales = quantise(weight)
+    assert scales.tolist() == [[14.0 / 448.0], [1.0]]
+    assert quantised[3, 5].item() == -448.0
+    assert quantised[7, 7].item() == 112.0
+    assert quantised[128:].float().abs().max() == 0
+
+
+def test_projections_are_quantised_beside_their_scales_and_everything_else_stays_as_it_is():
+    quantised_names = [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+        "model.layers.0.mlp.shared_experts.gate_proj.weight",
+    ]
+    other_names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "lm_head.weight",
+    ]
+    tensors = {name: torch.randn(130, 70).bfloat16() for name in quantised_names}
+    tensors |= {name: torch.randn(9, 4).bfloat16() for name in other_names}
+    bucket = StageBucket(
+        stage=1,
+        names=tuple(tensors),
+        dtypes=("bfloat16",) * len(tensors),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
+        data=torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]),
+        is_last=True,
+    )
+    result = quantised_bucket(bucket)
+    got = dict(named_tensors(result))
+    assert set(got) == {*tensors, *(f"{name}_scale_inv" for name in quantised_names)}
+    for name in other_names:
+        assert torch.equal(got[name], tensors[name])
+    for name in quantised_names:
+        expected, scales = quantise(tensors[name])
+        assert torch.equal(got[name].view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(got[f"{name}_scale_inv"], scales)
+    assert (result.stage, result.is_last) == (1, True)
+    sizes = [tensor.dtype.itemsize for tensor in got.values()]
+    assert sizes == sorted(sizes, reverse=True)  # So that SGLang, which does not pad, finds everything aligned.
+    elsewhere = quantised_bucket(StageBucket(1, bucket.names, bucket.dtypes, bucket.shapes, None, True))
+    assert (elsewhere.names, elsewhere.dtypes, elsewhere.shapes, elsewhere.data) == (
+        result.names,
+        result.dtypes,
+        result.shapes,
+        None,
+    )

@@ -1,0 +1,232 @@
+"""Measures the client of a fleet: many requests in flight, and its speed against a server's own batch interface.
+
+python tools/benchmark_fleet.py --requests 10000
+python tools/benchmark_fleet.py --url http://127.0.0.1:30000 --vocab-size 200
+
+Without --url scripted engines in a process of their own hold all answers back until every request is in flight. With
+--url the requests go one by one through the dispatcher to an SGLang server, and in turn as one list in a single call,
+which no client can be faster than. Start that server with --weight-version 0, and put its key into --api-key-env.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
+
+from dapo_mega.errors import InputError
+from dapo_mega.rollout.dispatcher import Dispatcher
+from dapo_mega.rollout.engine_client import EngineClient
+from dapo_mega.rollout.sglang_api import generate_payload
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
+
+_TIMEOUT_S = 600.0
+_PROMPT_TOKENS = 16
+_NUM_ENGINES = 20
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Many requests in flight at once; memory in MB, `most_overtaken` in places between submission and answer."""
+
+    num_requests: int
+    most_in_flight: int
+    peak_growth_mb: float
+    cpu_s: float
+    wall_s: float
+    most_overtaken: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmark fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10000, help="in flight at scripted engines, a multiple of 20")
+    parser.add_argument("--url", help="of an SGLang server to compare with its own batch interface")
+    parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY")
+    parser.add_argument("--vocab-size", type=int, default=200, help="of the server's model")
+    parser.add_argument("--batch", type=int, default=64, help="requests at once on the server")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(argv)
+    lines = (
+        asyncio.run(_compare(options)) if options.url else _report_crowd(asyncio.run(measure_crowd(options.requests)))
+    )
+    print("\n".join(lines))
+
+
+async def measure_crowd(num_requests: int) -> Crowd:
+    """Two requests for every place, so that one half waits while the other is in flight."""
+    per_engine = num_requests // _NUM_ENGINES
+    with _scripted_engines(per_engine) as urls:
+        clients = [EngineClient(url, "secret") for url in urls]
+        order: list[int] = []
+        finished = asyncio.Event()
+
+        def take(answer: Answer) -> None:
+            if isinstance(answer, GenerationFailure):
+                raise InputError(f"request {answer.request_id} failed: {answer.reason}")
+            order.append(answer.request_id)
+            if len(order) == 2 * num_requests:
+                finished.set()
+
+        dispatcher = Dispatcher(
+            vocab_size=1000,
+            requests_per_engine=per_engine,
+            request_timeout_s=_TIMEOUT_S,
+            max_attempts=1,
+            on_answer=take,
+        )
+        requests = _requests(2 * num_requests, 1000, [32] * (2 * num_requests))
+        memory, cpu, wall = _peak_memory_mb(), time.process_time(), time.perf_counter()
+        for client in clients:
+            dispatcher.add_engine(client, 0)
+        dispatcher.submit(requests)
+        in_flight = sum(engine.in_flight for engine in dispatcher.engines())
+        async with asyncio.timeout(_TIMEOUT_S):
+            await finished.wait()
+        dispatcher.ledger.check()
+        crowd = Crowd(
+            num_requests=2 * num_requests,
+            most_in_flight=in_flight,
+            peak_growth_mb=_peak_memory_mb() - memory,
+            cpu_s=time.process_time() - cpu,
+            wall_s=time.perf_counter() - wall,
+            most_overtaken=max(place - request_id for place, request_id in enumerate(order)),
+        )
+        await dispatcher.close()
+        await asyncio.gather(*(client.close() for client in clients))
+    return crowd
+
+
+@contextmanager
+def _scripted_engines(per_engine: int) -> Iterator[list[str]]:
+    """URLs of engines each of which answers nothing before `per_engine` calls are in flight on it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (num_files := per_engine * _NUM_ENGINES + 100) > hard:
+        raise InputError(f"so many requests need {num_files} open files and this process may open {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    program = str(Path(__file__).parent / "scripted_engine.py")
+    command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--release-at", str(per_engine)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        try:
+            yield [server.stdout.readline().strip() for _ in range(_NUM_ENGINES)]
+        finally:
+            server.terminate()
+
+
+def _requests(count: int, vocab_size: int, lengths: Sequence[int]) -> list[GenerationRequest]:
+    """Random prompts; responses have exactly these lengths."""
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(4, vocab_size, (count, _PROMPT_TOKENS), dtype=np.int32)
+    return [
+        GenerationRequest(i, prompts[i], i, SamplingParams(max_new_tokens=length)) for i, length in enumerate(lengths)
+    ]
+
+
+def _peak_memory_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _report_crowd(crowd: Crowd) -> list[str]:
+    return [
+        "| requests | in flight | memory, MB | CPU per request, ms | requests/s | most places overtaken |",
+        "|---|---|---|---|---|---|",
+        f"| {crowd.num_requests} | {crowd.most_in_flight} | {crowd.peak_growth_mb:.0f} | "
+        f"{crowd.cpu_s / crowd.num_requests * 1e3:.2f} | {crowd.num_requests / crowd.wall_s:.0f} | "
+        f"{crowd.most_overtaken} |",
+    ]
+
+
+async def _compare(options: argparse.Namespace) -> list[str]:
+    key = os.environ.get(options.api_key_env, "")
+    client = EngineClient(options.url, key)
+    version = (await client.info()).weight_version
+    await client.close()
+    if not version.isdecimal():
+        raise InputError(f"the server's weight version is {version!r}; start it with --weight-version 0")
+    draw = np.random.default_rng(1)
+    kinds = {
+        "equal": [options.new_tokens] * options.batch,
+        "mixed": draw.integers(options.new_tokens // 8, 2 * options.new_tokens, options.batch).tolist(),
+    }
+    lines = [
+        f"{options.batch} requests of {_PROMPT_TOKENS} tokens; medians of {options.rounds} rounds in turn",
+        "",
+        "| lengths | tokens | dispatcher, tokens/s | batch, tokens/s | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, lengths in kinds.items():
+        requests = _requests(options.batch, options.vocab_size, lengths)
+        sides = _sides(options, key, int(version), requests)
+        durations = await asyncio.to_thread(take_turns, sides, options.rounds)
+        tokens = sum(lengths)
+        lines.append(
+            f"| {kind} | {tokens} | {tokens / median_wall(durations['dispatcher']):.0f} | "
+            f"{tokens / median_wall(durations['batch']):.0f} | "
+            f"{speed_ratio(durations['dispatcher'], durations['batch']).wall:.3f} |"
+        )
+    return lines
+
+
+def _sides(
+    options: argparse.Namespace, key: str, version: int, requests: Sequence[GenerationRequest]
+) -> dict[str, Callable[[], Duration]]:
+    async def through_dispatcher(client: EngineClient) -> None:
+        finished: asyncio.Queue[Answer] = asyncio.Queue()
+        dispatcher = Dispatcher(
+            vocab_size=options.vocab_size,
+            requests_per_engine=len(requests),
+            request_timeout_s=_TIMEOUT_S,
+            max_attempts=1,
+            on_answer=finished.put_nowait,
+        )
+        dispatcher.add_engine(client, version)
+        dispatcher.submit(requests)
+        for _ in requests:
+            if isinstance(answer := await finished.get(), GenerationFailure):
+                raise InputError(f"the server did not answer: {answer.reason}")
+        await dispatcher.close()
+
+    async def as_one_batch(client: EngineClient) -> None:
+        payloads = [generate_payload(request, [], "") for request in requests]
+        batch: dict[str, Any] = {
+            "input_ids": [payload["input_ids"] for payload in payloads],
+            "sampling_params": [payload["sampling_params"] for payload in payloads],
+            "return_logprob": True,
+        }
+        answers = await client.generate(batch, _TIMEOUT_S)
+        assert len(answers) == len(requests)
+
+    def side(generate: Callable[[EngineClient], Awaitable[None]]) -> Callable[[], Duration]:
+        return lambda: asyncio.run(_timed(options.url, key, generate))
+
+    return {"dispatcher": side(through_dispatcher), "batch": side(as_one_batch)}
+
+
+async def _timed(url: str, key: str, generate: Callable[[EngineClient], Awaitable[None]]) -> Duration:
+    """One round, on an idle server without cached prefixes."""
+    client = EngineClient(url, key)
+    await client.flush_cache()
+    wall, cpu = time.perf_counter(), time.process_time()
+    await generate(client)
+    duration = Duration(time.perf_counter() - wall, time.process_time() - cpu)
+    await client.close()
+    return duration
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Measures a weight update of a real SGLang server against bare broadcasts of the same bytes in the same pieces.
+
+python tools/benchmark_weight_sync.py --url http://127.0.0.1:30000 --model MODEL
+
+The server must serve MODEL in float32; its API key is read from DAPO_MEGA_API_KEY. The trainer is one process; the bare
+broadcasts go from it to another process over the same kind of group. Memory is what the trainer's grows by at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from benchmark_timing import measure, median_wall, speed_ratio, take_turns
+
+from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
+from dapo_mega.policy import cpu_accelerator
+from dapo_mega.rollout.engine import NamedTensors, StageBucket
+from dapo_mega.rollout.engine_client import EngineClient, EngineError
+from dapo_mega.rollout.event_loop import LoopThread
+from dapo_mega.rollout.fleet_driver import SyncTarget
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.engine_groups import connect_store, join_group, open_store
+from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+
+T = TypeVar("T")
+_ADDRESS = "127.0.0.1"
+_TIMEOUT_S = 120.0
+
+
+class _OneEngine:
+    """A fleet of one idle engine."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._thread = LoopThread("engine")
+        self._client = EngineClient(url, key)
+        self._target = SyncTarget(url, self._thread.run(self._client.info()).tp_size)
+        self._is_stale = True
+
+    def targets(self, only_stale: bool) -> list[SyncTarget]:
+        return [self._target] if self._is_stale or not only_stale else []
+
+    def start_call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> Future[dict[str, T | EngineError]]:
+        async def call() -> dict[str, T | EngineError]:
+            return {target.url: await method(self._client) for target in targets}
+
+        return self._thread.start(call())
+
+    def hold(self, targets: Sequence[SyncTarget]) -> None: ...
+
+    def release(self, targets: Sequence[SyncTarget]) -> None: ...
+
+    def synced(self, url: str, version: int) -> None:
+        self._is_stale = False
+
+    def failed(self, url: str, reason: str) -> None:
+        raise EngineError(url, reason)
+
+    def make_stale(self) -> None:
+        self._is_stale = True
+
+    def close(self) -> None:
+        self._thread.run(self._client.close())
+        self._thread.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmark weight_sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", required=True, help="of the server, on this machine")
+    parser.add_argument("--model", required=True, help="folder of the checkpoint that it serves")
+    parser.add_argument("--bucket-mib", type=float, nargs="+", default=[32.0], help="one row each")
+    parser.add_argument("--rounds", type=int, default=9)
+    print("\n".join(run(parser.parse_args(argv))))
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """The report's lines."""
+    from dapo_mega.policy.megatron_policy import ScoringModel
+    from dapo_mega.policy.model import unwrapped
+    from dapo_mega.policy.processes import start_processes, stop_processes
+    from dapo_mega.policy.weights import WeightGatherer
+
+    cpu_accelerator.install()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    processes = start_processes(ParallelConfig(), 0)
+    model = ScoringModel(ModelConfig(path=options.model, dtype="fp32"), ParallelConfig(), processes, 1.0)
+    policy = _Policy(WeightGatherer([unwrapped(chunk) for chunk in model.chunks], model.layout, processes))
+    engine = _OneEngine(options.url, os.environ["DAPO_MEGA_API_KEY"])
+    lines = [
+        f"{policy.num_bytes / 1e6:.0f} MB in float32, {os.cpu_count()} cores shared by trainer, server and receiver",
+        "",
+        "| bucket, MiB | push, MB/s | bare broadcast, MB/s | ratio | memory over bucket |",
+        "|---|---|---|---|---|",
+    ]
+    for bucket_mib in options.bucket_mib:
+        config = WeightSyncConfig(bucket_mib=bucket_mib, timeout_s=_TIMEOUT_S)
+        sync = FleetWeightSync(processes, engine, config, BroadcastTransport(processes, config))
+        lines.append(_measure(policy, sync, bucket_mib, options.rounds))
+        engine.make_stale()
+        sync.close()
+    engine.close()
+    stop_processes()
+    return lines
+
+
+class _Policy:
+    """The gathering half of a policy; it notes the sizes of its buckets."""
+
+    def __init__(self, gatherer: Any) -> None:
+        self._gatherer = gatherer
+        self.sizes: list[int] = []
+        self.num_bytes = sum(tensor.nbytes for bucket in self.weights(2**30) for _, tensor in bucket)
+
+    def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
+        yield from self._gatherer.buckets(bucket_bytes)
+
+    def stage_weights(self, bucket_bytes: int) -> Iterator[StageBucket]:
+        self.sizes = []
+        for bucket in self._gatherer.stage_buckets(bucket_bytes):
+            assert bucket.data is not None
+            self.sizes.append(bucket.data.nbytes)
+            yield bucket
+
+
+def _measure(policy: _Policy, sync: FleetWeightSync, bucket_mib: float, num_rounds: int) -> str:
+    """A row of the table."""
+    sync.push(policy, 1)  # Connects, and takes memory that stays.
+    with _peak_growth() as growth:
+        sync.push(policy, 2)
+    with _bare_receiver(policy.sizes) as send:
+        sides = {"push": lambda: measure(lambda: sync.push(policy, 3)), "bare": lambda: measure(send)}
+        durations = take_turns(sides, num_rounds)
+    ratio = speed_ratio(durations["push"], durations["bare"]).wall
+    rates = [policy.num_bytes / median_wall(durations[side]) / 1e6 for side in ("push", "bare")]
+    memory = growth[0] / (bucket_mib * 2**20)
+    return f"| {bucket_mib:g} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {memory:.2f} |"
+
+
+@contextmanager
+def _bare_receiver(sizes: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """What broadcasts pieces of these sizes to another process, which has memory for all of them."""
+    store = open_store(_ADDRESS, _TIMEOUT_S)
+    context = multiprocessing.get_context("spawn")
+    receiver = context.Process(target=_receive, args=(store.port, list(sizes)), daemon=True)
+    receiver.start()
+    group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S)
+    pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def send() -> None:
+        for piece in pieces:
+            group.broadcast(piece, 0).wait()
+
+    try:
+        yield send
+    finally:
+        receiver.kill()
+        receiver.join()
+
+
+def _receive(port: int, sizes: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    store = connect_store(_ADDRESS, port, _TIMEOUT_S)
+    group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S, rank=1)
+    pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    while True:
+        for piece in pieces:
+            group.broadcast(piece, 0).wait()
+
+
+@contextmanager
+def _peak_growth() -> Iterator[list[int]]:
+    """Fills the list with the growth of this process's resident memory at its peak, in bytes."""
+    growth: list[int] = []
+    before = peak = _resident()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield growth
+    finally:
+        done.set()
+        watcher.join()
+        growth.append(peak - before)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Makes an environment with SGLang for a machine without a GPU, for rollout engines and their tests:
+#   bash tools/install_sglang.sh [FOLDER]     default: .venv-sglang in the project folder; 1.7 GB, a few minutes
+# On a machine with GPUs install SGLang as its own documentation says, in an environment of its own.
+#   TORCH=torch==2.13.0   the torch to install, of the version that this SGLang is made for
+#   PYTHON_BASE=python3   the interpreter that makes the environment
+set -euo pipefail
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder="${1:-$project/.venv-sglang}"
+parts="$project/tools/sglang_cpu"
+python="$folder/bin/python"
+stamp="$folder/.dapo_mega_installed"
+wanted="$parts $(cat "$parts"/*.txt | cksum)"
+[ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ] || exit 0
+rm -f "$stamp"
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+install() {
+    "$python" -m pip install --quiet "$@" 2> "$log" ||
+        { cat "$log" >&2; echo "error: SGLang could not be installed into $folder; see above" >&2; exit 1; }
+}
+
+echo "installing SGLang into $folder (a few minutes)"
+[ -x "$python" ] || "${PYTHON_BASE:-python3}" -m venv "$folder"
+install "${TORCH:-torch==2.13.0}"
+install --requirement "$parts/requirements.txt"
+install --no-deps --requirement "$parts/without-dependencies.txt"
+# Seen by this environment only; packages that are installed in it go before the stand-ins.
+echo "$parts/stubs" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_stand_ins.pth"
+"$python" -c 'import sglang.srt.server_args' 2> "$log" ||
+    { cat "$log" >&2; echo "error: SGLang cannot be imported from $folder; see above" >&2; exit 1; }
+printf '%s' "$wanted" > "$stamp"
