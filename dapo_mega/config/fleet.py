@@ -35,7 +35,8 @@ class FleetConfig(Section):
     @field_validator("urls", mode="before")
     @classmethod
     def _split(cls, urls: Any) -> Any:
-        return [url.strip() for url in urls.split(",")] if isinstance(urls, str) else urls
+        given = urls.split(",") if isinstance(urls, str) else urls
+        return [str(url).strip().rstrip("/") for url in given] if isinstance(given, list | tuple) else given
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:

@@ -34,6 +34,7 @@ class RolloutTally:
     rounds: int = 0
     retried: int = 0
     dropped_groups: int = 0
+    expired_groups: int = 0
     seconds: float = 0.0
 
 
@@ -107,7 +108,8 @@ class Collector:
         config, in_flight = self._config, self._in_flight
         assert in_flight is not None
         started = time.perf_counter()
-        self.buffer.counts.stale += in_flight.cancel_older_than(version - config.algorithm.max_staleness)
+        tally.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
+        self.buffer.counts.stale += tally.expired_groups
         in_flight.submit_missing()
         num_asked = 0
         while len(self.buffer) < config.batch.groups_per_step:
@@ -251,6 +253,7 @@ class Collector:
             metrics["rollout/retried_requests"] = float(tally.retried)
         else:
             metrics["rollout/groups_in_flight"] = float(len(self._in_flight))
+            metrics["rollout/groups_expired_in_flight"] = float(tally.expired_groups)
         outcomes = self._scorer.pop_outcomes()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])

@@ -126,7 +126,7 @@ class FleetDriver:
                 self._leave(registration.url, "it was started anew")
 
     def _watch(self, monitor: HealthMonitor, url: str, instance: str) -> None:
-        client = EngineClient(url, self._api_key)
+        client = EngineClient(url, self._api_key, timeout_s=self._config.weight_sync.timeout_s)
         self._members[url] = Member(client, instance)
         monitor.watch(client)
 

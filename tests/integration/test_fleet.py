@@ -1,5 +1,6 @@
 """DAPO runs through real SGLang engines, and the faults that engines and trainers have."""
 
+import json
 import logging
 import os
 import signal
@@ -9,9 +10,11 @@ import time
 
 import pytest
 
+from dapo_mega.metrics import read_metrics
 from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
 
 from .fleet_runs import (
+    GROUP_SIZE,
     checked_records,
     fleet_values,
     in_flight,
@@ -30,8 +33,12 @@ pytestmark = pytest.mark.integration
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
 
 
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch):
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", API_KEY)
+
+
 def start_run(folder, values, world_size):
-    os.environ["DAPO_MEGA_API_KEY"] = API_KEY
     return start_workers(TRAIN, world_size, ["--config", str(write_config(folder, values))], folder / "logs")
 
 
@@ -167,7 +174,16 @@ def test_a_killed_trainer_finds_its_engines_again_and_ends_with_every_group_once
     finally:
         kill(workers)
     finish_run(start_run(tmp_path, values, 1), tmp_path)
-    assert steps_done(tmp_path / "run") == 4
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["step"] > 0]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    loop = json.loads((tmp_path / "run" / "checkpoints" / "step_00000004" / "loop.json").read_text())
+    # Every request number belongs to a group that was scored, given up as too old, or is in flight.
+    ends = ("groups/offered", "rollout/groups_expired_in_flight", "rollout/dropped_groups")
+    num_groups = sum(total(records, name) for name in ends) + len(loop["in_flight"])
+    assert num_groups * GROUP_SIZE == loop["collector"]["next_request_id"]
+    waiting = [request_id for group in loop["in_flight"] for request_id in group["request_ids"]]
+    waiting += [response["request_id"] for group in loop["buffer"] for response in group["responses"]]
+    assert len(set(waiting)) == len(waiting)
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
@@ -185,7 +201,7 @@ def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(
     values = fleet_values(tmp_path, two_engines, rollout={"dtype": "bf16"})
     command = [sys.executable, str(TRAIN), "--config", str(write_config(tmp_path, values))]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    environment.pop("DAPO_MEGA_API_KEY", None)
+    del environment["DAPO_MEGA_API_KEY"]
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "DAPO_MEGA_API_KEY is not set" in refused.stderr
