@@ -14,4 +14,17 @@ if [ -z "${DAPO_MEGA_SGLANG_PYTHON:-}" ] && [[ "$*" != *tests/* || "$*" == *test
     if bash tools/install_sglang.sh "$sglang"; then export DAPO_MEGA_SGLANG_PYTHON="$sglang/bin/python"; fi
 fi
 # The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
-CUDA_VISIBLE_DEVICES= "$PYTHON" -m pytest "$@"
+export CUDA_VISIBLE_DEVICES=
+if [ $# -gt 0 ]; then
+    exec "$PYTHON" -m pytest "$@"
+fi
+# Tests of several processes wait for each other much of the time: those of a single process run beside them.
+log=$(mktemp)
+"$PYTHON" -m pytest tests/unit tests/numerics > "$log" 2>&1 &
+single=$!
+trap 'kill "$single" 2> /dev/null || true; rm -f "$log"' EXIT
+status=0
+"$PYTHON" -m pytest tests/distributed tests/integration tests/gpu || status=$?
+wait "$single" || status=$?
+cat "$log"
+exit "$status"

@@ -57,20 +57,27 @@ def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp
 
 
 def merge_shards(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -> list[Tensor]:
-    """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`."""
+    """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`.
+
+    Of a single shard they may be views.
+    """
     if layout is Layout.REPLICATED:
         return [shards[0]]
     if layout is Layout.COLUMN:
-        return [torch.cat(list(shards))]
+        return [_joined(shards)]
     if layout is Layout.ROW:
-        return [torch.cat(list(shards), dim=1)]
+        return [_joined(shards, dim=1)]
     if layout is Layout.VOCAB:
-        return [torch.cat(list(shards))[: arch.vocab_size]]
+        return [_joined(shards)[: arch.vocab_size]]
     if layout is Layout.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+        return [_joined([half[i] for half in halves]) for i in (0, 1)]
     rest = shards[0].shape[1:]
-    full = torch.cat(list(shards)).reshape(arch.num_query_groups, -1, *rest)
+    full = _joined(shards).reshape(arch.num_query_groups, -1, *rest)
     queries = arch.num_attention_heads // arch.num_query_groups * arch.head_dim
     parts = full.split([queries, arch.head_dim, arch.head_dim], dim=1)
     return [part.reshape(-1, *rest) for part in parts]
+
+
+def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)

@@ -36,6 +36,9 @@ import importlib.metadata, torch
 importlib.metadata.version("sglang")
 print(torch.cuda.device_count())
 """
+# Of glibc: freed memory stays with the process. Otherwise every bucket of a weight update is received into fresh pages,
+# which the kernel fills with zeros first; that alone takes longer than the bucket's way.
+_KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
 _ROUTER_KEY = "ROUTER_API_KEY"
 _ROUTER = f"""
 import json, os, sys
@@ -141,6 +144,7 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
         first = engine * node.tp_size
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus[first : first + node.tp_size])}
     variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}
+    variables.setdefault("GLIBC_TUNABLES", _KEEP_FREED_MEMORY)
     if node.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(engine * node.tp_size, (engine + 1) * node.tp_size)

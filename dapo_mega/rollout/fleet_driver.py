@@ -101,6 +101,7 @@ class FleetDriver:
         for url in self._fleet.urls:
             self._watch(monitor, url, instance="")
         self._upkeep = asyncio.create_task(self._keep_up(monitor))
+        self._upkeep.add_done_callback(_report_fault)
         return dispatcher, monitor
 
     # ---- membership, on the event loop ----
@@ -152,23 +153,25 @@ class FleetDriver:
         """Check the engine's settings and undo what a trainer that is gone may have left in it."""
         member = self._members[url]
         member.state = "joining"
+        state: State = "stale"
+        reason = ""
         try:
             member.info = await member.client.info()
-            misfit = _misfit(member.info, self._config, self._vocab_size)
-            if misfit:
-                member.state, member.reason = "refused", misfit
-                logger.warning("WARNING: engine %s is refused: %s", url, misfit)
-                return
-            await member.client.resume()
-            await member.client.abort(all=True)
-            if member.state != "joining":
-                return  # It left meanwhile.
+            if reason := _misfit(member.info, self._config, self._vocab_size):
+                state = "refused"
+            else:
+                await member.client.resume()
+                await member.client.abort(all=True)
         except EngineError as error:
-            member.state, member.reason = "away", str(error)
-            return
-        member.state, member.version, member.reason = "stale", -1, ""
-        self._counts["engines_joined"] += 1
-        logger.info("engine %s is ready for weights", url)
+            state, reason = "away", str(error)
+        if member.state != "joining":
+            return  # It left meanwhile, or has been taken up already.
+        member.state, member.version, member.reason = state, -1, reason
+        if state == "stale":
+            self._counts["engines_joined"] += 1
+            logger.info("engine %s is ready for weights", url)
+        elif state == "refused":
+            logger.warning("WARNING: engine %s is refused: %s", url, reason)
 
     # ---- generation, from the main thread ----
 
@@ -406,6 +409,11 @@ class FleetDriver:
             return function()
 
         return self._thread.run(call(), _CALL_TIMEOUT_S)
+
+
+def _report_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()):
+        logger.critical("engines are not taken up any more: %r", fault, exc_info=fault)
 
 
 def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:

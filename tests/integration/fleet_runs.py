@@ -96,9 +96,15 @@ def pipeline_of(values: dict[str, Any]) -> Iterator[Pipeline]:
         stop_processes()
 
 
+def train_to_the_end(pipeline: Pipeline) -> list[Record]:
+    """The records of all steps."""
+    trainer.train(pipeline)
+    return [r for r in read_metrics(Path(pipeline.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
+
+
 def run(pipeline: Pipeline) -> list[Record]:
     """Train to the end; the records of all steps, whose account of requests has been checked."""
-    trainer.train(pipeline)
+    train_to_the_end(pipeline)
     return checked_records(Path(pipeline.config.output_dir), pipeline.config.num_steps)
 
 

@@ -93,7 +93,8 @@ def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | Non
 class Launcher:
     """A running launch/serve_rollouts.py and what it has said about its engines."""
 
-    def __init__(self, model: Path, folder: Path, num_engines: int, *options: str) -> None:
+    def __init__(self, model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "") -> None:
+        """On the CPU unless `gpus` names devices."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         first = free_ports(num_engines)
@@ -110,7 +111,7 @@ class Launcher:
                     "PYTHONPATH": str(REPOSITORY),
                     "OMP_NUM_THREADS": "1",
                     "HF_HUB_OFFLINE": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
+                    "CUDA_VISIBLE_DEVICES": gpus,
                 },
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -167,9 +168,9 @@ class Launcher:
 
 
 @contextmanager
-def serving_engines(model: Path, folder: Path, num_engines: int, *options: str) -> Iterator[Launcher]:
+def serving_engines(model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "") -> Iterator[Launcher]:
     """Engines that serve; nothing of them is left afterwards."""
-    launcher = Launcher(model, folder, num_engines, *options)
+    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus)
     try:
         launcher.wait_until_serving()
         yield launcher

@@ -323,7 +323,7 @@ def test_a_group_in_flight_that_may_be_too_old_is_cancelled_and_counted():
     for version in range(3):
         engine.version = version
         groups, metrics = subject.collect(version)
-        assert metrics["buffer/stale_dropped"] == (version == 2)
+        assert metrics["buffer/stale_dropped"] == metrics["rollout/groups_expired_in_flight"] == (version == 2)
     assert engine.cancelled == [3]
     assert not {0, 1, 2, 3} & set(request_ids(groups))
 

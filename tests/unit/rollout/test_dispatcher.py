@@ -58,7 +58,7 @@ def test_a_fault_is_retried_on_another_engine_and_never_becomes_an_answer(fault)
     async def body():
         bad, good = engines(2)
         bad.fault = lambda payload: fault
-        limit_s = 1.5 if fault in ("hang", "drip") else 20.0
+        limit_s = 3.0 if fault in ("hang", "drip") else 20.0
         async with fleet_of(bad, good, version=3, request_timeout_s=limit_s) as fleet:
             requests = [make_request([5, 6, i]) for i in range(6)]
             for request, answer in zip(requests, await fleet.ask(*requests), strict=True):

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from dapo_mega.rollout.health import HealthMonitor
-from tests.unit.rollout.scripted_server import serving, until, within_deadline
+from tests.unit.rollout.scripted_server import DEADLINE_S, serving, until, within_deadline
 from tools.scripted_engine import ScriptedEngine
 
 HEARTBEAT_S = 0.05
@@ -132,16 +132,35 @@ def test_one_broken_connection_is_no_death():
 def test_a_suspended_engine_is_neither_probed_nor_judged():
     async def body():
         engine = ScriptedEngine()
-        async with watching(engine, hung_after_s=0.4) as (monitor, changes):
+        async with watching(engine) as (monitor, changes):
             await until(lambda: changes)
             engine.health = "silent"
             probes = engine.calls["/health"]
             await until(lambda: engine.calls["/health"] > probes)
             await monitor.suspend(engine.url)
             probes = engine.calls["/health"]
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(1.5)
             assert engine.calls["/health"] == probes
             assert len(changes) == 1
+            engine.health = "loading"  # The silence before is not held against it either.
+            monitor.resume(engine.url)
+            await until(lambda: engine.calls["/health"] > probes)
+            engine.health = "ok"
+            await until(lambda: engine.calls["/health"] > probes + 3)
+            assert len(changes) == 1
+
+    within_deadline(body)
+
+
+def test_a_suspension_ends_the_probe_that_is_under_way():
+    async def body():
+        engine = ScriptedEngine()
+        async with watching(engine, hung_after_s=2 * DEADLINE_S) as (monitor, changes):
+            await until(lambda: changes)
+            engine.health = "silent"
+            probes = engine.calls["/health"]
+            await until(lambda: engine.calls["/health"] > probes)
+            await monitor.suspend(engine.url)
             engine.health = "ok"
             monitor.resume(engine.url)
             await until(lambda: engine.calls["/health"] > probes + 2)
@@ -207,7 +226,7 @@ def test_an_engine_that_generates_far_slower_is_slow():
 def test_trouble_is_looked_into_before_the_next_heartbeat():
     async def body():
         engine = ScriptedEngine()
-        async with watching(engine, heartbeat_s=20.0, hung_after_s=25.0) as (monitor, changes):
+        async with watching(engine, heartbeat_s=2 * DEADLINE_S, hung_after_s=3 * DEADLINE_S) as (monitor, changes):
             await until(lambda: changes)
             await engine.stop()
             await asyncio.sleep(0.3)

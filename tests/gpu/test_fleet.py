@@ -1,0 +1,36 @@
+"""SGLang engines on GPUs: weights through CUDA IPC on the trainer's GPU, and through NCCL on another one."""
+
+import pytest
+import torch
+
+from tests.distributed.launching import free_port
+from tests.integration.conftest import SharedEngines
+from tests.integration.fleet_runs import fleet_values, pipeline_of, train_to_the_end
+from tests.integration.sglang_servers import API_KEY, serving_engines, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("placement", "transport", "gpu"), [("colocated", "tensor", 0), ("fleet", "disk", 0), ("fleet", "distributed", 1)]
+)
+def test_an_engine_on_a_gpu_agrees_with_the_trainer_after_every_update(
+    tmp_path, monkeypatch, placement, transport, gpu
+):
+    if gpu >= torch.cuda.device_count():
+        pytest.skip("NCCL needs a GPU of its own for the engine")
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", API_KEY)
+    model = tiny_model(tmp_path / "model")
+    sglang_options = ["--attention-backend", "triton", "--mem-fraction-static", "0.3", "--context-length", "512"]
+    options = ["--dtype", "bf16", *(["--colocated"] if placement == "colocated" else []), "--", *sglang_options]
+    with serving_engines(model, tmp_path / "served", 1, *options, gpus=str(gpu)) as launcher:
+        values = fleet_values(
+            tmp_path,
+            SharedEngines(launcher, model, f"127.0.0.1:{free_port()}"),
+            model={"dtype": "bf16"},
+            rollout={"placement": placement, "fleet": {"min_engines": 1}},
+            weight_sync={"transport": transport},
+        )
+        with pipeline_of(values) as pipeline:
+            records = train_to_the_end(pipeline)
+    assert max(record["rollout/logprob_abs_diff_mean"] for record in records) < 0.05
