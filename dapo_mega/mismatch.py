@@ -119,7 +119,8 @@ def _count_responses(
     sums = _segment_sums(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
-    masked = ~within_bounds(sums, algorithm.sequence_mask) if algorithm.sequence_mask else torch.zeros(())
+    bounds = algorithm.sequence_mask
+    masked = ~within_bounds(sums, bounds) if isinstance(bounds, tuple) else torch.zeros(())
     return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double().cpu()
 
 

@@ -1,9 +1,13 @@
 """Measures a weight update of a real SGLang server against bare broadcasts of the same bytes in the same pieces.
 
-python tools/benchmark_weight_sync.py --url http://127.0.0.1:30000 --model MODEL
+python tools/benchmark_weight_sync.py --model MODEL
+python tools/benchmark_weight_sync.py --model MODEL --url http://127.0.0.1:30000
 
-The server must serve MODEL in float32; its API key is read from DAPO_MEGA_API_KEY. The trainer is one process; the bare
-broadcasts go from it to another process over the same kind of group. Memory is what the trainer's grows by at its peak.
+Without --url it starts a server itself, on the CPU. One at --url must serve MODEL in float32; its API key is read from
+DAPO_MEGA_API_KEY. The trainer is one process; the bare broadcasts go from it to another process over the same kind of
+group. That process has memory for all pieces; as `receive + copy` it takes each into the same memory and copies it to
+where it belongs before it takes the next, which is what SGLang does and no client can overtake. Memory is what the
+trainer's grows by at its peak in the first update, connections included.
 """
 
 from __future__ import annotations
@@ -11,10 +15,16 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +32,7 @@ import torch
 from benchmark_timing import measure, median_wall, speed_ratio, take_turns
 
 from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
+from dapo_mega.errors import InputError
 from dapo_mega.policy import cpu_accelerator
 from dapo_mega.rollout.engine import NamedTensors, StageBucket
 from dapo_mega.rollout.engine_client import EngineClient, EngineError
@@ -32,6 +43,9 @@ from dapo_mega.weight_sync.engine_groups import connect_store, join_group, open_
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_SGLANG_PYTHON = Path(os.environ.get("DAPO_MEGA_SGLANG_PYTHON", _REPOSITORY / ".venv-sglang" / "bin" / "python"))
+_API_KEY = "DAPO_MEGA_API_KEY"
 _ADDRESS = "127.0.0.1"
 _TIMEOUT_S = 120.0
 
@@ -46,7 +60,7 @@ class _OneEngine:
         self._is_stale = True
 
     def targets(self, only_stale: bool) -> list[SyncTarget]:
-        return [self._target] if self._is_stale or not only_stale else []
+        return [replace(self._target, is_stale=self._is_stale)] if self._is_stale or not only_stale else []
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -56,7 +70,8 @@ class _OneEngine:
 
         return self._thread.start(call())
 
-    def hold(self, targets: Sequence[SyncTarget]) -> None: ...
+    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+        return list(targets)
 
     def release(self, targets: Sequence[SyncTarget]) -> None: ...
 
@@ -78,14 +93,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmark weight_sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", required=True, help="of the server, on this machine")
-    parser.add_argument("--model", required=True, help="folder of the checkpoint that it serves")
-    parser.add_argument("--bucket-mib", type=float, nargs="+", default=[32.0], help="one row each")
+    parser.add_argument("--model", required=True, help="folder of the checkpoint to serve")
+    parser.add_argument("--url", help="of a server that runs on this machine")
+    parser.add_argument("--python", type=Path, default=_SGLANG_PYTHON, help="interpreter with SGLang to start one")
+    parser.add_argument("--bucket-mib", type=float, nargs="+", default=[192.0], help="one row each")
     parser.add_argument("--rounds", type=int, default=9)
-    print("\n".join(run(parser.parse_args(argv))))
+    options = parser.parse_args(argv)
+    with _serving(options) as url:
+        print("\n".join(run(options, url)))
 
 
-def run(options: argparse.Namespace) -> list[str]:
+@contextmanager
+def _serving(options: argparse.Namespace) -> Iterator[str]:
+    """The URL of the server: the one given, or one that is there for the length of the benchmark."""
+    if options.url:
+        yield options.url
+        return
+    os.environ.setdefault(_API_KEY, secrets.token_hex(16))
+    with socket.create_server((_ADDRESS, 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(_REPOSITORY / "launch" / "serve_rollouts.py"), "--model", options.model]
+    command += ["--python", str(options.python), "--dtype", "fp32", "--host", _ADDRESS, "--port", port, "--log-folder"]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen([*command, folder], env=variables, stdout=subprocess.PIPE, text=True) as server,
+    ):
+        try:
+            assert server.stdout
+            if not any(line.startswith("all engines serve") for line in server.stdout):
+                raise InputError(f"no server for {options.model} started (see above); mend that or give --url")
+            yield f"http://{_ADDRESS}:{port}"
+        finally:
+            server.terminate()
+
+
+def run(options: argparse.Namespace, url: str) -> list[str]:
     """The report's lines."""
     from dapo_mega.policy.megatron_policy import ScoringModel
     from dapo_mega.policy.model import unwrapped
@@ -97,15 +140,17 @@ def run(options: argparse.Namespace) -> list[str]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     processes = start_processes(ParallelConfig(), 0)
     model = ScoringModel(ModelConfig(path=options.model, dtype="fp32"), ParallelConfig(), processes, 1.0)
-    policy = _Policy(WeightGatherer([unwrapped(chunk) for chunk in model.chunks], model.layout, processes))
-    engine = _OneEngine(options.url, os.environ["DAPO_MEGA_API_KEY"])
+    engine = _OneEngine(url, os.environ[_API_KEY])
     lines = [
-        f"{policy.num_bytes / 1e6:.0f} MB in float32, {os.cpu_count()} cores shared by trainer, server and receiver",
+        f"float32 weights, {os.cpu_count()} cores shared by trainer, server and receivers",
         "",
-        "| bucket, MiB | push, MB/s | bare broadcast, MB/s | ratio | memory over bucket |",
-        "|---|---|---|---|---|",
+        "| MB | bucket, MiB | push, MB/s | bare broadcast, MB/s | ratio | receive + copy, MB/s | ratio | "
+        "memory over bucket |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for bucket_mib in options.bucket_mib:
+        # A new gatherer has no memory from the row before.
+        policy = _Policy(WeightGatherer([unwrapped(chunk) for chunk in model.chunks], model.layout, processes))
         config = WeightSyncConfig(bucket_mib=bucket_mib, timeout_s=_TIMEOUT_S)
         sync = FleetWeightSync(processes, engine, config, BroadcastTransport(processes, config))
         lines.append(_measure(policy, sync, bucket_mib, options.rounds))
@@ -137,24 +182,28 @@ class _Policy:
 
 def _measure(policy: _Policy, sync: FleetWeightSync, bucket_mib: float, num_rounds: int) -> str:
     """A row of the table."""
-    sync.push(policy, 1)  # Connects, and takes memory that stays.
     with _peak_growth() as growth:
-        sync.push(policy, 2)
-    with _bare_receiver(policy.sizes) as send:
-        sides = {"push": lambda: measure(lambda: sync.push(policy, 3)), "bare": lambda: measure(send)}
+        sync.push(policy, 1)
+    with _receiver(policy.sizes, copies=False) as send, _receiver(policy.sizes, copies=True) as send_to_copy:
+        sides = {
+            "push": lambda: measure(lambda: sync.push(policy, 2)),
+            "bare": lambda: measure(send),
+            "copy": lambda: measure(send_to_copy),
+        }
         durations = take_turns(sides, num_rounds)
-    ratio = speed_ratio(durations["push"], durations["bare"]).wall
-    rates = [policy.num_bytes / median_wall(durations[side]) / 1e6 for side in ("push", "bare")]
-    memory = growth[0] / (bucket_mib * 2**20)
-    return f"| {bucket_mib:g} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {memory:.2f} |"
+    rate = {side: f"{policy.num_bytes / median_wall(durations[side]) / 1e6:.0f}" for side in sides}
+    ratio = {side: f"{speed_ratio(durations['push'], durations[side]).wall:.2f}" for side in ("bare", "copy")}
+    cells = [f"{policy.num_bytes / 1e6:.0f}", f"{bucket_mib:g}", rate["push"], rate["bare"], ratio["bare"]]
+    cells += [rate["copy"], ratio["copy"], f"{growth[0] / (bucket_mib * 2**20):.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 @contextmanager
-def _bare_receiver(sizes: Sequence[int]) -> Iterator[Callable[[], None]]:
+def _receiver(sizes: Sequence[int], copies: bool) -> Iterator[Callable[[], None]]:
     """What broadcasts pieces of these sizes to another process, which has memory for all of them."""
     store = open_store(_ADDRESS, _TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
-    receiver = context.Process(target=_receive, args=(store.port, list(sizes)), daemon=True)
+    receiver = context.Process(target=_receive, args=(store.port, list(sizes), copies), daemon=True)
     receiver.start()
     group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S)
     pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -170,14 +219,18 @@ def _bare_receiver(sizes: Sequence[int]) -> Iterator[Callable[[], None]]:
         receiver.join()
 
 
-def _receive(port: int, sizes: Sequence[int]) -> None:
+def _receive(port: int, sizes: Sequence[int], copies: bool) -> None:
     torch.set_num_threads(1)
     store = connect_store(_ADDRESS, port, _TIMEOUT_S)
     group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S, rank=1)
     pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8)
     while True:
         for piece in pieces:
-            group.broadcast(piece, 0).wait()
+            received = buffer[: len(piece)] if copies else piece
+            group.broadcast(received, 0).wait()
+            if copies:
+                piece.copy_(received)
 
 
 @contextmanager

@@ -142,10 +142,10 @@ class AlgorithmConfig(Section):
         description="Truncated importance sampling: cap of trainer over rollout probability per token. null is off; "
         "auto is 2 where the engine computes in another dtype than the trainer, else off.",
     )
-    sequence_mask: tuple[float, float] | None = Field(
-        default=None,
+    sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
+        default="auto",
         description="Leave a response out of the loss whose geometric mean of trainer over rollout probability lies "
-        "outside of [low, high]; null is off.",
+        "outside of [low, high]; null is off, auto is [0.5, 2] where importance_cap's auto is on.",
     )
     kl: KlConfig = KlConfig()
 
@@ -153,7 +153,7 @@ class AlgorithmConfig(Section):
     def _check(self) -> AlgorithmConfig:
         if not isinstance(self.importance_cap, str | None) and self.importance_cap <= 0:
             raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
-        if self.sequence_mask and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
+        if isinstance(self.sequence_mask, tuple) and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
             raise ValueError(
                 f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, "
                 f"such as [0.5, 2]"
@@ -341,11 +341,14 @@ class RunConfig(Section):
 
     @property
     def objective(self) -> AlgorithmConfig:
-        """`algorithm` with what is decided automatically filled in: importance_cap is a number or None."""
-        if self.algorithm.importance_cap != "auto":
-            return self.algorithm
+        """`algorithm` with what is decided automatically filled in; nothing in it is "auto"."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
-        return self.algorithm.model_copy(update={"importance_cap": None if is_same else 2.0})
+        automatic = {
+            "importance_cap": None if is_same else 2.0,
+            "sequence_mask": None if is_same else (0.5, 2.0),
+        }
+        decided = {name: value for name, value in automatic.items() if getattr(self.algorithm, name) == "auto"}
+        return self.algorithm.model_copy(update=decided)
 
     @property
     def generation_groups(self) -> int:

@@ -101,7 +101,7 @@ class PolicyGradient:
         in_loss = micro.loss_mask[chosen].to(logprobs.device)
         weights = micro.token_weights[chosen].to(logprobs.device)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        if config.sequence_mask:
+        if isinstance(config.sequence_mask, tuple):
             kept = kept_segments(micro, old_logprobs, config.sequence_mask, self.context_group)
             weights = weights * kept[micro.segment_ids[chosen].to(kept.device)]
         terms = policy_loss(

@@ -204,6 +204,7 @@ class WeightGatherer:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
         self._shapes_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], list[Tensor]] = {}
+        self._kept: list[Tensor] = []
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
@@ -287,13 +288,11 @@ class WeightGatherer:
 
         The caller may still be sending a bucket when it asks for the next: these and the shards on their way take at
         most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an expert: on every expert
-        rank). The memory of a bucket is used again for the one after the next. A collective: all processes iterate in
-        step, and may stop after the same bucket.
+        rank). The memory of a bucket is used again for the one after the next, also of a later call. A collective: all
+        processes iterate in step, and may stop after the same bucket.
         """
         plan = list(self._planned(bucket_bytes * 2 // 3))
-        own_sizes = [self._full_bytes(units) for owner, units in plan if self._leads(owner)]
-        device = self._processes.device
-        buffers = cycle([torch.empty(max(own_sizes), dtype=torch.uint8, device=device) for _ in own_sizes[:2]])
+        buffers = cycle(self._buffers([self._full_bytes(units) for owner, units in plan if self._leads(owner)]))
         for number, (owner, units) in enumerate(plan, start=1):
             # In falling order of the size of an element everything is aligned without padding.
             units.sort(key=lambda unit: unit.dtype.itemsize, reverse=True)
@@ -308,6 +307,16 @@ class WeightGatherer:
                 data=data,
                 is_last=number == len(plan),
             )
+
+    def _buffers(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory [bytes] for buckets of these sizes, two at a time."""
+        device = self._processes.device
+        if device.type == "cuda":
+            return [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes[:2]]
+        # On the CPU it is kept for the next update: touching fresh pages takes longer than filling them.
+        if sum(len(buffer) for buffer in self._kept) != len(sizes[:2]) * max(sizes, default=0):
+            self._kept = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes[:2]]
+        return self._kept
 
     def _leads(self, stage: int) -> bool:
         """Whether this process leads the stage in the first replica."""

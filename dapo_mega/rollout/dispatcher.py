@@ -80,10 +80,12 @@ class Dispatcher:
         max_attempts: int,
         on_answer: Callable[[Answer], None],
         on_trouble: Callable[[str], None] | None = None,
+        on_wrong_weights: Callable[[str], None] | None = None,
         backoff_s: float = 0.5,
         seed: int = 0,
     ) -> None:
-        """`on_answer` gets every answer as it comes, `on_trouble` the URL of an engine whose connection failed.
+        """`on_answer` gets every answer as it comes, `on_trouble` the URL of an engine whose connection failed,
+        `on_wrong_weights` that of one which answered with other weights than it was given.
 
         A call takes at most `request_timeout_s`. After a failed one its request waits `backoff_s`, twice as long each
         time and spread by `seed`, and goes to another engine where there is one.
@@ -93,6 +95,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._on_answer = on_answer
         self._on_trouble = on_trouble
+        self._on_wrong_weights = on_wrong_weights
         self._backoff_s = backoff_s
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
@@ -296,6 +299,8 @@ class Dispatcher:
             self._wait_first(work)
         elif isinstance(error, MalformedAnswer):
             self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
+            if error.fault == "version" and self._on_wrong_weights and slot.url in self._slots:
+                self._on_wrong_weights(slot.url)
         else:
             self._retry(work, _cause(error), str(error))
 

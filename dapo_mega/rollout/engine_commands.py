@@ -24,6 +24,8 @@ _DTYPE_ARGUMENTS: dict[EngineDtype, list[str]] = {
 _CPU_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
+    # An idle scheduler would spin, and take a core from the trainer.
+    "--sleep-on-idle",
     # Without a limit the cache for keys and values takes most of the machine's memory.
     *("--max-total-tokens", "16384"),
 ]
@@ -109,6 +111,12 @@ def check_node(node: Node) -> None:
     """Raises InputError for what could only fail later, or would take the engines' protection away."""
     if not (node.model / "config.json").is_file():
         raise InputError(f"--model {node.model} holds no config.json; give the folder of a Hugging Face checkpoint")
+    if node.dtype == "fp8" and not _has_fp8_blocks(node.model):
+        raise InputError(
+            "--dtype fp8 needs a checkpoint with FP8 blocks of 128 x 128 (quantization_config.weight_block_size in its "
+            f"config.json), in which weights can be updated, and --model {node.model} has none; quantize it so, or use "
+            "--dtype bf16"
+        )
     if node.host in ("", "0.0.0.0", "::"):
         raise InputError(
             f"--host {node.host} means every interface; give the address by which the trainer reaches this machine"
@@ -118,6 +126,11 @@ def check_node(node: Node) -> None:
             raise InputError(f"{argument} after -- is decided by serve_rollouts itself; use its own options")
     for engine in range(node.num_engines):
         _check_port(node.host, node.port + engine, "--port")
+
+
+def _has_fp8_blocks(model: Path) -> bool:
+    quantization = json.loads((model / "config.json").read_text()).get("quantization_config") or {}
+    return bool(quantization.get("weight_block_size") == [128, 128])
 
 
 def command(node: Node, engine: int, key_file: Path) -> list[str]:
@@ -133,7 +146,7 @@ def command(node: Node, engine: int, key_file: Path) -> list[str]:
     if node.memory_fraction is not None:
         arguments += ["--mem-fraction-static", str(node.memory_fraction)]
     if node.colocated:
-        arguments += ["--enable-memory-saver"]
+        arguments += ["--enable-memory-saver", "--base-gpu-id", str(engine * node.tp_size)]
     return [str(node.python), "-m", "sglang.launch_server", *arguments, *node.extra]
 
 
@@ -141,6 +154,9 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
     """The engine's environment variables."""
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if node.gpus:
+        if node.colocated:
+            # The trainer's memory is known by the number of its GPU, which must be the same here.
+            return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
         first = engine * node.tp_size
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus[first : first + node.tp_size])}
     variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}

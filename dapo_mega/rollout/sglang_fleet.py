@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dapo_mega.errors import FleetError
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.fleet_driver import FleetDriver
 from dapo_mega.types import Answer, GenerationRequest
@@ -54,12 +53,12 @@ class SglangFleet:
 
     def _wait(self) -> Answer:
         while True:
+            self.driver.wait_for_engines()
             if self.driver.has_stale():
                 self._command("update")
                 self._update()
             if answer := self.driver.next_answer(_POLL_S):
                 return answer
-            self.driver.wait_for_engines()
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Give up requests in flight; rank 0 only."""
@@ -89,12 +88,10 @@ class SglangFleet:
             self._command("release")
 
     def _update(self) -> None:
-        try:
-            self._update_stale_engines()
-        except FleetError:
-            # Raised on all processes: the others are not in `serve` any more.
-            self._others_left = True
-            raise
+        # An error is raised on all processes, and the others are not in `serve` any more then.
+        self._others_left = True
+        self._update_stale_engines()
+        self._others_left = False
 
     def sleep(self) -> None:
         """Free the GPUs for the policy until the next update, where the engines are colocated; rank 0 only."""

@@ -4,8 +4,9 @@
     rank 0:                                      tells the engines to receive bucket k, and hears how it went
     engine:                                      receive and load bucket k
 
-One bucket is on its way at a time, so that an engine receives from all stages in the order it was told. A leader sends
-a bucket once per engine. What keeps an engine from finishing, its death included, concerns its own groups only.
+One bucket is on its way at a time, so that an engine receives from all stages in the order it was told; where rank 0
+knows it has come, the call for the next one waits in the engine while that loads. A leader sends a bucket once per
+engine. What keeps an engine from finishing, its death included, concerns its own groups only.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
@@ -64,28 +64,23 @@ class _Signals:
         return self._store.check([f"failed/{update}/{url}"])
 
 
-@dataclass(frozen=True)
-class _Sending:
-    """A bucket on its way: rank 0's call to the engines, and the leader's broadcasts by engine."""
-
-    call: Future[dict[str, Any]] | None
-    works: Mapping[str, dist.Work]
-
-
 class BroadcastTransport:
     """Implements `Transport` with NCCL on GPUs and gloo on the CPU."""
 
     uses_sessions = True
 
-    def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
-        """Collective. `fp8`: engines take projections in FP8."""
+    def __init__(
+        self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", fp8: bool = False
+    ) -> None:
+        """Collective. Engines reach the trainer by its addresses on the way to the host `towards`. `fp8`: they take
+        projections in FP8."""
         self._processes = processes
         self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._timeout_s = config.timeout_s
         self._stage_size = processes.world_size // processes.pipeline_size
         self._leads = processes.rank % self._stage_size == 0
-        self._address = local_address()
+        self._address = local_address(towards)
         # Waiting for an announcement may take as long as rank 0 waits for the engines.
         store = open_store(self._address, 4 * self._timeout_s) if self._leads else None
         mine = (self._address, store.port if store else 0, secrets.token_hex(4))
@@ -110,18 +105,22 @@ class BroadcastTransport:
         self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
         self._update = update.number
         self._join_groups(update, session)
-        sending = _Sending(None, {})
+        works: Mapping[str, dist.Work] = {}
         num_bytes = 0
         buckets = map(self._prepare, policy.stage_weights(self._bucket_bytes))
         for number, bucket in enumerate(buckets):
-            self._finish(sending, session)
-            sending = self._start(f"{update.number}/{number}", bucket, update, session)
+            have_received = self._finish(works)
+            if session:
+                session.finish(all_but=1 if have_received else 0)
+            works = self._start(f"{update.number}/{number}", bucket, update, session)
             num_bytes += sum(tensor_sizes(bucket))
-        self._finish(sending, session)
+        self._finish(works)
+        if session:
+            session.finish()
         return num_bytes
 
-    def _start(self, key: str, bucket: StageBucket, update: Update, session: Session | None) -> _Sending:
-        call = None
+    def _start(self, key: str, bucket: StageBucket, update: Update, session: Session | None) -> Mapping[str, dist.Work]:
+        """Tell the engines to receive the bucket; the leader's broadcasts by engine."""
         if session:
 
             async def receive(client: EngineClient) -> None:
@@ -135,28 +134,33 @@ class BroadcastTransport:
                     load_format="flattened_bucket",
                 )
 
-            call = session.start(receive)
+            session.start(receive)
             self._signals.announce(key, [target.url for target in session.targets])
         works = {}
         if bucket.data is not None:
             for url in self._signals.await_announcement(key):
                 if url in self._groups:
                     works[url] = self._groups[url].broadcast(bucket.data, 0)
-        return _Sending(call, works)
+        return works
 
-    def _finish(self, sending: _Sending, session: Session | None) -> None:
-        """Wait until each engine has the bucket or has failed."""
-        self._wait({url: work.is_completed for url, work in sending.works.items()})
-        for url, work in sending.works.items():
+    def _finish(self, works: Mapping[str, dist.Work]) -> bool:
+        """Wait until each engine has the bucket or has failed. Whether this process knows that all have it.
+
+        An engine that has it has come to the call for it, so that the next call cannot overtake that one. Of NCCL's
+        broadcasts this is not known: small ones are complete before the engine takes part.
+        """
+        self._wait({url: work.is_completed for url, work in works.items()})
+        have_failed = False
+        for url, work in works.items():
             try:
                 if work.is_completed():
                     work.wait()
                     continue
             except RuntimeError:
                 pass  # Rank 0 hears from the engine, or its silence, what it was.
+            have_failed = True
             self._abandon(url, work)
-        if session and sending.call:
-            session.finish(sending.call)
+        return bool(works) and not have_failed and self._processes.device.type == "cpu"
 
     def _wait(self, pending: Mapping[str, Callable[[], bool]]) -> None:
         """Until every engine's part is done, or its call failed, or time is up."""
@@ -182,7 +186,6 @@ class BroadcastTransport:
             return
         sizes = {target.url: 1 + target.tp_size for target in lacking}
         key = f"{update.number}/join"
-        call = None
         if session:
 
             async def join(client: EngineClient) -> None:
@@ -190,14 +193,14 @@ class BroadcastTransport:
                     await self._destroy_groups(client, old_names.get(client.url))
                     await self._join(client, sizes[client.url])
 
-            call = session.start(join)
+            session.start(join)
             for stage in range(self._processes.pipeline_size):
                 self._signals.announce(f"{key}/{stage}", [target.url for target in session.targets])
         if self._leads:
             urls = self._signals.await_announcement(f"{key}/{self._processes.pipeline_rank}")
             self._found_groups({url: sizes[url] for url in urls if url in sizes})
-        if session and call:
-            session.finish(call)
+        if session:
+            session.finish()
 
     async def _join(self, client: EngineClient, size: int) -> None:
         for stage, (address, port) in enumerate(self._listening):

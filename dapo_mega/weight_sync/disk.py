@@ -39,7 +39,7 @@ class DiskTransport:
             box[0] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             for older in self._folder.glob("version_*"):
                 if older != path:
-                    shutil.rmtree(older)
+                    shutil.rmtree(older, ignore_errors=True)  # An engine may read it still.
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
         return box[0]
 

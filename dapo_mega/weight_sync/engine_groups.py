@@ -24,13 +24,23 @@ class EngineGroup(Protocol):
     def abort(self) -> None: ...
 
 
-def local_address() -> str:
-    """This machine's address on the way to MASTER_ADDR, where other machines reach it; 127.0.0.1 without one."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+def local_address(towards: str) -> str:
+    """This machine's address on the way to the host `towards`, where that one reaches it."""
+    family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # Sends nothing.
         return str(probe.getsockname()[0])
+
+
+def is_local(host: str) -> bool:
+    """Whether the host is this machine, by any of its addresses."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:

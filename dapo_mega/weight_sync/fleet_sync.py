@@ -86,10 +86,9 @@ class FleetWeightSync:
         box: list[Any] = [None]
         with leaving_together(self._processes.control):
             if self._fleet:
-                targets = self._fleet.targets(only_stale)
-                stale = frozenset(target.url for target in self._fleet.targets(only_stale=True))
+                targets = self._fleet.hold(self._fleet.targets(only_stale))
+                stale = frozenset(target.url for target in targets if target.is_stale)
                 box[0] = Update(self._num_updates, version, tuple(targets), stale, self._flush_cache)
-                self._fleet.hold(targets)
                 session = Session(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)

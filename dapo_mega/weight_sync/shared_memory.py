@@ -20,7 +20,7 @@ from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import StageBucket, WeightSource
 from dapo_mega.rollout.engine_client import EngineClient, EngineError
 from dapo_mega.weight_sync.buckets import named_tensors, tensor_sizes
-from dapo_mega.weight_sync.engine_groups import local_address
+from dapo_mega.weight_sync.engine_groups import is_local
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Session, Update
 
@@ -36,7 +36,6 @@ class SharedMemoryTransport:
         self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._stage_size = processes.world_size // processes.pipeline_size
-        self._local_hosts = {"localhost", "127.0.0.1", "::1", socket.gethostname(), local_address()}
         hosts: list[Any] = [None] * processes.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
         if len(set(hosts)) > 1:
@@ -63,7 +62,7 @@ class SharedMemoryTransport:
 
     def _tell(self, session: Session, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
         async def load(client: EngineClient) -> None:
-            if urlsplit(client.url).hostname not in self._local_hosts:
+            if not is_local(str(urlsplit(client.url).hostname)):
                 raise EngineError(
                     client.url,
                     "it runs on another machine but weight_sync.transport=tensor shares the memory of one; set "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import FleetConfig, RunConfig
 from dapo_mega.errors import InputError
 from dapo_mega.policy.processes import Processes
+from dapo_mega.rollout.registry import parse_address
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
@@ -21,7 +23,7 @@ def make_transport(config: RunConfig, processes: Processes, export: Callable[[Pa
     kind = config.sync_transport
     fp8 = config.engine_dtype == "fp8"
     if kind == "distributed":
-        return BroadcastTransport(processes, sync, fp8=fp8)
+        return BroadcastTransport(processes, sync, towards=_engines_host(config.rollout.fleet), fp8=fp8)
     if kind == "tensor":
         return SharedMemoryTransport(processes, sync, fp8=fp8)
     if fp8:
@@ -30,3 +32,10 @@ def make_transport(config: RunConfig, processes: Processes, export: Callable[[Pa
             "weight_sync.transport to distributed or tensor"
         )
     return DiskTransport(processes, Path(sync.folder or Path(config.output_dir) / "weight_sync"), export)
+
+
+def _engines_host(fleet: FleetConfig) -> str:
+    """A host on the network that the engines are in."""
+    if fleet.rendezvous:
+        return parse_address(fleet.rendezvous)[0]
+    return str(urlsplit(fleet.urls[0]).hostname)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class EngineFleet(Protocol):
     ) -> Future[dict[str, T | EngineError]]:
         """Begin a call on all targets at once; the future gives result or error by URL within the time."""
 
-    def hold(self, targets: Sequence[SyncTarget]) -> None:
-        """Stop the targets' generation as configured."""
+    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+        """Stop the targets' generation as configured; returns those that are still there then."""
 
     def release(self, targets: Sequence[SyncTarget]) -> None:
         """Undo `hold`."""
@@ -66,8 +67,9 @@ class Session:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._unanswered: deque[Future[dict[str, Any]]] = deque()
 
-    def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> Future[dict[str, Any]]:
+    def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Begin a call of all engines that are left."""
 
         async def reporting(client: EngineClient) -> None:
@@ -77,17 +79,19 @@ class Session:
                 self._on_failure(client.url)
                 raise
 
-        return self._fleet.start_call(self.targets, reporting, self._timeout_s)
+        self._unanswered.append(self._fleet.start_call(self.targets, reporting, self._timeout_s))
 
-    def finish(self, call: Future[dict[str, Any]]) -> None:
-        """Wait for all engines' answers."""
-        for url, result in call.result().items():
-            if isinstance(result, EngineError):
-                self.failures[url] = result.reason
+    def finish(self, all_but: int = 0) -> None:
+        """Wait for all engines' answers to the calls begun, except for the last `all_but` of these."""
+        while len(self._unanswered) > all_but:
+            for url, result in self._unanswered.popleft().result().items():
+                if isinstance(result, EngineError):
+                    self.failures.setdefault(url, result.reason)
         self.targets = [target for target in self.targets if target.url not in self.failures]
 
     def call(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
-        self.finish(self.start(method))
+        self.start(method)
+        self.finish()
 
 
 class Transport(Protocol):

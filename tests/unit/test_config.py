@@ -76,19 +76,22 @@ def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "cap"),
+    ("overrides", "cap", "mask"),
     [
-        (["model.dtype=fp32"], None),
-        (["model.dtype=bf16"], None),
-        (["model.dtype=fp32", "rollout.dtype=bf16"], 2.0),
-        (["compute.fp8.scaling=blockwise"], 2.0),
-        (["rollout.dtype=fp8", *FLEET], 2.0),
-        (["rollout.dtype=fp8", "algorithm.importance_cap=null", *FLEET], None),
-        (["model.dtype=fp32", "algorithm.importance_cap=3"], 3.0),
+        (["model.dtype=fp32"], None, None),
+        (["model.dtype=bf16"], None, None),
+        (["model.dtype=fp32", "rollout.dtype=bf16"], 2.0, (0.5, 2.0)),
+        (["compute.fp8.scaling=blockwise"], 2.0, (0.5, 2.0)),
+        (["rollout.dtype=fp8", *FLEET], 2.0, (0.5, 2.0)),
+        (["rollout.dtype=fp8", "algorithm.importance_cap=null", *FLEET], None, (0.5, 2.0)),
+        (["rollout.dtype=fp8", "algorithm.sequence_mask=null", *FLEET], 2.0, None),
+        (["model.dtype=fp32", "algorithm.importance_cap=3"], 3.0, None),
+        (["algorithm.sequence_mask=[0.1, 5]"], None, (0.1, 5.0)),
     ],
 )
-def test_importance_weights_are_on_where_engine_and_trainer_compute_in_other_dtypes(file, overrides, cap):
-    assert load_config(RunConfig, file, overrides).objective.importance_cap == cap
+def test_mismatch_is_corrected_where_engine_and_trainer_compute_in_other_dtypes(file, overrides, cap, mask):
+    objective = load_config(RunConfig, file, overrides).objective
+    assert (objective.importance_cap, objective.sequence_mask) == (cap, mask)
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):

@@ -90,8 +90,7 @@ def requests(count, first=0, length=8):
 
 def give_weights(driver, version=0):
     """What a push does, without weights."""
-    targets = driver.targets(only_stale=False)
-    driver.hold(targets)
+    targets = driver.hold(driver.targets(only_stale=False))
     set_version = str(version)
     driver.call(
         targets,
@@ -138,7 +137,7 @@ def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive)
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"dtype": "bfloat16"}, {}, "computes in bfloat16 but the run expects float32; start it with --dtype float32"),
+        ({"dtype": "bfloat16"}, {}, "computes in bfloat16 but the run expects float32; start it with --dtype fp32"),
         ({"max_req_input_len": 40}, {}, "context of 46 tokens is shorter than .* = 80; start it with --context-length"),
         ({"vocab_size": 999}, {}, "vocabulary of 999 .* 1000"),
         ({}, {"rollout": {"dtype": "fp8"}}, "not quantized to fp8"),
@@ -151,6 +150,60 @@ def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, dr
     driver = drive(group.urls, **changes)
     with pytest.raises(FleetError, match=message):
         driver.targets(only_stale=False)
+
+
+def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):
+    group = servers(1)
+    group.engines[0].api_key = "another"
+    with pytest.raises(FleetError, match="does not take the API key in DAPO_MEGA_API_KEY"):
+        drive(group.urls).targets(only_stale=False)
+
+
+def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    give_weights(driver, 4)
+    group.engines[0].version = "3"
+    driver.submit(requests(20))
+    found = answers(driver, 20)
+    assert {answer.weight_version for answer in found} == {4}
+    wait_until(driver.has_stale)
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+
+
+def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers, drive):
+    group = servers(2, tokens_per_s=20)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    driver.submit(requests(8, length=30))
+    wait_until(lambda: all(engine.in_flight for engine in group.engines))
+    targets = driver.targets(only_stale=False)
+    group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
+    started = time.monotonic()
+    assert driver.hold(targets) == [SyncTarget(group.urls[1], 1)]
+    assert time.monotonic() - started < 15
+    driver.release(targets)
+
+
+def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
+    group = servers(1)
+    driver = drive(group.urls)
+    give_weights(driver)
+    asked = group.engines[0].calls["/continue_generation"]
+    membership = driver._membership
+
+    async def both_find_out():
+        membership.leave(group.urls[0], "dead: scripted")
+        await membership._changed(group.urls[0], "dead", "healthy", "it answers again")
+        await membership._changed(group.urls[0], "dead", "healthy", "it answers again")
+
+    driver._thread.run(both_find_out())
+    wait_until(driver.has_stale)
+    give_weights(driver, 1)
+    time.sleep(0.5)
+    # One join and one release: an overtaken join does not touch an engine that serves.
+    assert group.engines[0].calls["/continue_generation"] == asked + 2
+    assert driver.num_serving() == 1
 
 
 def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers, drive):
@@ -169,7 +222,7 @@ def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers
     driver.submit(requests(6, first=100, length=2))
     answers(driver, 6)
     assert len(group.engines[1].payloads) == asked
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1)]
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
     metrics = driver.pop_metrics()
     assert metrics["fleet/engines_dead"] == 1
     assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
@@ -198,7 +251,7 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     back.close()
     assert time.monotonic() - started > 0.5
     assert "the run pauses: 1 of at least 2 engines" in caplog.text
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1)]
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
 
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):

@@ -28,6 +28,7 @@ torch.save({name: tensor.clone() for name, tensor in named_tensors}, sys.stdout.
 class Target:
     url: str
     tp_size: int = 1
+    is_stale: bool = False
 
 
 class ScriptedEngine:
@@ -136,7 +137,8 @@ class ScriptedFleet:
         self._thread = LoopThread("scripted-fleet")
 
     def targets(self, only_stale):
-        return [Target(url) for url in self.engines if url not in self.away and (url in self.stale or not only_stale)]
+        present = [Target(url, is_stale=url in self.stale) for url in self.engines if url not in self.away]
+        return [target for target in present if target.is_stale or not only_stale]
 
     def start_call(self, targets, method, timeout_s):
         async def one(url):
@@ -156,6 +158,7 @@ class ScriptedFleet:
 
     def hold(self, targets):
         self.held.append([target.url for target in targets])
+        return targets
 
     def release(self, targets):
         self.released.append([target.url for target in targets])

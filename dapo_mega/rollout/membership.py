@@ -1,0 +1,256 @@
+"""Which engines are in the fleet, and which weights they hold.
+
+An engine passes through these states::
+
+    joining -> stale -> serving          answers probes -> its settings fit -> holds the current weights
+       ^         |         |
+       +------ away <------+             dead or hung: its work moves to others at once
+
+Only engines that serve are asked anything, so none answers with weights of its own. All of it runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+from dapo_mega.config import RunConfig
+from dapo_mega.rollout.dispatcher import Dispatcher
+from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused
+from dapo_mega.rollout.health import HealthMonitor
+from dapo_mega.rollout.registry import EngineRegistry, Registration
+from dapo_mega.types import Answer
+
+logger = logging.getLogger(__name__)
+
+_UPKEEP_S = 1.0
+_MAX_FAILED_UPDATES = 3
+_NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+State = Literal["joining", "stale", "serving", "away", "refused"]
+
+
+@dataclass
+class Member:
+    """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
+    told to free. `changes` counts joins and departures, so that a join that was overtaken notices."""
+
+    client: EngineClient
+    instance: str = ""
+    state: State = "joining"
+    info: EngineInfo | None = None
+    version: int = -1
+    reason: str = ""
+    asleep: frozenset[str] = frozenset()
+    failed_updates: int = 0
+    changes: int = 0
+
+
+class Membership:
+    """Takes engines up and lets them go, as registry, monitor and dispatcher find them. Made on a running loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        api_key: str,
+        registry: EngineRegistry | None,
+        on_answer: Callable[[Answer], None],
+    ) -> None:
+        """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent."""
+        self.members: dict[str, Member] = {}
+        self.counts: Counter[str] = Counter()
+        self._config = config
+        self._fleet = config.rollout.fleet
+        self._vocab_size = vocab_size
+        self._api_key = api_key
+        self._registry = registry
+        self._joins: set[asyncio.Task[None]] = set()
+        self.dispatcher = Dispatcher(
+            vocab_size=vocab_size,
+            requests_per_engine=self._fleet.requests_per_engine,
+            request_timeout_s=self._fleet.request_timeout_s,
+            max_attempts=config.rollout.max_attempts,
+            on_answer=on_answer,
+            on_trouble=lambda url: self.monitor.check_now(url),
+            on_wrong_weights=lambda url: self.leave(url, "it answered with other weights than it was given"),
+            seed=config.seed,
+        )
+        self.monitor = HealthMonitor(
+            heartbeat_s=self._fleet.heartbeat_s,
+            hung_after_s=self._fleet.hung_after_s,
+            on_change=self._changed,
+            speeds=self.dispatcher.speeds,
+        )
+        for url in self._fleet.urls:
+            self._watch(url, instance="")
+        self._upkeep = asyncio.create_task(self._keep_up())
+        self._upkeep.add_done_callback(_report_fault)
+
+    def in_state(self, *states: State) -> list[str]:
+        """URLs of the engines in one of these states."""
+        return [url for url, member in list(self.members.items()) if member.state in states]
+
+    def leave(self, url: str, reason: str) -> None:
+        """Ask the engine nothing more until it has joined again."""
+        member = self.members[url]
+        if member.state == "serving":
+            self.dispatcher.remove_engine(url, reason)
+        if member.state in ("serving", "stale"):
+            logger.warning("WARNING: engine %s has left the fleet (%s); its work moves to the others", url, reason)
+        member.changes += 1
+        member.state, member.version, member.reason = "away", -1, reason
+
+    def synced(self, url: str, version: int) -> None:
+        """The engine holds these weights now, and serves; nothing happens to one that has left meanwhile."""
+        member = self.members[url]
+        if member.state == "stale":
+            self.dispatcher.add_engine(member.client, version)
+        elif member.state == "serving":
+            self.dispatcher.set_version(url, version)
+        else:
+            return
+        member.state, member.version, member.failed_updates = "serving", version, 0
+
+    def failed(self, url: str, reason: str) -> None:
+        """The engine did not take weights: it leaves, and is refused when that happens again and again."""
+        member = self.members[url]
+        self.counts["failed_updates"] += 1
+        self.leave(url, reason)
+        member.failed_updates += 1
+        if member.failed_updates >= _MAX_FAILED_UPDATES:
+            self._refuse(member, f"{_MAX_FAILED_UPDATES} updates in a row failed, lastly: {reason}")
+
+    async def close(self) -> None:
+        """Stop watching and let go of the connections."""
+        for task in [self._upkeep, *self._joins]:
+            task.cancel()
+        await asyncio.gather(self._upkeep, *self._joins, return_exceptions=True)
+        await self.monitor.close()
+        await self.dispatcher.close()
+        for member in self.members.values():
+            await member.client.close()
+
+    async def _keep_up(self) -> None:
+        """Take up engines that register, and those that left although they are healthy."""
+        while True:
+            if self._registry:
+                self._follow(self._registry.poll())
+            for url, health in self.monitor.engines().items():
+                if health.state in ("healthy", "slow") and self.members[url].state == "away":
+                    self._start_join(url)
+            await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
+
+    def _follow(self, registrations: Sequence[Registration]) -> None:
+        for registration in registrations:
+            known = self.members.get(registration.url)
+            if known is None:
+                logger.info("engine %s has registered", registration.url)
+                self._watch(registration.url, registration.instance)
+            elif known.instance != registration.instance:
+                known.instance = registration.instance
+                if known.state in ("stale", "serving"):
+                    self.leave(registration.url, "it was started anew")
+
+    def _watch(self, url: str, instance: str) -> None:
+        client = EngineClient(url, self._api_key, timeout_s=self._config.weight_sync.timeout_s)
+        self.members[url] = Member(client, instance)
+        self.monitor.watch(client)
+
+    async def _changed(self, url: str, old: str, new: str, reason: str) -> None:
+        """The monitor's verdict on an engine has changed."""
+        if new in ("dead", "hung"):
+            self.counts[f"engines_{new}"] += 1
+            self.leave(url, f"{new}: {reason}")
+        elif new == "slow":
+            logger.warning("WARNING: engine %s is slow: %s", url, reason)
+        elif new == "healthy" and old != "slow" and self.members[url].state not in ("stale", "serving"):
+            self._start_join(url)
+
+    def _start_join(self, url: str) -> None:
+        """Beside the caller: an engine may take long to answer."""
+        member = self.members[url]
+        member.changes += 1
+        member.state = "joining"
+        task = asyncio.create_task(self._join(url, member, member.changes))
+        self._joins.add(task)
+        task.add_done_callback(self._joins.discard)
+        task.add_done_callback(_report_fault)
+
+    async def _join(self, url: str, member: Member, change: int) -> None:
+        """Check the engine's settings and undo what a trainer that is gone may have left in it."""
+        try:
+            info = await member.client.info()
+            if member.changes != change:
+                return
+            if member.info is None or info.process != member.info.process:
+                member.asleep, member.failed_updates = frozenset(), 0
+            member.info = info
+            if misfit := _misfit(info, self._config, self._vocab_size):
+                self._refuse(member, misfit)
+                return
+            await member.client.resume()
+            if member.changes == change:
+                await member.client.abort(all=True)
+        except EngineError as error:
+            if member.changes == change:
+                self._did_not_join(member, error)
+            return
+        if member.changes == change:
+            member.state, member.version, member.reason = "stale", -1, ""
+            self.counts["engines_joined"] += 1
+            logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
+
+    def _did_not_join(self, member: Member, error: EngineError) -> None:
+        if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+            name = self._fleet.api_key_env
+            self._refuse(member, f"it does not take the API key in {name}; give trainer and engines the same one")
+        else:
+            member.state, member.reason = "away", str(error)
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        member.state, member.reason = "refused", reason
+        logger.warning("WARNING: engine %s is refused: %s", member.client.url, reason)
+
+
+def _report_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()):
+        logger.critical("engines are not taken up any more: %r", fault, exc_info=fault)
+
+
+def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
+    """Why the engine cannot serve this run; empty when it can."""
+    if info.vocab_size not in (None, vocab_size):
+        return f"its model has a vocabulary of {info.vocab_size} tokens and the policy one of {vocab_size}"
+    wanted = config.engine_dtype
+    if wanted == "fp8":
+        if info.quantization != "fp8":
+            return "it is not quantized to fp8 but rollout.dtype=fp8; start it with --dtype fp8"
+    elif info.dtype not in (wanted, _NAMES_OF_DTYPES[wanted]):
+        return (
+            f"it computes in {info.dtype} but the run expects {_NAMES_OF_DTYPES[wanted]}; start it with --dtype "
+            f"{wanted}, or set rollout.dtype"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if info.context_length is not None and info.context_length < longest:
+        return (
+            f"its context of {info.context_length} tokens is shorter than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}; start it with --context-length {longest}"
+        )
+    if not info.supports_sessions and config.sync_transport != "disk":
+        return (
+            f"its SGLang {info.version} has no /begin_weight_update; use a newer SGLang (0.5.23 is tested) or "
+            "weight_sync.transport=disk"
+        )
+    sync = config.weight_sync
+    if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
+        return (
+            "its prefix cache would keep entries of old weights under weight_sync.pause=in_place; start it with "
+            "--disable-radix-cache, or use pause=retract or abort"
+        )
+    return ""
