@@ -126,6 +126,7 @@ def _serving(options: argparse.Namespace) -> Iterator[str]:
             yield f"http://{_ADDRESS}:{port}"
         finally:
             server.terminate()
+            server.communicate()
 
 
 def run(options: argparse.Namespace, url: str) -> list[str]:

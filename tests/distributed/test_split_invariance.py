@@ -14,8 +14,8 @@ from .tiny import make_model
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).parent / "workers" / "one_update.py"
-# Bounds in gaps between the responses' geometric means: 6 of 19 are below, 3 above.
-MASKED = {"tensor": 1, "pipeline": 1, "algorithm": {"sequence_mask": [0.15, 0.5]}}
+# In a gap between the responses' geometric means: 9 of 19 are below, the one response of a single token is above.
+MASKED = {"tensor": 1, "pipeline": 1, "algorithm": {"sequence_mask": [0.19, 2.0]}}
 WORLDS = {
     1: [
         {"name": "one", "tensor": 1, "pipeline": 1, "budget": 4096},
@@ -134,7 +134,7 @@ def test_the_mask_left_some_responses_out_of_the_loss_but_not_of_the_denominator
     found, _ = results
     masked, whole = found["masked_one"]["metrics"], found["one"]["metrics"]
     assert masked["policy/loss"] != pytest.approx(whole["policy/loss"], rel=0.01)
-    assert 0.01 < masked["policy/grad_norm"] / whole["policy/grad_norm"] < 0.99
+    assert 0.1 < masked["policy/grad_norm"] / whole["policy/grad_norm"] < 0.99
     assert masked["policy/loss_tokens"] == whole["policy/loss_tokens"]
 
 

@@ -94,6 +94,7 @@ def test_two_stage_buckets_and_the_shards_of_one_fit_twice_the_limit(reports, na
     for places in reports[name]["stages"]["places_of_leaders"]:
         assert len(set(places)) <= 2
         assert all(place != after for place, after in itertools.pairwise(places))
+    assert reports[name]["stages"]["memory_is_kept"], "touching fresh memory takes longer than filling it"
 
 
 @pytest.mark.parametrize("name", CASES)

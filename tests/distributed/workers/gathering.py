@@ -97,7 +97,8 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
             places.append(bucket.data.data_ptr())
     everyones: list = [None] * processes.world_size
     is_exact = all(expected[name].dtype == t.dtype and torch.equal(expected[name], t) for name, t in data.items())
-    mine = (described, list(data), is_exact, max(sizes, default=0), places, first.names == described[0][1])
+    is_kept = first.data is None or first.data.data_ptr() in places
+    mine = (described, list(data), is_exact, max(sizes, default=0), places, first.names == described[0][1], is_kept)
     dist.all_gather_object(everyones, mine, group=processes.control)
     names = [name for bucket in described for name in bucket[1]]
     stage_size = processes.world_size // processes.pipeline_size
@@ -113,6 +114,7 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
         "largest": max(each[3] for each in everyones),
         "places_of_leaders": [each[4] for each in everyones if each[4]],
         "same_after_early_end": all(each[5] for each in everyones),
+        "memory_is_kept": all(each[6] for each in everyones),
         "only_last_is_last": [bucket[4] for bucket in described] == [False] * (len(described) - 1) + [True],
     }
 

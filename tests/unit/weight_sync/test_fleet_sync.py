@@ -1,5 +1,6 @@
 """A fleet gets complete weights whatever single engines do, and a failed engine is named, left out and taken back."""
 
+import asyncio
 import time
 
 import pytest
@@ -100,6 +101,21 @@ def test_every_engine_ends_with_the_exact_weights_and_the_version_comes_with_the
     for engine in fleet.engines.values():
         assert engine.versions == [(None, False), (None, False), ("7", True)]
         assert engine.calls == ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"]
+
+
+def test_the_call_for_a_bucket_waits_in_an_engine_that_loads_the_one_before(sync, fleet):
+    engine = fleet.engines[URLS[0]]
+    receive = engine.update_weights_from_distributed
+
+    async def load_until_the_next_call_is_there(**arguments):
+        await receive(**arguments)
+        num_received = len(engine.versions)
+        while engine.num_buckets == num_received < 3:
+            await asyncio.sleep(0.01)
+
+    engine.update_weights_from_distributed = load_until_the_next_call_is_there
+    assert sync.push(Policy().advance(), 1)["weight_sync/engines"] == 3
+    assert [version for version, _ in engine.versions] == [None, None, "1"]
 
 
 def test_groups_last_from_update_to_update(sync, fleet):
