@@ -95,14 +95,6 @@ class EngineClient:
         """Return when the engine has shown that it generates; it takes at least a second."""
         await self._request("GET", "/health", timeout_s=timeout_s)
 
-    async def is_healthy(self, timeout_s: float) -> bool:
-        """Whether `probe` succeeds."""
-        try:
-            await self.probe(timeout_s)
-        except EngineError:
-            return False
-        return True
-
     async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
         """The parsed answer of /generate."""
         return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 10.0
+
+
+def report_fault(task: asyncio.Task[None]) -> None:
+    """A task's callback when it is done: nobody else hears of a fault of the program in it."""
+    if not task.cancelled() and (fault := task.exception()):
+        logger.critical("%s ended with a fault of the program: %r", task.get_name(), fault, exc_info=fault)
 
 
 class LoopThread:

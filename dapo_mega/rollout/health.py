@@ -28,6 +28,7 @@ from dapo_mega.rollout.engine_client import (
     EngineRefused,
     EngineUnreachable,
 )
+from dapo_mega.rollout.event_loop import report_fault
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,8 @@ class HealthMonitor:
         assert client.url not in self._watches
         watch = self._watches[client.url] = _Watch(client, self._loop.time())
         watch.probed.set()
-        watch.loop = self._loop.create_task(self._watch(watch))
-        watch.loop.add_done_callback(_report_fault)
+        watch.loop = self._loop.create_task(self._watch(watch), name=f"probing {client.url}")
+        watch.loop.add_done_callback(report_fault)
 
     async def suspend(self, url: str) -> None:
         """Do not judge the engine until `resume`: while its weights are replaced, or asleep, it cannot answer."""
@@ -227,11 +228,6 @@ class HealthMonitor:
         if old != new:
             logger.info("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
             await self._on_change(watch.client.url, old, new, reason)
-
-
-def _report_fault(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (fault := task.exception()):
-        logger.critical("an engine is not probed any more: %r", fault, exc_info=fault)
 
 
 def _is_unavailable(error: BaseException) -> bool:

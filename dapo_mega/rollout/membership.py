@@ -22,6 +22,7 @@ from typing import Literal
 from dapo_mega.config import RunConfig
 from dapo_mega.rollout.dispatcher import Dispatcher
 from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused
+from dapo_mega.rollout.event_loop import report_fault
 from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
 from dapo_mega.types import Answer
@@ -89,8 +90,8 @@ class Membership:
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
-        self._upkeep = asyncio.create_task(self._keep_up())
-        self._upkeep.add_done_callback(_report_fault)
+        self._upkeep = asyncio.create_task(self._keep_up(), name="taking engines up")
+        self._upkeep.add_done_callback(report_fault)
 
     def in_state(self, *states: State) -> list[str]:
         """URLs of the engines in one of these states."""
@@ -177,10 +178,10 @@ class Membership:
         member = self.members[url]
         member.changes += 1
         member.state = "joining"
-        task = asyncio.create_task(self._join(url, member, member.changes))
+        task = asyncio.create_task(self._join(url, member, member.changes), name=f"joining {url}")
         self._joins.add(task)
         task.add_done_callback(self._joins.discard)
-        task.add_done_callback(_report_fault)
+        task.add_done_callback(report_fault)
 
     async def _join(self, url: str, member: Member, change: int) -> None:
         """Check the engine's settings and undo what a trainer that is gone may have left in it."""
@@ -216,11 +217,6 @@ class Membership:
     def _refuse(self, member: Member, reason: str) -> None:
         member.state, member.reason = "refused", reason
         logger.warning("WARNING: engine %s is refused: %s", member.client.url, reason)
-
-
-def _report_fault(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (fault := task.exception()):
-        logger.critical("engines are not taken up any more: %r", fault, exc_info=fault)
 
 
 def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
