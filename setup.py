@@ -38,6 +38,8 @@ setup(
         "rich>=13",
         "matplotlib>=3.9",
     ],
+    # SGLang loads it in every server that runs in an environment with this package.
+    entry_points={"sglang.srt.plugins": ["dapo_mega = dapo_mega.sglang_plugin:register"]},
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
         "dev": [

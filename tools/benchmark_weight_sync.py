@@ -56,7 +56,8 @@ class _OneEngine:
     def __init__(self, url: str, key: str) -> None:
         self._thread = LoopThread("engine")
         self._client = EngineClient(url, key)
-        self._target = SyncTarget(url, self._thread.run(self._client.info()).tp_size)
+        info = self._thread.run(self._client.info())
+        self._target = SyncTarget(url, info.tp_size, has_plugin=info.has_plugin)
         self._is_stale = True
 
     def targets(self, only_stale: bool) -> list[SyncTarget]:
@@ -173,11 +174,11 @@ class _Policy:
     def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
         yield from self._gatherer.buckets(bucket_bytes)
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         self.sizes = []
-        for bucket in self._gatherer.stage_buckets(bucket_bytes):
-            assert bucket.data is not None
-            self.sizes.append(bucket.data.nbytes)
+        for bucket in self._gatherer.stage_buckets(bucket_bytes, in_place):
+            assert bucket.pieces is not None
+            self.sizes.append(sum(piece.nbytes for piece in bucket.pieces))
             yield bucket
 
 

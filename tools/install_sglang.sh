@@ -10,7 +10,7 @@ folder="${1:-$project/.venv-sglang}"
 parts="$project/tools/sglang_cpu"
 python="$folder/bin/python"
 stamp="$folder/.dapo_mega_installed"
-wanted="$parts $(cat "$parts"/*.txt | cksum)"
+wanted="$parts $(cat "$parts"/*.txt "$project/setup.py" "$0" | cksum)"
 [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ] || exit 0
 rm -f "$stamp"
 
@@ -28,6 +28,8 @@ install --requirement "$parts/requirements.txt"
 install --no-deps --requirement "$parts/without-dependencies.txt"
 # Seen by this environment only; packages that are installed in it go before the stand-ins.
 echo "$parts/stubs" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_stand_ins.pth"
+# What engines need of this project to take weights in pieces and as changes.
+install --no-deps --no-build-isolation --editable "$project"
 "$python" -c 'import sglang.srt.server_args' 2> "$log" ||
     { cat "$log" >&2; echo "error: SGLang cannot be imported from $folder; see above" >&2; exit 1; }
 printf '%s' "$wanted" > "$stamp"

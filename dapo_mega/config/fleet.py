@@ -73,6 +73,12 @@ class WeightSyncConfig(Section):
         description="How engines hold responses that continue: abort takes them back and asks for the rest later, "
         "retract recomputes their keys and values with the new weights, in_place keeps those of the old ones.",
     )
+    full_every: int = Field(
+        default=1,
+        ge=1,
+        description="Delta sync: all weights are sent every so many updates and whenever an engine joins, otherwise "
+        "only what has changed in bf16 since the last update. Needs dapo_mega in the engines' environments.",
+    )
     timeout_s: float = Field(default=600.0, gt=0, description="Limit of each step of an update.")
     folder: str | None = Field(
         default=None, description="Where transport=disk writes; null is output_dir/weight_sync. Engines must see it."

@@ -307,6 +307,12 @@ class RunConfig(Section):
                 f"reward.overlong_punishment=false"
             )
         _check_placement(self.rollout, self.weight_sync)
+        if self.weight_sync.full_every > 1 and (self.sync_transport, self.engine_dtype) != ("distributed", "bf16"):
+            raise ValueError(
+                f"weight_sync.full_every={self.weight_sync.full_every} sends changes in bf16 by broadcast, but the "
+                f"engines compute in {self.engine_dtype} and the transport is {self.sync_transport}; set rollout.dtype="
+                f"bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
+            )
         if self.rollout.partial and self.algorithm.max_staleness == 0:
             raise ValueError(
                 "rollout.partial=true goes on with responses that older weights began, but algorithm.max_staleness=0 "

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle
+from itertools import chain, cycle, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,28 @@ class _Circle:
 
 
 @dataclass(frozen=True)
+class _Cargo:
+    """A bucket of the pipeline stage `owner` before it is filled.
+
+    `tensors` are stand-ins without memory for the full tensors. Those with the same number in `pieces` and next to each
+    other are one piece: copied to one run of bytes at -1, else a tensor where it lies.
+    """
+
+    owner: int
+    units: Sequence[_Unit]
+    tensors: Sequence[Tensor]
+    pieces: Sequence[int]
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor, piece in zip(self.tensors, self.pieces, strict=True) if piece < 0)
+
+
+# Broadcasts of less take longer than a copy.
+_OWN_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
 class _Transfer:
     """A bucket on its way from stage `owner`: `rows` are the shards [bytes] that this process sends or, where it leads,
     receives, by contributor."""
@@ -203,7 +226,7 @@ class WeightGatherer:
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
-        self._shapes_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], list[Tensor]] = {}
+        self._full_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], list[tuple[Tensor, bool]]] = {}
         self._kept: list[Tensor] = []
         self._layout = layout
         self._processes = processes
@@ -283,28 +306,27 @@ class WeightGatherer:
         assert before
         yield list(self._finish(before))
 
-    def stage_buckets(self, bucket_bytes: int) -> Iterator[StageBucket]:
+    def stage_buckets(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only.
 
-        The caller may still be sending a bucket when it asks for the next: these and the shards on their way take at
-        most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an expert: on every expert
-        rank). The memory of a bucket is used again for the one after the next, also of a later call. A collective: all
-        processes iterate in step, and may stop after the same bucket.
+        A bucket is one piece; with `in_place` its large tensors that need no gathering are pieces themselves, in the
+        policy's own memory. The caller may still be sending a bucket when it asks for the next: these and the shards on
+        their way take at most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an
+        expert: on every expert rank). The memory of a bucket is used again for the one after the next, also of a later
+        call. A collective: all processes iterate in step, and may stop after the same bucket.
         """
-        plan = list(self._planned(bucket_bytes * 2 // 3))
-        buffers = cycle(self._buffers([self._full_bytes(units) for owner, units in plan if self._leads(owner)]))
-        for number, (owner, units) in enumerate(plan, start=1):
-            # In falling order of the size of an element everything is aligned without padding.
-            units.sort(key=lambda unit: unit.dtype.itemsize, reverse=True)
-            data = next(buffers)[: self._full_bytes(units)] if self._leads(owner) else None
-            self._fill(data, owner, units)
-            shapes = [shape for unit in units for shape in self._full_shapes(unit)]
+        plan = [self._cargo(owner, units, in_place) for owner, units in self._planned(bucket_bytes * 2 // 3)]
+        buffers = cycle(self._buffers([cargo.copied_bytes for cargo in plan if self._leads(cargo.owner)]))
+        for number, cargo in enumerate(plan, start=1):
+            leads = self._leads(cargo.owner)
+            pieces = self._fill(next(buffers) if leads else None, cargo)
             yield StageBucket(
-                stage=owner,
-                names=tuple(name for unit in units for placed in unit.placed for name in placed.hf),
-                dtypes=tuple(str(shape.dtype).removeprefix("torch.") for shape in shapes),
-                shapes=tuple(tuple(shape.shape) for shape in shapes),
-                data=data,
+                stage=cargo.owner,
+                names=tuple(name for unit in cargo.units for placed in unit.placed for name in placed.hf),
+                dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in cargo.tensors),
+                shapes=tuple(tuple(tensor.shape) for tensor in cargo.tensors),
+                piece_lengths=tuple(len(list(run)) for _, run in groupby(cargo.pieces)),
+                pieces=pieces if leads else None,
                 is_last=number == len(plan),
             )
 
@@ -322,28 +344,43 @@ class WeightGatherer:
         """Whether this process leads the stage in the first replica."""
         return self._processes.rank == stage * self._stage_size
 
-    def _fill(self, data: Tensor | None, owner: int, units: Sequence[_Unit]) -> None:
-        """Bring the units' full tensors into `data` [bytes], given on the first replica's leader of stage `owner`."""
-        leader = owner * self._stage_size
-        in_first_replica = 0 in self._circle(units).contributors
-        transfer = self._start(owner, units, range(leader, leader + in_first_replica))
-        start = 0
-        for _, tensor in self._finish(transfer):
-            assert data is not None
-            end = start + tensor.nbytes
-            data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            start = end
+    def _cargo(self, owner: int, units: Sequence[_Unit], in_place: bool) -> _Cargo:
+        # In falling order of the size of an element everything is aligned without padding.
+        units = sorted(units, key=lambda unit: unit.dtype.itemsize, reverse=True)
+        full = [whole for unit in units for whole in self._full_tensors(unit)]
+        pieces = [
+            i if in_place and is_view and t.nbytes >= _OWN_PIECE_BYTES else -1 for i, (t, is_view) in enumerate(full)
+        ]
+        return _Cargo(owner, units, [tensor for tensor, _ in full], pieces)
 
-    def _full_bytes(self, units: Sequence[_Unit]) -> int:
-        return sum(shape.nbytes for unit in units for shape in self._full_shapes(unit))
+    def _fill(self, memory: Tensor | None, cargo: _Cargo) -> tuple[Tensor, ...]:
+        """The bucket's pieces on its stage's leader in the first replica; `memory` [bytes] takes what is copied."""
+        leader = cargo.owner * self._stage_size
+        in_first_replica = 0 in self._circle(cargo.units).contributors
+        transfer = self._start(cargo.owner, cargo.units, range(leader, leader + in_first_replica))
+        tensors = (tensor for _, tensor in self._finish(transfer))
+        pieces = []
+        end = 0
+        for number, run in groupby(zip(cargo.pieces, tensors, strict=False), key=itemgetter(0)):
+            if number >= 0:
+                pieces += [tensor.flatten().view(torch.uint8) for _, tensor in run]
+                continue
+            assert memory is not None
+            first = end
+            for _, tensor in run:
+                start, end = end, end + tensor.nbytes
+                memory[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            pieces.append(memory[first:end])
+        return tuple(pieces)
 
-    def _full_shapes(self, unit: _Unit) -> list[Tensor]:
-        """Stand-ins without memory for the full tensors of a unit."""
+    def _full_tensors(self, unit: _Unit) -> list[tuple[Tensor, bool]]:
+        """Stand-ins without memory for the full tensors of a unit, and whether each is a run of bytes of one shard."""
         key = (unit.placed[0].layout, unit.shape, unit.dtype, unit.num_shards)
-        if key not in self._shapes_of:
-            shards = [torch.empty(unit.shape, dtype=unit.dtype, device="meta")] * unit.num_shards
-            self._shapes_of[key] = merge_shards(shards, unit.placed[0].layout, self._layout.arch)
-        return self._shapes_of[key] * len(unit.placed)
+        if key not in self._full_of:
+            shard = torch.empty(unit.shape, dtype=unit.dtype, device="meta")
+            merged = merge_shards([shard] * unit.num_shards, unit.placed[0].layout, self._layout.arch)
+            self._full_of[key] = [(t, (t is shard or t._base is shard) and t.is_contiguous()) for t in merged]
+        return self._full_of[key] * len(unit.placed)
 
     def _planned(self, limit: int) -> Iterator[tuple[int, list[_Unit]]]:
         """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes."""
@@ -351,12 +388,13 @@ class WeightGatherer:
             owner = owner_of(chunk, self._layout)
             pending: list[_Unit] = []
             size = 0
-            for unit in units:
-                if pending and (size + unit.num_bytes > limit or unit.is_expert != pending[0].is_expert):
+            for together in _inseparable(units):
+                num_bytes = sum(unit.num_bytes for unit in together)
+                if pending and (size + num_bytes > limit or together[0].is_expert != pending[0].is_expert):
                     yield owner, pending
                     pending, size = [], 0
-                pending.append(unit)
-                size += unit.num_bytes
+                pending += together
+                size += num_bytes
             yield owner, pending
 
     def _circle(self, units: Sequence[_Unit]) -> _Circle:
@@ -402,6 +440,20 @@ class WeightGatherer:
             for index, placed in enumerate(unit.placed):
                 mine = [next(shards[contributor]) for contributor in unit.contributors(index)]
                 yield from zip(placed.hf, merge_shards(mine, placed.layout, self._layout.arch), strict=True)
+
+
+def _inseparable(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
+    """The units in order, one by one but for those that an engine must be given in one call: SGLang fuses the two down
+    projections of latent attention when it has seen both, and forgets one that comes alone."""
+    together: list[_Unit] = []
+    is_fused = False
+    for unit in units:
+        name = unit.placed[0].hf[0]
+        is_fused = (is_fused or name.endswith(".q_a_proj.weight")) and ".kv_a_proj" not in name
+        together.append(unit)
+        if not is_fused:
+            yield together
+            together = []
 
 
 def owner_of(chunk: int, layout: ChunkLayout) -> int:

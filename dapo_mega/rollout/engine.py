@@ -69,23 +69,24 @@ class WeightSource(Protocol):
     def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
         """Full tensors on the leader of every replica, nothing on the other processes."""
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
         consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
-        one tensor."""
+        one tensor. `in_place`: large tensors that the leader holds whole are pieces themselves, and not copied."""
 
 
 @dataclass(frozen=True)
 class StageBucket:
-    """Tensors that travel together, as one run of bytes in the order of `names`.
+    """Tensors that travel together, in the order of `names`, as runs of bytes with `piece_lengths` tensors each.
 
-    `stage` is the pipeline stage whose leader holds `data` [bytes] uint8; None on all other processes. `dtypes` are
-    torch's names (`bfloat16`), `shapes` those of the full tensors.
+    `stage` is the pipeline stage whose leader holds the pieces, each [bytes] uint8; None on all other processes.
+    `dtypes` are torch's names (`bfloat16`), `shapes` those of the full tensors.
     """
 
     stage: int
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    data: torch.Tensor | None
+    piece_lengths: tuple[int, ...]
+    pieces: tuple[torch.Tensor, ...] | None
     is_last: bool

@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from dapo_mega.weight_sync.wire import PROTOCOL, PROTOCOL_FIELD
+
 _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
 # Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
@@ -57,6 +59,7 @@ class EngineInfo:
 
     `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
     that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
+    `has_plugin`: it has a `dapo_mega.sglang_plugin` that this trainer understands.
     """
 
     url: str
@@ -70,6 +73,7 @@ class EngineInfo:
     weight_version: str
     supports_sessions: bool
     disable_radix_cache: bool
+    has_plugin: bool = False
 
 
 class EngineClient:
@@ -271,4 +275,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
         supports_sessions=supports_sessions,
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
+        has_plugin=any(state.get(PROTOCOL_FIELD) == PROTOCOL for state in server.get("internal_states", [])),
     )

@@ -38,11 +38,12 @@ _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", 
 @dataclass(frozen=True)
 class SyncTarget:
     """An engine that is to get weights, by `tp_size` processes. `is_stale`: it joined or came back since the last
-    update."""
+    update. `has_plugin`: it has `dapo_mega.sglang_plugin`."""
 
     url: str
     tp_size: int
     is_stale: bool = False
+    has_plugin: bool = False
 
 
 class FleetDriver:
@@ -119,7 +120,7 @@ class FleetDriver:
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]
-        return [SyncTarget(url, m.info.tp_size, m.state == "stale") for url, m in members if m.info]
+        return [SyncTarget(url, m.info.tp_size, m.state == "stale", m.info.has_plugin) for url, m in members if m.info]
 
     def wait_for_engines(self) -> None:
         """Return when at least `min_engines` are reachable; see `targets`."""

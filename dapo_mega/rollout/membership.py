@@ -206,6 +206,13 @@ class Membership:
             member.state, member.version, member.reason = "stale", -1, ""
             self.counts["engines_joined"] += 1
             logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
+            if self._config.weight_sync.full_every > 1 and not info.has_plugin:
+                logger.warning(
+                    "engine %s, and all others with it, gets all weights at every update: weight_sync.full_every=%d "
+                    "needs dapo_mega installed in its environment (pip install --no-deps)",
+                    url,
+                    self._config.weight_sync.full_every,
+                )
 
     def _did_not_join(self, member: Member, error: EngineError) -> None:
         if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:

@@ -17,15 +17,16 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import StageBucket, WeightSource
 from dapo_mega.rollout.engine_client import EngineClient, EngineError
-from dapo_mega.weight_sync.buckets import tensor_sizes
 from dapo_mega.weight_sync.engine_groups import (
     EngineGroup,
     backend_name,
@@ -34,8 +35,8 @@ from dapo_mega.weight_sync.engine_groups import (
     local_address,
     open_store,
 )
-from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Session, Update
+from dapo_mega.weight_sync.wires import Wires
 
 _POLL_S = 0.0005
 _FAILURE_POLL_S = 0.05
@@ -70,12 +71,12 @@ class BroadcastTransport:
     uses_sessions = True
 
     def __init__(
-        self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", fp8: bool = False
+        self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", dtype: str = "fp32"
     ) -> None:
-        """Collective. Engines reach the trainer by its addresses on the way to the host `towards`. `fp8`: they take
-        projections in FP8."""
+        """Collective. Engines reach the trainer by its addresses on the way to the host `towards`; `dtype` is what they
+        compute in: fp32, bf16 or fp8."""
         self._processes = processes
-        self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
+        self._wires = Wires(config, dtype)
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._timeout_s = config.timeout_s
         self._stage_size = processes.world_size // processes.pipeline_size
@@ -97,29 +98,34 @@ class BroadcastTransport:
         self._names: dict[str, str] = {}
         self._joined: set[str] = set()
         self._groups: dict[str, EngineGroup] = {}
-        self._abandoned: list[tuple[EngineGroup, dist.Work]] = []
+        self._abandoned: list[tuple[EngineGroup, Sequence[dist.Work]]] = []
 
     def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
         """See `Transport`."""
         # Buffers of a broadcast that never ended are free once gloo has given it up.
-        self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
+        self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
         self._update = update.number
         self._join_groups(update, session)
-        works: Mapping[str, dist.Work] = {}
+        works: Mapping[str, Sequence[dist.Work]] = {}
         num_bytes = 0
-        buckets = map(self._prepare, policy.stage_weights(self._bucket_bytes))
+        wire = self._wires.choose(update)
+        buckets = map(wire.prepare, policy.stage_weights(self._bucket_bytes, wire.takes_pieces))
         for number, bucket in enumerate(buckets):
             have_received = self._finish(works)
             if session:
                 session.finish(all_but=1 if have_received else 0)
-            works = self._start(f"{update.number}/{number}", bucket, update, session)
-            num_bytes += sum(tensor_sizes(bucket))
+            works = self._start(f"{update.number}/{number}", bucket, wire.load_format(bucket), update, session)
+            num_bytes += sum(piece.nbytes for piece in bucket.pieces or ())
         self._finish(works)
         if session:
             session.finish()
-        return num_bytes
+        total = torch.tensor(num_bytes)
+        dist.all_reduce(total, group=self._processes.control)
+        return int(total)
 
-    def _start(self, key: str, bucket: StageBucket, update: Update, session: Session | None) -> Mapping[str, dist.Work]:
+    def _start(
+        self, key: str, bucket: StageBucket, load_format: str, update: Update, session: Session | None
+    ) -> Mapping[str, Sequence[dist.Work]]:
         """Tell the engines to receive the bucket; the leader's broadcasts by engine."""
         if session:
 
@@ -131,35 +137,36 @@ class BroadcastTransport:
                     group_name=self._group_name(client.url, bucket.stage),
                     version=str(update.version) if bucket.is_last else None,
                     flush_cache=update.flush_cache and bucket.is_last,
-                    load_format="flattened_bucket",
+                    load_format=load_format,
                 )
 
             session.start(receive)
             self._signals.announce(key, [target.url for target in session.targets])
         works = {}
-        if bucket.data is not None:
+        if bucket.pieces is not None:
             for url in self._signals.await_announcement(key):
                 if url in self._groups:
-                    works[url] = self._groups[url].broadcast(bucket.data, 0)
+                    works[url] = [self._groups[url].broadcast(piece, 0) for piece in bucket.pieces]
         return works
 
-    def _finish(self, works: Mapping[str, dist.Work]) -> bool:
+    def _finish(self, works: Mapping[str, Sequence[dist.Work]]) -> bool:
         """Wait until each engine has the bucket or has failed. Whether this process knows that all have it.
 
         An engine that has it has come to the call for it, so that the next call cannot overtake that one. Of NCCL's
         broadcasts this is not known: small ones are complete before the engine takes part.
         """
-        self._wait({url: work.is_completed for url, work in works.items()})
+        self._wait({url: partial(_are_completed, each) for url, each in works.items()})
         have_failed = False
-        for url, work in works.items():
+        for url, each in works.items():
             try:
-                if work.is_completed():
-                    work.wait()
+                if _are_completed(each):
+                    for work in each:
+                        work.wait()
                     continue
             except RuntimeError:
                 pass  # Rank 0 hears from the engine, or its silence, what it was.
             have_failed = True
-            self._abandon(url, work)
+            self._abandon(url, each)
         return bool(works) and not have_failed and self._processes.device.type == "cpu"
 
     def _wait(self, pending: Mapping[str, Callable[[], bool]]) -> None:
@@ -240,10 +247,10 @@ class BroadcastTransport:
     def _group_name(self, url: str, stage: int) -> str:
         return f"{self._names[url]}-{stage}"
 
-    def _abandon(self, url: str, work: dist.Work) -> None:
+    def _abandon(self, url: str, works: Sequence[dist.Work]) -> None:
         group = self._groups.pop(url)
         group.abort()
-        self._abandoned.append((group, work))
+        self._abandoned.append((group, works))
 
     def report_failure(self, url: str) -> None:
         """See `Transport`."""
@@ -259,3 +266,7 @@ class BroadcastTransport:
         """See `Transport`. A broadcast that an engine never finished delays it by what is left of its timeout."""
         self.forget(list(self._groups))
         self._abandoned.clear()
+
+
+def _are_completed(works: Sequence[dist.Work]) -> bool:
+    return all(work.is_completed() for work in works)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.weight_sync.wire import TensorSpec, split_specs, tensor_specs, unpacked
 
 
-def tensor_sizes(bucket: StageBucket) -> list[int]:
-    """Bytes of each tensor, known on every process."""
-    return [
-        math.prod(shape) * dtype_named(dtype).itemsize
-        for shape, dtype in zip(bucket.shapes, bucket.dtypes, strict=True)
-    ]
+def bucket_specs(bucket: StageBucket) -> list[TensorSpec]:
+    """Of its tensors, known on every process."""
+    return tensor_specs(bucket.names, bucket.dtypes, bucket.shapes)
+
+
+def bucket_bytes(bucket: StageBucket) -> int:
+    """Of its tensors, known on every process."""
+    return sum(spec.num_bytes for spec in bucket_specs(bucket))
 
 
 def named_tensors(bucket: StageBucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as views of the data, where these are."""
-    assert bucket.data is not None
-    pieces = bucket.data.split(tensor_sizes(bucket))
-    for name, dtype, shape, piece in zip(bucket.names, bucket.dtypes, bucket.shapes, pieces, strict=True):
-        yield name, piece.view(dtype_named(dtype)).view(shape)
-
-
-def dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    """The tensors as views of the pieces, where these are."""
+    assert bucket.pieces is not None
+    for piece, specs in zip(bucket.pieces, split_specs(bucket_specs(bucket), bucket.piece_lengths), strict=True):
+        for spec, tensor in zip(specs, unpacked(piece, specs), strict=True):
+            yield spec.name, tensor

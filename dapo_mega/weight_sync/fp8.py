@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dapo_mega.rollout.engine import StageBucket
-from dapo_mega.weight_sync.buckets import dtype_named, named_tensors
+from dapo_mega.weight_sync.buckets import named_tensors
 
 BLOCK = 128
 # Projections of attention and MLPs, experts' included; not embeddings, norms, biases, routers or the output layer.
@@ -47,13 +47,14 @@ def quantised_bucket(bucket: StageBucket) -> StageBucket:
         else:
             entries.append((name, dtype, shape))
     # In falling order of the size of an element everything is aligned without padding.
-    entries.sort(key=lambda entry: dtype_named(entry[1]).itemsize, reverse=True)
+    entries.sort(key=lambda entry: getattr(torch, entry[1]).itemsize, reverse=True)
     names, dtypes, shapes = zip(*entries, strict=True)
-    return StageBucket(bucket.stage, names, dtypes, shapes, _quantised_data(bucket, names), bucket.is_last)
+    pieces = _quantised_pieces(bucket, names)
+    return StageBucket(bucket.stage, names, dtypes, shapes, (len(names),), pieces, bucket.is_last)
 
 
-def _quantised_data(bucket: StageBucket, names: tuple[str, ...]) -> Tensor | None:
-    if bucket.data is None:
+def _quantised_pieces(bucket: StageBucket, names: tuple[str, ...]) -> tuple[Tensor, ...] | None:
+    if bucket.pieces is None:
         return None
     tensors = {}
     for name, tensor in named_tensors(bucket):
@@ -61,4 +62,4 @@ def _quantised_data(bucket: StageBucket, names: tuple[str, ...]) -> Tensor | Non
             tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor)
         else:
             tensors[name] = tensor
-    return torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in names])
+    return (torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in names]),)

@@ -19,7 +19,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import StageBucket, WeightSource
 from dapo_mega.rollout.engine_client import EngineClient, EngineError
-from dapo_mega.weight_sync.buckets import named_tensors, tensor_sizes
+from dapo_mega.weight_sync.buckets import bucket_bytes, named_tensors
 from dapo_mega.weight_sync.engine_groups import is_local
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Session, Update
@@ -49,7 +49,7 @@ class SharedMemoryTransport:
         num_bytes = 0
         for bucket in map(self._prepare, policy.stage_weights(self._bucket_bytes)):
             box: list[Any] = [None]
-            if bucket.data is not None:
+            if bucket.pieces is not None:
                 # A handle is for one reader: it counts how many have let go of the memory.
                 box[0] = {target.url: [_handle(bucket) for _ in range(target.tp_size)] for target in update.targets}
             dist.broadcast_object_list(box, src=bucket.stage * self._stage_size, group=self._processes.control)
@@ -57,7 +57,7 @@ class SharedMemoryTransport:
                 self._tell(session, update, bucket.is_last, box[0])
             # The memory is free for another bucket when all engines have answered.
             dist.barrier(group=self._processes.control)
-            num_bytes += sum(tensor_sizes(bucket))
+            num_bytes += bucket_bytes(bucket)
         return num_bytes
 
     def _tell(self, session: Session, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:

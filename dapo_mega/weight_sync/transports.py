@@ -23,7 +23,8 @@ def make_transport(config: RunConfig, processes: Processes, export: Callable[[Pa
     kind = config.sync_transport
     fp8 = config.engine_dtype == "fp8"
     if kind == "distributed":
-        return BroadcastTransport(processes, sync, towards=_engines_host(config.rollout.fleet), fp8=fp8)
+        towards = _engines_host(config.rollout.fleet)
+        return BroadcastTransport(processes, sync, towards=towards, dtype=config.engine_dtype)
     if kind == "tensor":
         return SharedMemoryTransport(processes, sync, fp8=fp8)
     if fp8:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,3 +101,22 @@ def test_two_stage_buckets_and_the_shards_of_one_fit_twice_the_limit(reports, na
 @pytest.mark.parametrize("name", CASES)
 def test_stage_buckets_can_be_left_early_and_gathered_again(reports, name):
     assert reports[name]["stages"]["same_after_early_end"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_large_tensors_that_need_no_gathering_leave_from_where_they_lie(reports, name):
+    pieces = reports[name]["pieces"]
+    assert pieces["exact"]
+    assert pieces["same_everywhere"]
+    assert pieces["own_pieces"] > 0 or CASES[name]["parallel"].get("tensor", 1) > 1
+
+
+def test_down_projections_that_an_engine_fuses_are_never_in_two_buckets():
+    from dapo_mega.policy.weights import _inseparable
+
+    def unit(name):
+        return SimpleNamespace(placed=(SimpleNamespace(hf=(f"model.layers.0.self_attn.{name}.weight",)),))
+
+    names = ["q_proj", "o_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj"]
+    runs = [len(run) for run in _inseparable(map(unit, [*names, "kv_a_proj_with_mqa"]))]
+    assert runs == [1, 1, 4, 1, 2]

@@ -26,7 +26,7 @@ LAYERS = [
         "planning",
         "dry_run",
     },
-    {"rollout", "policy", "weight_sync"},
+    {"rollout", "policy", "weight_sync", "sglang_plugin"},
     {"evaluation", "rollouts", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -60,14 +60,14 @@ class Policy:
         self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
         self._rank = rank
 
-    def stage_weights(self, bucket_bytes):
+    def stage_weights(self, bucket_bytes, in_place=False):
         import torch
 
         from dapo_mega.rollout.engine import StageBucket
 
         for number, stage in enumerate(STAGES):
-            data = self._tensors[number].view(torch.uint8) if stage == self._rank else None
-            yield StageBucket(stage, (f"w{number}",), ("float32",), ((6,),), data, number == len(STAGES) - 1)
+            pieces = (self._tensors[number].view(torch.uint8),) if stage == self._rank else None
+            yield StageBucket(stage, (f"w{number}",), ("float32",), ((6,),), (1,), pieces, number == len(STAGES) - 1)
 
     def is_held_by(self, engine):
         import torch

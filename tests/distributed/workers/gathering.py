@@ -7,7 +7,6 @@ Arguments: JSON. It lists cases {model, parallel, dtype, bucket_bytes, mixed}: `
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -34,10 +33,10 @@ def run_case(case):
     from safetensors.torch import load_file
 
     from dapo_mega.config import ModelConfig, ParallelConfig
+    from dapo_mega.policy import weights
     from dapo_mega.policy.megatron_policy import ScoringModel
     from dapo_mega.policy.model import unwrapped
     from dapo_mega.policy.processes import start_processes
-    from dapo_mega.policy.weights import WeightGatherer
 
     parallel = ParallelConfig(**case["parallel"])
     processes = start_processes(parallel, 0)
@@ -52,7 +51,7 @@ def run_case(case):
             for name, parameter in chunk.named_parameters():
                 if "norm" in name:
                     parameter.data = parameter.data.float()
-    gatherer = WeightGatherer(chunks, model.layout, processes)
+    gatherer = weights.WeightGatherer(chunks, model.layout, processes)
     buckets = list(gatherer.buckets(case["bucket_bytes"]))
     got = dict(pair for bucket in buckets for pair in bucket)
     if processes.is_leader:
@@ -71,9 +70,12 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
+    weights._OWN_PIECE_BYTES = 1024
+    pieces = check_pieces(gatherer, case["bucket_bytes"], expected, processes)
     parallel_state.destroy_model_parallel()
     return {
         "stages": stages,
+        "pieces": pieces,
         "all_exact": int(total[0]) == processes.world_size,
         "bytes_sent": int(total[1]),
         "minimum": int(total[2]),
@@ -87,17 +89,20 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     import torch
     import torch.distributed as dist
 
+    from dapo_mega.weight_sync.buckets import named_tensors
+
     first = next(iter(gatherer.stage_buckets(bucket_bytes)))  # Closed early, by all processes after the same bucket.
     described, data, sizes, places = [], {}, [], []
     for bucket in gatherer.stage_buckets(bucket_bytes):
         described.append((bucket.stage, bucket.names, bucket.dtypes, bucket.shapes, bucket.is_last))
-        if bucket.data is not None:
-            data.update(unpacked(bucket))
-            sizes.append(bucket.data.nbytes)
-            places.append(bucket.data.data_ptr())
+        if bucket.pieces is not None:
+            (piece,) = bucket.pieces
+            data.update((name, tensor.clone()) for name, tensor in named_tensors(bucket))
+            sizes.append(piece.nbytes)
+            places.append(piece.data_ptr())
     everyones: list = [None] * processes.world_size
     is_exact = all(expected[name].dtype == t.dtype and torch.equal(expected[name], t) for name, t in data.items())
-    is_kept = first.data is None or first.data.data_ptr() in places
+    is_kept = first.pieces is None or first.pieces[0].data_ptr() in places
     mine = (described, list(data), is_exact, max(sizes, default=0), places, first.names == described[0][1], is_kept)
     dist.all_gather_object(everyones, mine, group=processes.control)
     names = [name for bucket in described for name in bucket[1]]
@@ -119,18 +124,28 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     }
 
 
-def unpacked(bucket):
-    """Tensors by name, cut as SGLang cuts them: each right after the one before, at a multiple of its element size."""
+def check_pieces(gatherer, bucket_bytes, expected, processes):
+    """Whether the same tensors come in pieces, at the same bytes; and how many pieces are the policy's own memory."""
     import torch
+    import torch.distributed as dist
 
-    start = 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        dtype = getattr(torch, dtype)
-        assert start % dtype.itemsize == 0, name
-        end = start + math.prod(shape) * dtype.itemsize
-        yield name, bucket.data[start:end].view(dtype).view(shape).clone()
-        start = end
-    assert start == bucket.data.nbytes
+    from dapo_mega.weight_sync.buckets import named_tensors
+
+    own = {p.untyped_storage().data_ptr() for p in gatherer._parameters.values()}
+    is_exact, num_own, layouts = True, 0, []
+    for bucket in gatherer.stage_buckets(bucket_bytes, in_place=True):
+        layouts.append(bucket.piece_lengths)
+        if bucket.pieces is not None:
+            num_own += sum(piece.untyped_storage().data_ptr() in own for piece in bucket.pieces)
+            is_exact &= all(torch.equal(expected[name], tensor) for name, tensor in named_tensors(bucket))
+            is_exact &= len(bucket.pieces) == len(bucket.piece_lengths)
+    everyones: list = [None] * processes.world_size
+    dist.all_gather_object(everyones, (is_exact, num_own, layouts), group=processes.control)
+    return {
+        "exact": all(each[0] for each in everyones),
+        "own_pieces": sum(each[1] for each in everyones),
+        "same_everywhere": all(each[2] == layouts for each in everyones),
+    }
 
 
 if __name__ == "__main__":

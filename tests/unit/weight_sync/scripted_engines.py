@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from safetensors.torch import load_file
 
 from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, EngineRefused
 from dapo_mega.rollout.event_loop import LoopThread
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import connect_store, join_group
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, parse_pieces_format, tensor_specs
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing
@@ -29,6 +30,7 @@ class Target:
     url: str
     tp_size: int = 1
     is_stale: bool = False
+    has_plugin: bool = False
 
 
 class ScriptedEngine:
@@ -42,6 +44,7 @@ class ScriptedEngine:
         self.weights = {}
         self.versions = []
         self.calls = []
+        self.load_formats = []
         self.groups = {}
         self.is_open = False
         self.num_buckets = 0
@@ -93,8 +96,8 @@ class ScriptedEngine:
         await self._meet(("update", self.num_buckets))
         if not self.is_open or group_name not in self.groups:
             raise EngineRefused(self.url, 400, "no session, or no such group")
-        assert load_format == "flattened_bucket"
-        await self._in_thread(self._receive, names, dtypes, shapes, group_name)
+        self.load_formats.append(load_format)
+        await self._in_thread(self._receive, tensor_specs(names, dtypes, shapes), group_name, load_format)
         self.versions.append((version, flush_cache))
 
     async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
@@ -115,13 +118,18 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, names, dtypes, shapes, group_name):
-        dtypes = [getattr(torch, dtype) for dtype in dtypes]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        data = torch.empty(sum(sizes), dtype=torch.uint8)
-        self.groups[group_name].broadcast(data, 0).wait()
-        for name, dtype, shape, piece in zip(names, dtypes, shapes, data.split(sizes), strict=True):
-            self.weights[name] = piece.view(dtype).view(shape)
+    def _receive(self, specs, group_name, load_format):
+        group = self.groups[group_name]
+        if load_format == CHANGES_FORMAT:
+            changes = ChangedWeights(group, "cpu", specs)
+            for spec, (name, tensor) in zip(specs, changes, strict=True):
+                self.weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
+            assert not changes.faults(changes.written())
+            return
+        is_flat = load_format == "flattened_bucket"
+        piece_lengths = [len(specs)] if is_flat else parse_pieces_format(load_format)
+        for name, tensor in ArrivingWeights(group, "cpu", specs, piece_lengths):
+            self.weights[name] = tensor.clone()
 
 
 class ScriptedFleet:
@@ -130,6 +138,7 @@ class ScriptedFleet:
     def __init__(self, num_engines, timeout_s):
         self.engines = {url: ScriptedEngine(url, timeout_s) for url in (f"http://e{i}" for i in range(num_engines))}
         self.stale = set(self.engines)
+        self.without_plugin = set(self.engines)
         self.away = {}
         self.synced_versions = {}
         self.held = []
@@ -137,7 +146,11 @@ class ScriptedFleet:
         self._thread = LoopThread("scripted-fleet")
 
     def targets(self, only_stale):
-        present = [Target(url, is_stale=url in self.stale) for url in self.engines if url not in self.away]
+        present = [
+            Target(url, is_stale=url in self.stale, has_plugin=url not in self.without_plugin)
+            for url in self.engines
+            if url not in self.away
+        ]
         return [target for target in present if target.is_stale or not only_stale]
 
     def start_call(self, targets, method, timeout_s):

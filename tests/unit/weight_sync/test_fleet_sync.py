@@ -36,16 +36,18 @@ class Policy:
         self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
         return self
 
-    def stage_weights(self, bucket_bytes):
+    def stage_weights(self, bucket_bytes, in_place=False):
         names = list(self.tensors)
         for start in (0, 2, 4):
             bucket = {name: self.tensors[name] for name in names[start : start + 2]}
+            pieces = [tensor.flatten().view(torch.uint8) for tensor in bucket.values()]
             yield StageBucket(
                 stage=0,
                 names=tuple(bucket),
                 dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()),
                 shapes=tuple(tuple(tensor.shape) for tensor in bucket.values()),
-                data=torch.cat([tensor.flatten().view(torch.uint8) for tensor in bucket.values()]),
+                piece_lengths=(1,) * len(bucket) if in_place else (len(bucket),),
+                pieces=tuple(pieces) if in_place else (torch.cat(pieces),),
                 is_last=start == 4,
             )
 
@@ -124,6 +126,84 @@ def test_groups_last_from_update_to_update(sync, fleet):
     sync.push(policy.advance(), 2)
     assert holders(fleet, policy) == URLS
     assert [engine.calls.count("init") for engine in fleet.engines.values()] == [1, 1, 1]
+
+
+def test_engines_with_the_plugin_get_pieces_and_all_get_one_when_one_engine_has_it_not(sync, fleet):
+    policy = Policy().advance()
+    fleet.without_plugin = set()
+    sync.push(policy, 1)
+    assert holders(fleet, policy) == URLS
+    assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {("dapo_mega_pieces:1,1",) * 3}
+    fleet.without_plugin = {URLS[1]}
+    metrics = sync.push(policy.advance(), 2)
+    assert holders(fleet, policy) == URLS
+    assert metrics["weight_sync/bytes"] == NUM_BYTES
+    assert {engine.load_formats[-1] for engine in fleet.engines.values()} == {"flattened_bucket"}
+
+
+@pytest.fixture
+def delta_sync(processes, fleet):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, full_every=3)
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
+    fleet.without_plugin = set()
+    yield sync
+    sync.close()
+
+
+class SlowlyChanging:
+    """One bf16 matrix of which each version changes one row."""
+
+    def __init__(self):
+        self.version = 0
+        self.tensors = {"w": torch.zeros(100, 30, dtype=torch.bfloat16)}
+
+    def advance(self):
+        self.version += 1
+        self.tensors["w"][self.version] = self.version
+        return self
+
+    def stage_weights(self, bucket_bytes, in_place=False):
+        pieces = (self.tensors["w"].flatten().view(torch.uint8),)
+        yield StageBucket(0, ("w",), ("bfloat16",), ((100, 30),), (1,), pieces, True)
+
+
+FULL, DELTA = 100 * 30 * 2, 30 * (4 + 2)
+
+
+def test_between_full_updates_engines_get_only_what_has_changed(delta_sync, fleet):
+    policy = SlowlyChanging()
+    sizes = []
+    for version in range(1, 8):
+        sizes.append(delta_sync.push(policy.advance(), version)["weight_sync/bytes"])
+        assert holders(fleet, policy) == URLS
+    assert [size > FULL for size in sizes] == [True, False, False, True, False, False, True]
+    assert all(DELTA <= size < DELTA + 100 for size in sizes if size < FULL)
+
+
+@pytest.mark.parametrize("call", [("update", 1), "end"])
+def test_an_engine_that_missed_a_change_gets_everything_before_it_gets_changes_again(delta_sync, fleet, call):
+    policy = SlowlyChanging()
+    delta_sync.push(policy.advance(), 1)
+    fleet.engines[URLS[1]].faults[call] = "die"
+    delta_sync.push(policy.advance(), 2)
+    assert set(holders(fleet, policy)) >= {URLS[0], URLS[2]}
+    fleet.return_all()
+    fleet.engines[URLS[1]].weights.clear()
+    assert delta_sync.push_to_stale(policy, 2)["weight_sync/bytes"] > FULL
+    assert holders(fleet, policy) == URLS
+    assert delta_sync.push(policy.advance(), 3)["weight_sync/bytes"] < FULL
+    assert holders(fleet, policy) == URLS
+
+
+def test_after_an_update_in_sglangs_own_form_changes_start_from_everything(delta_sync, fleet):
+    policy = SlowlyChanging()
+    delta_sync.push(policy.advance(), 1)
+    fleet.without_plugin = {URLS[0]}
+    delta_sync.push(policy.advance(), 2)
+    fleet.without_plugin = set()
+    assert delta_sync.push(policy.advance(), 3)["weight_sync/bytes"] > FULL
+    assert delta_sync.push(policy.advance(), 4)["weight_sync/bytes"] < FULL
+    assert holders(fleet, policy) == URLS
 
 
 @pytest.mark.parametrize("fault", ["die", "hang", "refuse"])

@@ -1,5 +1,7 @@
 """Quantised weights are the weights to within FP8's error, in the form that SGLang's loaders take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,7 +65,8 @@ def test_projections_are_quantised_beside_their_scales_and_everything_else_stays
         names=tuple(tensors),
         dtypes=("bfloat16",) * len(tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
-        data=torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]),
+        piece_lengths=(len(tensors),),
+        pieces=(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]),),
         is_last=True,
     )
     result = quantised_bucket(bucket)
@@ -78,8 +81,8 @@ def test_projections_are_quantised_beside_their_scales_and_everything_else_stays
     assert (result.stage, result.is_last) == (1, True)
     sizes = [tensor.dtype.itemsize for tensor in got.values()]
     assert sizes == sorted(sizes, reverse=True)  # So that SGLang, which does not pad, finds everything aligned.
-    elsewhere = quantised_bucket(StageBucket(1, bucket.names, bucket.dtypes, bucket.shapes, None, True))
-    assert (elsewhere.names, elsewhere.dtypes, elsewhere.shapes, elsewhere.data) == (
+    elsewhere = quantised_bucket(replace(bucket, pieces=None))
+    assert (elsewhere.names, elsewhere.dtypes, elsewhere.shapes, elsewhere.pieces) == (
         result.names,
         result.dtypes,
         result.shapes,

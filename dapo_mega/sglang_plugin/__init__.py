@@ -1,0 +1,68 @@
+"""What an SGLang server needs to take weights as the trainer can send them best: in pieces, and only what has changed.
+
+SGLang loads it by itself where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`).
+Servers without it get weights in SGLang's own form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, parse_pieces_format, tensor_specs
+
+logger = logging.getLogger(__name__)
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes, which puts the hooks in place afterwards."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        updater = importlib.import_module(_UPDATER).WeightUpdater
+        _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed
+    except (ImportError, AttributeError) as error:
+        logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
+        return
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
+
+
+def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
+    """Names with tensors, to be loaded while they arrive."""
+    load_format = request["load_format"] or ""
+    piece_lengths = parse_pieces_format(load_format)
+    if piece_lengths is None and load_format != CHANGES_FORMAT:
+        return receive(updater, **request)
+    group = updater._model_update_group[request["group_name"]]
+    specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
+    if piece_lengths is None:
+        return ChangedWeights(group, updater.device, specs)
+    return ArrivingWeights(group, updater.device, specs, piece_lengths)
+
+
+def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
+    success, message = load(updater, weights)
+    if not isinstance(weights, ChangedWeights):
+        return success, message
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group.cpu_group
+    written: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(written, weights.written(), group=group)
+    faults = weights.faults([part for parts in written for part in parts])
+    if success and faults:
+        return False, f"by their checksums these are not the trainer's after the update: {', '.join(faults)}"
+    return success, message
+
+
+def _announce(state: Any, *_: Any) -> None:
+    state.internal_state[PROTOCOL_FIELD] = PROTOCOL

@@ -1,0 +1,147 @@
+"""How buckets of weights look on their way to engines that have `dapo_mega.sglang_plugin`; used at both ends.
+
+pieces     several broadcasts of runs of bytes, each of some of the bucket's tensors
+changes    two broadcasts: the number of bytes, and these: per tensor how many values follow and the checksum of the
+           whole tensor, then per tensor either all its values or places and values of those that have changed
+
+Numbers are int64, places int32, each starts at a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PROTOCOL = 1
+"""To be counted up whenever one end would no longer understand the other."""
+PROTOCOL_FIELD = "dapo_mega_protocol"
+"""Where a server with the plugin says so, in its internal state."""
+CHANGES_FORMAT = "dapo_mega_changes"
+_PIECES_FORMAT = "dapo_mega_pieces:"
+_ALL = -1
+_ALIGNMENT = 8
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def pieces_format(piece_lengths: Sequence[int]) -> str:
+    """The load format of a bucket whose pieces hold so many tensors each."""
+    return _PIECES_FORMAT + ",".join(map(str, piece_lengths))
+
+
+def parse_pieces_format(load_format: str) -> list[int] | None:
+    """The piece lengths; None when it is another format."""
+    if not load_format.startswith(_PIECES_FORMAT):
+        return None
+    return [int(length) for length in load_format.removeprefix(_PIECES_FORMAT).split(",")]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it is there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+    """From torch's names of the dtypes (`bfloat16`)."""
+    return [
+        TensorSpec(name, getattr(torch, dtype), tuple(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+
+
+def split_specs(specs: Sequence[TensorSpec], piece_lengths: Sequence[int]) -> list[list[TensorSpec]]:
+    """The tensors of each piece."""
+    rest = iter(specs)
+    return [[next(rest) for _ in range(length)] for length in piece_lengths]
+
+
+def unpacked(piece: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    """The tensors of a piece [bytes] uint8, as views of it."""
+    start = 0
+    for spec in specs:
+        end = start + spec.num_bytes
+        yield piece[start:end].view(spec.dtype).view(spec.shape)
+        start = end
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of all values' bits, [] int64: the same however a tensor is cut, transposed or fused with others."""
+    return tensor.view(_BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+def find_changes(new: Tensor, held: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """(places [n] int32, values [n]) where the bits of `new` differ from those of `held`; (None, all values) where
+    that takes less, or nothing is held."""
+    # A tensor of one value may be read as a number instead of being copied.
+    can_have_places = new.is_floating_point() and 1 < new.numel() <= torch.iinfo(torch.int32).max
+    if held is None or not can_have_places:
+        return None, new
+    bits = _BITS[new.dtype.itemsize]
+    places = (new.view(bits) != held.view(bits)).flatten().nonzero().flatten().int()
+    if places.nbytes + len(places) * new.dtype.itemsize >= new.nbytes:
+        return None, new
+    return places, new.flatten()[places]
+
+
+def pack_changes(changes: Sequence[tuple[Tensor | None, Tensor]], checksums: Sequence[Tensor]) -> Tensor:
+    """[bytes] uint8: what `find_changes` found in each tensor of a bucket, with the checksums of the whole tensors."""
+    counts = [_ALL if places is None else len(places) for places, _ in changes]
+    device = changes[0][1].device
+    parts = [torch.tensor(counts, dtype=torch.int64, device=device), torch.stack(list(checksums))]
+    for places, values in changes:
+        parts += [values] if places is None else [places, values]
+    packed = torch.empty(sum(_aligned(part.nbytes) for part in parts), dtype=torch.uint8, device=device)
+    start = 0
+    for part in parts:
+        packed[start : start + part.nbytes] = part.flatten().view(torch.uint8)
+        start += _aligned(part.nbytes)
+    return packed
+
+
+@dataclass(frozen=True)
+class Change:
+    """Values of one tensor: all of them [shape], or where `places` [n] int32 are given, those at them [n]. `checksum`
+    is that of the whole new tensor."""
+
+    values: Tensor
+    places: Tensor | None
+    checksum: int
+
+
+def unpack_changes(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Change]:
+    """What `pack_changes` packed; values are views of `packed`."""
+    start = 0
+
+    def take(dtype: torch.dtype, count: int) -> Tensor:
+        nonlocal start
+        taken = packed[start : start + count * dtype.itemsize].view(dtype)
+        start += _aligned(taken.nbytes)
+        return taken
+
+    counts = take(torch.int64, len(specs)).tolist()
+    checksums = take(torch.int64, len(specs)).tolist()
+    for spec, count, expected in zip(specs, counts, checksums, strict=True):
+        if count == _ALL:
+            yield Change(take(spec.dtype, spec.size).view(spec.shape), None, expected)
+        else:
+            places = take(torch.int32, count)
+            yield Change(take(spec.dtype, count), places, expected)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
