@@ -4,7 +4,7 @@ python tools/benchmark_fleet.py --requests 10000
 python tools/benchmark_fleet.py --url http://127.0.0.1:30000 --vocab-size 200
 
 Without --url scripted engines in a process of their own hold all answers back until every request is in flight. With
---url the requests go one by one through the dispatcher to an SGLang server, and in turn as one list in a single call,
+--url the requests go through the dispatcher to an SGLang server, and in turn as one list in a single call,
 which no client can be faster than. Start that server with --weight-version 0, and put its key into --api-key-env.
 """
 
@@ -28,7 +28,7 @@ from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
 
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.dispatcher import Dispatcher
-from dapo_mega.rollout.engine_client import EngineClient
+from dapo_mega.rollout.engine_client import EngineClient, EngineInfo
 from dapo_mega.rollout.sglang_api import generate_payload
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
 
@@ -154,7 +154,8 @@ def _report_crowd(crowd: Crowd) -> list[str]:
 async def _compare(options: argparse.Namespace) -> list[str]:
     key = os.environ.get(options.api_key_env, "")
     client = EngineClient(options.url, key)
-    version = (await client.info()).weight_version
+    info = await client.info()
+    version = info.weight_version
     await client.close()
     if not version.isdecimal():
         raise InputError(f"the server's weight version is {version!r}; start it with --weight-version 0")
@@ -171,7 +172,7 @@ async def _compare(options: argparse.Namespace) -> list[str]:
     ]
     for kind, lengths in kinds.items():
         requests = _requests(options.batch, options.vocab_size, lengths)
-        sides = _sides(options, key, int(version), requests)
+        sides = _sides(options, key, info, requests)
         durations = await asyncio.to_thread(take_turns, sides, options.rounds)
         tokens = sum(lengths)
         lines.append(
@@ -183,7 +184,7 @@ async def _compare(options: argparse.Namespace) -> list[str]:
 
 
 def _sides(
-    options: argparse.Namespace, key: str, version: int, requests: Sequence[GenerationRequest]
+    options: argparse.Namespace, key: str, info: EngineInfo, requests: Sequence[GenerationRequest]
 ) -> dict[str, Callable[[], Duration]]:
     async def through_dispatcher(client: EngineClient) -> None:
         finished: asyncio.Queue[Answer] = asyncio.Queue()
@@ -194,7 +195,7 @@ def _sides(
             max_attempts=1,
             on_answer=finished.put_nowait,
         )
-        dispatcher.add_engine(client, version)
+        dispatcher.add_engine(client, int(info.weight_version), info.supports_batches)
         dispatcher.submit(requests)
         for _ in requests:
             if isinstance(answer := await finished.get(), GenerationFailure):

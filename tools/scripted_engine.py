@@ -41,6 +41,8 @@ Fault = Literal[
     "too_short",
     "hang",
     "abort",
+    "lost",
+    "twice",
 ]
 
 _DRIP_S = 0.05
@@ -171,7 +173,7 @@ class ScriptedEngine:
             "max_req_input_len": 32768 - 6,
             "quantization": None,
             "disable_radix_cache": False,
-            "version": "0.0.0",
+            "version": "0.5.23",
             "startup_time": {"process": self.process},
             **self.settings,
         }
@@ -212,6 +214,8 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
+        if payload.get("stream"):
+            return await self._stream(request, payload)
         self.payloads.append(payload)
         if isinstance(payload["input_ids"][0], list):
             answers = [await self._answer({**payload, "input_ids": ids}) for ids in payload["input_ids"]]
@@ -230,6 +234,35 @@ class ScriptedEngine:
         if fault == "drip":
             return await _drip(request, text)
         return web.Response(text=text, content_type="application/json")
+
+    async def _stream(self, request: web.Request, batch: dict[str, Any]) -> web.StreamResponse:
+        """Each output as an event of its own, with one of its first token before."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        fields = ("rid", "input_ids", "sampling_params")
+        payloads = [dict(zip(fields, row, strict=True)) for row in zip(*(batch[name] for name in fields), strict=True)]
+        self.payloads += payloads
+        for payload in payloads:
+            meta_info = {"id": payload["rid"], "finish_reason": None, "completion_tokens": 1}
+            await _send_event(response, json.dumps({"output_ids": [0], "meta_info": meta_info}))
+        await asyncio.gather(*(self._stream_one(request, response, payload) for payload in payloads))
+        await _send_event(response, "[DONE]")
+        return response
+
+    async def _stream_one(self, request: web.Request, response: web.StreamResponse, payload: dict[str, Any]) -> None:
+        fault = self.fault(payload)
+        if fault in ("hang", "drip"):
+            await asyncio.sleep(3600)
+        answer = _spoilt(await self._answer(payload, ends_early=fault == "abort"), fault, self.vocab_size)
+        if fault == "reset":
+            _break_connection(request)
+        elif fault == "error_500":
+            await _send_event(response, json.dumps({"error": {"message": "Internal Server Error"}}))
+        elif fault == "malformed_json":
+            await _send_event(response, json.dumps(answer)[:40])
+        elif fault != "lost":
+            for _ in range(2 if fault == "twice" else 1):
+                await _send_event(response, json.dumps(answer))
 
     async def _answer(self, payload: dict[str, Any], ends_early: bool = False) -> dict[str, Any]:
         parameters = payload["sampling_params"]
@@ -339,6 +372,10 @@ def _resize(answer: dict[str, Any], ids: list[int], triples: list[Any]) -> None:
 def _break_connection(request: web.Request) -> None:
     assert request.transport
     request.transport.abort()
+
+
+async def _send_event(response: web.StreamResponse, text: str) -> None:
+    await response.write(f"data: {text}\n\n".encode())
 
 
 async def _drip(request: web.Request, text: str) -> web.StreamResponse:

@@ -19,6 +19,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,10 +33,22 @@ from dapo_mega.rollout.engine_client import (
 )
 from dapo_mega.rollout.ledger import Cause, RequestLedger
 from dapo_mega.rollout.placement import EngineSlot, EngineSnapshot, Placement
-from dapo_mega.rollout.sglang_api import Completion, MalformedAnswer, generate_payload, joined, parse_answer, unfit
+from dapo_mega.rollout.sglang_api import (
+    Completion,
+    MalformedAnswer,
+    batch_payload,
+    finished_rid,
+    generate_payload,
+    joined,
+    parse_answer,
+    unfit,
+)
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+# A server's work for every output of a call grows with the call.
+_MAX_CALL_SIZE = 64
 
 
 @dataclass(eq=False)
@@ -58,13 +71,22 @@ class _Work:
 
 @dataclass(eq=False)
 class _Flight:
-    """One call. `version` is that of the engine's weights when it began."""
+    """A request's part in a call. `version` is that of the engine's weights when it began."""
 
     rid: str
     work: _Work
     slot: EngineSlot
     version: int
     started: float
+    call: _Call | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One HTTP call and those of its requests that have no outcome yet, by rid."""
+
+    slot: EngineSlot
+    flights: dict[str, _Flight]
     task: asyncio.Task[None] | None = None
 
 
@@ -114,10 +136,10 @@ class Dispatcher:
 
     # ---- engines ----
 
-    def add_engine(self, client: EngineClient, version: int) -> None:
-        """Use an engine that holds these weights."""
+    def add_engine(self, client: EngineClient, version: int, supports_batches: bool = False) -> None:
+        """Use an engine that holds these weights; with `supports_batches` requests that start together share a call."""
         assert client.url not in self._slots
-        self._slots[client.url] = EngineSlot(client, version)
+        self._slots[client.url] = EngineSlot(client, version, supports_batches)
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
@@ -212,7 +234,8 @@ class Dispatcher:
         for work in self._works.values():
             if work.retry:
                 work.retry.cancel()
-        tasks = [*self._background, *(flight.task for flight in self._flights.values() if flight.task)]
+        calls = {flight.call for flight in self._flights.values() if flight.call}
+        tasks = [*self._background, *(call.task for call in calls if call.task)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -220,10 +243,20 @@ class Dispatcher:
     # ---- starting calls ----
 
     def _start_calls(self) -> None:
-        while not self._is_held and (chosen := self._next_call()):
-            self._start_call(*chosen)
+        boarded: dict[EngineSlot, list[_Flight]] = {}
+        while not self._is_held and (chosen := self._next_flight()):
+            work, slot = chosen
+            flight = self._board(work, slot)
+            # Alone after a failure: a request that an engine refuses must not take others with it.
+            if slot.supports_batches and not work.num_failures:
+                boarded.setdefault(slot, []).append(flight)
+            else:
+                self._start_call(slot, [flight])
+        for slot, flights in boarded.items():
+            for first in range(0, len(flights), _MAX_CALL_SIZE):
+                self._start_call(slot, flights[first : first + _MAX_CALL_SIZE])
 
-    def _next_call(self) -> tuple[_Work, EngineSlot] | None:
+    def _next_flight(self) -> tuple[_Work, EngineSlot] | None:
         """The first request in the queue for which there is an engine, with that engine."""
         now = self._loop.time()
         free = [slot for slot in self._slots.values() if self._placement.has_room(slot, now)]
@@ -235,7 +268,7 @@ class Dispatcher:
                     return work, slot
         return None
 
-    def _start_call(self, work: _Work, slot: EngineSlot) -> None:
+    def _board(self, work: _Work, slot: EngineSlot) -> _Flight:
         del self._waiting[work.id]
         self._placement.settle(work.prompt, slot)
         work.num_calls += 1
@@ -245,28 +278,53 @@ class Dispatcher:
         self._flights[rid] = work.flight = flight
         slot.in_flight += 1
         self._idle.clear()
-        flight.task = self._loop.create_task(self._call(flight))
-        flight.task.add_done_callback(lambda task: self._end_with_fault(flight, task))
+        return flight
+
+    def _start_call(self, slot: EngineSlot, flights: Sequence[_Flight]) -> None:
+        call = _Call(slot, {flight.rid: flight for flight in flights})
+        for flight in flights:
+            flight.call = call
+        call.task = self._loop.create_task(self._run(call))
+        call.task.add_done_callback(lambda task: self._end_with_fault(call, task))
 
     # ---- ending calls ----
 
-    async def _call(self, flight: _Flight) -> None:
-        work = flight.work
-        payload = generate_payload(work.request, work.parts, flight.rid)
-        outcome: Completion | EngineError | MalformedAnswer
+    async def _run(self, call: _Call) -> None:
+        """Every request of the call has an outcome when this returns."""
+        payloads = [generate_payload(f.work.request, f.work.parts, f.rid) for f in call.flights.values()]
+        failure: EngineError | MalformedAnswer
         try:
-            body = await flight.slot.client.generate(payload, self._request_timeout_s)
-            versions = (flight.version, self._newest_version)
-            outcome = parse_answer(body, work.request, work.parts, self._vocab_size, versions)
+            if len(payloads) == 1:
+                body = await call.slot.client.generate(payloads[0], self._request_timeout_s)
+                for flight in list(call.flights.values()):
+                    self._answered(flight, body)
+            else:
+                await self._run_batch(call, batch_payload(payloads))
+            failure = MalformedAnswer("malformed", "the stream ended without it")
         except (EngineError, MalformedAnswer) as error:
-            outcome = error
-        if work.flight is not flight:
-            return  # It was given up while the answer was on its way.
-        self._land(flight)
-        if isinstance(outcome, Completion):
-            self._take(flight, outcome)
+            failure = error
+        if flights := list(call.flights.values()):
+            self._failed(call.slot, flights, failure)
+            self._start_calls()
+
+    async def _run_batch(self, call: _Call, payload: dict[str, Any]) -> None:
+        outputs = call.slot.client.generate_batch(payload, self._request_timeout_s)
+        async with aclosing(outputs):
+            async for output in outputs:
+                # What was given up meanwhile has no flight any more.
+                if (rid := finished_rid(output)) and (flight := call.flights.get(rid)):
+                    self._answered(flight, output)
+
+    def _answered(self, flight: _Flight, body: Any) -> None:
+        work = flight.work
+        versions = (flight.version, self._newest_version)
+        try:
+            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions)
+        except MalformedAnswer as error:
+            self._failed(flight.slot, [flight], error)
         else:
-            self._call_failed(flight, outcome)
+            self._land(flight)
+            self._take(flight, completion)
         self._start_calls()
 
     def _take(self, flight: _Flight, completion: Completion) -> None:
@@ -284,25 +342,29 @@ class Dispatcher:
             work.avoided_url = flight.slot.url
             self._retry(work, "aborted", f"{flight.slot.url}: the engine aborted it")
 
-    def _call_failed(self, flight: _Flight, error: EngineError | MalformedAnswer) -> None:
-        work, slot = flight.work, flight.slot
-        work.avoided_url = slot.url
+    def _failed(self, slot: EngineSlot, flights: Sequence[_Flight], error: EngineError | MalformedAnswer) -> None:
+        """These flights of one call have no usable answer, for one reason."""
         is_unreachable = isinstance(error, EngineUnreachable)
         if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
             self._loop.call_later(pause, self._start_calls)
         if self._on_trouble and isinstance(error, EngineUnreachable | EngineDisconnected):
             self._on_trouble(slot.url)
-        if isinstance(error, EngineTimeout):
-            self._start_background(slot.client.abort(flight.rid))
-        if is_unreachable:  # Nothing was sent, so the request has no part in it.
-            self.ledger.call_failed("unreachable")
-            self._wait_first(work)
-        elif isinstance(error, MalformedAnswer):
-            self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
-            if error.fault == "version" and self._on_wrong_weights and slot.url in self._slots:
-                self._on_wrong_weights(slot.url)
-        else:
-            self._retry(work, _cause(error), str(error))
+        for flight in reversed(flights):
+            work = flight.work
+            self._land(flight)
+            work.avoided_url = slot.url
+            if is_unreachable:  # Nothing was sent, so the request has no part in it.
+                self.ledger.call_failed("unreachable")
+                self._wait_first(work)
+            elif isinstance(error, MalformedAnswer):
+                self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
+            else:
+                self._retry(work, _cause(error), str(error))
+            if isinstance(error, EngineTimeout):
+                self._start_background(slot.client.abort(flight.rid))
+        has_wrong_weights = isinstance(error, MalformedAnswer) and error.fault == "version"
+        if has_wrong_weights and self._on_wrong_weights and slot.url in self._slots:
+            self._on_wrong_weights(slot.url)
 
     def _retry(self, work: _Work, cause: Cause, reason: str) -> None:
         """Call again after a while, or give the request its failure when that was the last attempt."""
@@ -320,28 +382,29 @@ class Dispatcher:
         self._start_calls()
 
     def _land(self, flight: _Flight) -> None:
-        """Take a call off the account. Its task is cancelled unless it is the one that runs."""
+        """Take a flight off the account. A call without flights is cancelled unless it is the task that runs."""
         del self._flights[flight.rid]
         flight.slot.in_flight -= 1
         flight.work.flight = None
         if not self._flights:
             self._idle.set()
-        if flight.task and flight.task is not asyncio.current_task(self._loop):
-            flight.task.cancel()
+        if call := flight.call:
+            del call.flights[flight.rid]
+            if not call.flights and call.task and call.task is not asyncio.current_task(self._loop):
+                call.task.cancel()
 
     def _abandon(self, flight: _Flight) -> None:
-        """End a call early on an engine that stays in use."""
+        """End a flight early on an engine that stays in use."""
         self._land(flight)
         self._start_background(flight.slot.client.abort(flight.rid))
 
-    def _end_with_fault(self, flight: _Flight, task: asyncio.Task[None]) -> None:
-        """A call that ended with a fault of the program must not leave its request waiting for ever."""
+    def _end_with_fault(self, call: _Call, task: asyncio.Task[None]) -> None:
+        """A call that ended with a fault of the program must not leave its requests waiting for ever."""
         if task.cancelled() or not (fault := task.exception()):
             return
-        logger.critical("a call of %s failed: %r", flight.slot.url, fault, exc_info=fault)
-        if flight.work.flight is flight:
+        logger.critical("a call of %s failed: %r", call.slot.url, fault, exc_info=fault)
+        for flight in list(call.flights.values()):
             self._land(flight)
-        if flight.work.id in self._works:
             self._fail(flight.work, f"a fault of the program: {fault!r}")
 
     # ---- ending requests ----

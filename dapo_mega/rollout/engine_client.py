@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +19,7 @@ _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
 # Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
 _KEEP_ALIVE_S = 2.0
+_FIRST_WITH_INTERVALS = (0, 5, 23)  # Of SGLang: `stream_interval` is a sampling parameter.
 _RESERVED_POSITIONS = 6  # max_req_input_len is this much shorter than what prompt and response may take together.
 
 
@@ -59,6 +62,7 @@ class EngineInfo:
 
     `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
     that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
+    `supports_batches`: it understands `sglang_api.batch_payload`, and its last output of a prompt has all tokens.
     `has_plugin`: it has a `dapo_mega.sglang_plugin` that this trainer understands.
     """
 
@@ -72,6 +76,7 @@ class EngineInfo:
     vocab_size: int | None
     weight_version: str
     supports_sessions: bool
+    supports_batches: bool
     disable_radix_cache: bool
     has_plugin: bool = False
 
@@ -102,6 +107,20 @@ class EngineClient:
     async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
         """The parsed answer of /generate."""
         return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))
+
+    async def generate_batch(self, payload: dict[str, Any], timeout_s: float) -> AsyncGenerator[Any, None]:
+        """The parsed outputs of /generate for several prompts, each as it comes; `timeout_s` is for all of them."""
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        with self._errors_of("/generate", timeout_s):
+            async with self._open_session().post(self.url + "/generate", json=payload, timeout=limits) as response:
+                if response.status >= HTTPStatus.BAD_REQUEST:
+                    raise EngineRefused(self.url, response.status, f"/generate: {_excerpt(await response.read())}")
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: ") and line != b"data: [DONE]":
+                            yield self._output(line.removeprefix(b"data: "))
 
     async def abort(self, rid: str | None = None, all: bool = False) -> None:
         """End calls of /generate early: those whose `rid` starts with this, or all."""
@@ -223,20 +242,32 @@ class EngineClient:
         except ValueError:
             raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_excerpt(content)}") from None
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _SHORT_TIMEOUT_S
-    ) -> bytes:
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+    def _output(self, content: bytes) -> Any:
+        output = self._parsed("/generate", content)
+        if isinstance(output, dict) and isinstance(error := output.get("error"), dict):
+            raise EngineRefused(self.url, HTTPStatus.OK, f"/generate: {error.get('message')}")
+        return output
+
+    @contextmanager
+    def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
+        """Turn what aiohttp raises into EngineError."""
         try:
-            async with self._open_session().request(method, self.url + path, json=body, timeout=limits) as response:
-                content = await response.read()
-                status = response.status
+            yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnreachable(self.url, f"no connection for {path}: {error}") from error
         except TimeoutError as error:
             raise EngineTimeout(self.url, f"{path} was not answered within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDisconnected(self.url, f"the connection broke during {path}: {error!r}") from error
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _SHORT_TIMEOUT_S
+    ) -> bytes:
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        with self._errors_of(path, timeout_s):
+            async with self._open_session().request(method, self.url + path, json=body, timeout=limits) as response:
+                content = await response.read()
+                status = response.status
         if status >= HTTPStatus.BAD_REQUEST:
             raise EngineRefused(self.url, status, f"{path}: {_excerpt(content)}")
         return content
@@ -257,6 +288,12 @@ def _excerpt(content: bytes) -> str:
     return content[:300].decode(errors="replace").strip()
 
 
+def _supports_batches(server: dict[str, Any]) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(server.get("version")))
+    is_new = numbers is not None and tuple(map(int, numbers.groups())) >= _FIRST_WITH_INTERVALS
+    return is_new and not server.get("incremental_streaming_output", False)
+
+
 def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], supports_sessions: bool) -> EngineInfo:
     context_length = server.get("context_length")
     if context_length is None and server.get("max_req_input_len"):
@@ -274,6 +311,7 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         vocab_size=None if vocab_size is None else int(vocab_size),
         weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
         supports_sessions=supports_sessions,
+        supports_batches=_supports_batches(server),
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
         has_plugin=any(state.get(PROTOCOL_FIELD) == PROTOCOL for state in server.get("internal_states", [])),
     )

@@ -111,7 +111,8 @@ class Membership:
         """The engine holds these weights now, and serves; nothing happens to one that has left meanwhile."""
         member = self.members[url]
         if member.state == "stale":
-            self.dispatcher.add_engine(member.client, version)
+            assert member.info
+            self.dispatcher.add_engine(member.client, version, supports_batches=member.info.supports_batches)
         elif member.state == "serving":
             self.dispatcher.set_version(url, version)
         else:

@@ -98,7 +98,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -> AsyncIterator[Fleet]:
+async def fleet_of(
+    *engines: ScriptedEngine, version: int = 0, supports_batches: bool = False, **options: Any
+) -> AsyncIterator[Fleet]:
     """A dispatcher that uses all engines, which hold weights of this version."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -113,7 +115,7 @@ async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -
         dispatcher = Dispatcher(on_answer=queue.put_nowait, **settings)
         for engine, client in zip(engines, clients, strict=True):
             engine.version = str(version)
-            dispatcher.add_engine(client, version)
+            dispatcher.add_engine(client, version, supports_batches)
         try:
             yield Fleet(dispatcher, clients, queue)
         finally:

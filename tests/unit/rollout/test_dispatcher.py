@@ -74,6 +74,68 @@ def test_a_fault_is_retried_on_another_engine_and_never_becomes_an_answer(fault)
     within_deadline(body)
 
 
+CAUSE_IN_A_BATCH = {**CAUSE_OF_FAULT, "lost": "malformed", "twice": None}
+
+
+@pytest.mark.parametrize("fault", CAUSE_IN_A_BATCH)
+def test_a_fault_within_a_shared_call_is_made_good_and_never_becomes_an_answer(fault):
+    async def body():
+        bad, good = engines(2, tokens_per_s=300)
+        bad.fault = lambda payload: fault if payload["input_ids"][1] == 6 else None
+        limit_s = 1.0 if fault in ("hang", "drip") else 20.0
+        async with fleet_of(bad, good, version=3, supports_batches=True, request_timeout_s=limit_s) as fleet:
+            fleet.dispatcher.remove_engine(good.url, "for now")
+            requests = [make_request([5, i], max_new_tokens=4 + i) for i in range(12)]
+            fleet.dispatcher.submit(requests)
+            await until(lambda: len(bad.payloads) == 12)
+            fleet.dispatcher.add_engine(fleet.clients[1], 3)
+            for request, answer in zip(requests, await fleet.answers(requests), strict=True):
+                assert_exact(answer, request)
+            metrics = fleet.dispatcher.pop_metrics()
+            assert fleet.queue.empty()
+        assert bad.calls["/generate"] == 1
+        assert metrics["rollout/requests_answered"] == 12
+        # Shorter ones had been answered before; an error of the whole call fails what is left of it.
+        ends_the_call = fault in ("malformed_json", "not_an_object", "error_500", "reset")
+        expected = 0 if fault == "twice" else 6 if ends_the_call else 1
+        assert metrics["rollout/failed_calls"] == expected
+        if cause := CAUSE_IN_A_BATCH[fault]:
+            assert metrics[f"rollout/failed_calls_{cause}"] == expected
+
+    within_deadline(body)
+
+
+def test_one_of_a_shared_call_can_be_cancelled_and_the_others_go_on():
+    async def body():
+        (engine,) = engines(1, tokens_per_s=100)
+        async with fleet_of(engine, supports_batches=True) as fleet:
+            requests = [make_request([5, i], max_new_tokens=20 + i) for i in range(4)]
+            fleet.dispatcher.submit(requests)
+            await until(lambda: engine.in_flight == 4)
+            fleet.dispatcher.cancel([requests[1].request_id])
+            kept = [requests[0], *requests[2:]]
+            for request, answer in zip(kept, await fleet.answers(kept), strict=True):
+                assert_exact(answer, request)
+            assert fleet.queue.empty()
+            assert (engine.calls["/generate"], engine.calls["/abort_request"]) == (1, 1)
+            assert fleet.dispatcher.ledger.count("cancelled") == 1
+
+    within_deadline(body)
+
+
+def test_requests_that_start_together_share_calls_of_limited_size():
+    async def body():
+        (engine,) = engines(1, tokens_per_s=1000)
+        async with fleet_of(engine, supports_batches=True, requests_per_engine=200) as fleet:
+            requests = [make_request([5, i]) for i in range(150)]
+            for request, answer in zip(requests, await fleet.ask(*requests), strict=True):
+                assert_exact(answer, request)
+        assert engine.calls["/generate"] == 3
+        assert [payload["input_ids"][1] for payload in engine.payloads] == list(range(150))
+
+    within_deadline(body)
+
+
 @pytest.mark.parametrize("fault", ["error_500", "malformed_json", "old_version"])
 def test_a_request_that_fails_everywhere_ends_as_a_failure_with_its_reason(fault):
     async def body():
