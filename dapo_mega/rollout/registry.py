@@ -37,7 +37,6 @@ class Registration:
 
     url: str
     instance: str
-    tp_size: int
 
 
 def require_api_key(env_name: str) -> str:

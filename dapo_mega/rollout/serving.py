@@ -171,7 +171,7 @@ class Engine:
         self._forget_key()
         self._has_served = True
         self._failures = 0
-        self.registration = Registration(url=self.url, instance=uuid.uuid4().hex, tp_size=self._node.tp_size)
+        self.registration = Registration(url=self.url, instance=uuid.uuid4().hex)
         print(f"engine {self.url} serves (pid {self._group.pid}, instance {self.registration.instance})", flush=True)
 
     def _bury(self, what: str) -> None:

@@ -15,8 +15,8 @@ from dapo_mega.rollout.registry import EngineRegistry, Registration, announce, p
 from tests.distributed.launching import free_port
 
 KEY = "the-key-of-this-run"
-ENGINE = Registration(url="http://127.0.0.1:30000", instance="first", tp_size=2)
-OTHER = Registration(url="http://127.0.0.1:30001", instance="other", tp_size=2)
+ENGINE = Registration(url="http://127.0.0.1:30000", instance="first")
+OTHER = Registration(url="http://127.0.0.1:30001", instance="other")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_announced_engines_stay_known_until_they_leave(trainer, address):
 
 def test_a_restarted_engine_replaces_the_one_at_its_url(trainer, address):
     announce(address, KEY, [ENGINE])
-    restarted = Registration(url=ENGINE.url, instance="second", tp_size=2)
+    restarted = Registration(url=ENGINE.url, instance="second")
     announce(address, KEY, [restarted])
     assert trainer.poll() == [restarted]
 
@@ -71,7 +71,7 @@ def test_announcements_of_strangers_are_ignored_and_logged_once(trainer, address
 
 def test_a_replayed_announcement_brings_no_engine_back(trainer, address):
     replayed = registry._signed(ENGINE, False, KEY)
-    restarted = Registration(url=ENGINE.url, instance="second", tp_size=2)
+    restarted = Registration(url=ENGINE.url, instance="second")
     announce(address, KEY, [restarted])
     push(address, replayed)
     assert trainer.poll() == [restarted]

@@ -174,7 +174,7 @@ def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatc
         serving, "announce", lambda address, key, engines, *, leaving: not said.append((leaving, [*engines]))
     )
     monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
-    first, second = (serving.Registration(f"http://host:{port}", "instance", 1) for port in (1, 2))
+    first, second = (serving.Registration(f"http://host:{port}", "instance") for port in (1, 2))
     announcements = Announcements(ServingOptions(KEY, "A_KEY", tmp_path, rendezvous="trainer:1"))
     announcements.update([first])
     announcements.update([first])
