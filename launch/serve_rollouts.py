@@ -42,6 +42,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter that has SGLang")
     parser.add_argument("--restart", type=_restarts, default=None, metavar="N|always", help="restarts of a dead engine")
+    parser.add_argument(
+        "--restart-hung-after-s",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="restart an engine that answers no probe for so long, which must be longer than a weight update; 0: never",
+    )
     parser.add_argument("--log-folder", type=Path, default=Path("runs/rollout_engines"))
     return parser.parse_args(ours, argparse.Namespace(extra=tuple(extra)))
 
@@ -82,6 +89,8 @@ def main() -> None:
             log_folder=options.log_folder,
             rendezvous=options.rendezvous,
             max_restarts=options.restart,
+            # Colocated engines sleep while the policy trains.
+            restart_hung_after_s=None if options.colocated else options.restart_hung_after_s or None,
             router_port=options.router,
         ),
     )

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +24,23 @@ from dapo_mega.rollout.registry import Registration, announce
 _TICK_S = 0.2
 _ANNOUNCE_EVERY_S = 5.0
 _PROBE_LIMIT_S = 5.0
+_WATCH_EVERY_S = 5.0
 _LONGEST_BACK_OFF_S = 60.0
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """How engines are looked after. Times are in seconds; `max_restarts` is per engine, None for no limit."""
+    """How engines are looked after. Times are in seconds; `max_restarts` is per engine, None for no limit.
+
+    `restart_hung_after_s` None leaves an engine alone that answers no probe any more.
+    """
 
     api_key: str
     api_key_env: str
     log_folder: Path
     rendezvous: str | None = None
     max_restarts: int | None = None
+    restart_hung_after_s: float | None = None
     router_port: int | None = None
     start_limit_s: float = 1800.0
     grace_s: float = 10.0
@@ -89,6 +94,30 @@ class ProcessGroup:
         self._guard.communicate()
 
 
+class HealthWatch:
+    """Probes an engine in a thread of its own: one that hangs must not keep the others waiting."""
+
+    def __init__(self, is_healthy: Callable[[], bool]) -> None:
+        self._is_healthy = is_healthy
+        self._last_answer = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the engine was last seen healthy."""
+        return time.monotonic() - self._last_answer
+
+    def end(self) -> None:
+        """Probe no more; does not wait for a probe under way."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_EVERY_S):
+            if self._is_healthy():
+                self._last_answer = time.monotonic()
+
+
 class Engine:
     """One engine through its restarts. `registration` is None while it does not serve."""
 
@@ -100,6 +129,7 @@ class Engine:
         self._index = index
         self._options = options
         self._group: ProcessGroup | None = None
+        self._watch: HealthWatch | None = None
         self._key_file: Path | None = None
         self._started = 0.0
         self._start_at = 0.0
@@ -130,6 +160,8 @@ class Engine:
                 self._serve()
             elif time.monotonic() - self._started > self._options.start_limit_s:
                 self._bury(f"did not serve within {self._options.start_limit_s:g} s")
+        elif self._is_hung():
+            self._bury(f"answered no probe for {self._options.restart_hung_after_s:g} s")
 
     def ask_to_end(self) -> None:
         """Begin to end the engine, if it runs."""
@@ -140,7 +172,9 @@ class Engine:
         """End the engine and whatever it started, by `deadline` of the monotonic clock if need be by force."""
         if self._group is not None:
             self._group.end(deadline)
-        self._group = self.registration = None
+        if self._watch is not None:
+            self._watch.end()
+        self._group = self._watch = self.registration = None
         self._forget_key()
 
     def _start(self) -> None:
@@ -156,7 +190,7 @@ class Engine:
 
     def _is_ready(self) -> bool:
         """Whether the engine is healthy. Raises FleetError when it answers callers that have no key."""
-        if self._status_without_key("/health") != http.client.OK:
+        if not self._is_healthy():
             return False
         status = self._status_without_key("/model_info")
         if status not in (None, http.client.UNAUTHORIZED):
@@ -171,6 +205,8 @@ class Engine:
         self._forget_key()
         self._has_served = True
         self._failures = 0
+        if self._options.restart_hung_after_s is not None:
+            self._watch = HealthWatch(self._is_healthy)
         self.registration = Registration(url=self.url, instance=uuid.uuid4().hex)
         print(f"engine {self.url} serves (pid {self._group.pid}, instance {self.registration.instance})", flush=True)
 
@@ -184,6 +220,13 @@ class Engine:
         self._start_at = time.monotonic() + back_off_s
         outlook = "is not started any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
         print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
+
+    def _is_hung(self) -> bool:
+        limit_s = self._options.restart_hung_after_s
+        return limit_s is not None and self._watch is not None and self._watch.silence_s > limit_s
+
+    def _is_healthy(self) -> bool:
+        return self._status_without_key("/health") == http.client.OK
 
     def _status_without_key(self, path: str) -> int | None:
         """HTTP status of the engine's answer; None where it does not answer."""
@@ -200,6 +243,41 @@ class Engine:
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
             self._key_file = None
+
+
+class Router:
+    """sglang-router in front of the engines, started again when it ends."""
+
+    def __init__(self, node: Node, options: ServingOptions, port: int) -> None:
+        self._node = node
+        self._options = options
+        self._port = port
+        self._group: ProcessGroup | None = None
+        self._start_at = 0.0
+
+    def advance(self) -> None:
+        """One step of start and restart, without waiting."""
+        if self._group is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+        elif (status := self._group.status()) is not None:
+            self.end()
+            self._start_at = time.monotonic() + _LONGEST_BACK_OFF_S
+            print(f"the router ended with status {status} and starts again in {_LONGEST_BACK_OFF_S:g} s", flush=True)
+
+    def end(self) -> None:
+        """End the router, if it runs."""
+        if self._group is not None:
+            self._group.end(time.monotonic())
+        self._group = None
+
+    def _start(self) -> None:
+        variables = router_environment(os.environ, self._options.api_key)
+        variables.pop(self._options.api_key_env, None)
+        log = self._options.log_folder / "router.log"
+        self._group = ProcessGroup(router_command(self._node, self._port), variables, log)
+        address = f"http://{self._node.host}:{self._port}"
+        print(f"router {address} starts (pid {self._group.pid}, log {log})", flush=True)
 
 
 class Announcements:
@@ -242,7 +320,7 @@ def serve(node: Node, options: ServingOptions) -> None:
         signal.signal(number, lambda *_: stop.set())
     engines = [Engine(node, index, options) for index in range(node.num_engines)]
     announcements = Announcements(options)
-    router: ProcessGroup | None = None
+    router = Router(node, options, options.router_port) if options.router_port is not None else None
     have_all_served = False
     try:
         while not stop.wait(_TICK_S):
@@ -253,8 +331,8 @@ def serve(node: Node, options: ServingOptions) -> None:
             if len(serving) == len(engines) and not have_all_served:
                 have_all_served = True
                 print(f"all engines serve: rollout.fleet.urls={','.join(engine.url for engine in engines)}", flush=True)
-                if options.router_port is not None:
-                    router = _start_router(node, options, options.router_port)
+            if router is not None and have_all_served:
+                router.advance()
             if all(engine.has_given_up for engine in engines):
                 raise FleetError(f"all engines died more than {options.max_restarts} times; see {options.log_folder}")
     finally:
@@ -265,16 +343,8 @@ def serve(node: Node, options: ServingOptions) -> None:
         for engine in engines:
             engine.end(deadline)
         if router is not None:
-            router.end(time.monotonic())
+            router.end()
     print("all engines have ended", flush=True)
-
-
-def _start_router(node: Node, options: ServingOptions, port: int) -> ProcessGroup:
-    variables = router_environment(os.environ, options.api_key)
-    variables.pop(options.api_key_env, None)
-    router = ProcessGroup(router_command(node, port), variables, options.log_folder / "router.log")
-    print(f"router http://{node.host}:{port} starts (pid {router.pid})", flush=True)
-    return router
 
 
 def _last_line(log: Path) -> str:

@@ -14,8 +14,15 @@ behaviour = sys.argv[-1]
 key = Path(arguments["--config"]).read_text().split('"')[1]
 
 
+num_probes = 0
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        global num_probes
+        num_probes += 1
+        if behaviour == "hanging" and num_probes > 3:
+            signal.pause()
         protected = self.path != "/health" and behaviour != "open"
         authorized = self.headers.get("Authorization") == f"Bearer {key}"
         self.send_response(401 if protected and not authorized else 200)

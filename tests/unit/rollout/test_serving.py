@@ -15,7 +15,7 @@ import pytest
 from dapo_mega.errors import FleetError
 from dapo_mega.rollout import serving
 from dapo_mega.rollout.engine_commands import Node
-from dapo_mega.rollout.serving import Announcements, Engine, ServingOptions
+from dapo_mega.rollout.serving import Announcements, Engine, Router, ServingOptions
 from tests.distributed.launching import REPOSITORY, free_port
 
 KEY = "the-key-of-this-run"
@@ -151,6 +151,50 @@ def test_an_engine_ends_with_a_launcher_that_is_killed(tmp_path):
     launcher.wait()
     _, left = psutil.wait_procs(children(log), timeout=10)
     assert not left
+
+
+def test_an_engine_that_answers_no_probe_any_more_is_started_again(make_engine, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
+    engine = make_engine("hanging", restart_hung_after_s=1.0)
+    advance_until(engine, lambda: engine.registration is not None)
+    first = engine.registration
+    advance_until(engine, lambda: engine.registration is None)
+    advance_until(engine, lambda: engine.registration is not None)
+    assert engine.registration.instance != first.instance
+    assert "answered no probe for 1 s and starts again in 0.2 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("behaviour", "limit_s"), [("well", 1.0), ("hanging", None)])
+def test_an_engine_that_answers_probes_or_may_hang_is_left_alone(make_engine, monkeypatch, behaviour, limit_s):
+    monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
+    engine = make_engine(behaviour, restart_hung_after_s=limit_s)
+    advance_until(engine, lambda: engine.registration is not None)
+    served, deadline = engine.registration, time.monotonic() + 2.0
+    advance_until(engine, lambda: time.monotonic() > deadline)
+    assert engine.registration is served
+
+
+def test_a_router_that_ends_is_started_again_after_a_while(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 0.3)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    node = Node(python, tmp_path, 1, 1, "127.0.0.1", free_port(), "fp32", gpus=())
+    router = Router(node, ServingOptions(KEY, "A_KEY", tmp_path), 1)
+    try:
+        router.advance()
+        killed = router._group.pid
+        os.kill(killed, signal.SIGKILL)
+        advance_until(router, lambda: router._group is None)
+        router.advance()
+        assert router._group is None
+        advance_until(router, lambda: router._group is not None)
+        last = psutil.Process(router._group.pid)
+    finally:
+        router.end()
+    assert last.pid != killed
+    assert not last.is_running()
+    assert "ended with status -9 and starts again in 0.3 s" in capsys.readouterr().out
 
 
 def test_the_key_is_in_a_private_file_only_until_the_engine_serves(make_engine, monkeypatch):
