@@ -160,6 +160,8 @@ class ScriptedEngine:
     async def _health(self, request: web.Request) -> web.Response:
         if self.health == "silent":
             await asyncio.sleep(3600)
+        while self._is_paused:
+            await asyncio.sleep(_TICK_S)
         if self.health == "reset":
             _break_connection(request)
         await asyncio.sleep(self.health_delay_s)

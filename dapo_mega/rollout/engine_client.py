@@ -130,9 +130,9 @@ class EngineClient:
         """Stop generating. `abort` ends all calls, `retract` and `in_place` leave them waiting."""
         await self._request("POST", "/pause_generation", {"mode": mode}, self._timeout_s)
 
-    async def resume(self) -> None:
+    async def resume(self, timeout_s: float = _SHORT_TIMEOUT_S) -> None:
         """Generate again."""
-        await self._request("POST", "/continue_generation", {})
+        await self._request("POST", "/continue_generation", {}, timeout_s)
 
     async def flush_cache(self) -> None:
         """Forget the keys and values of all prefixes; refused while anything runs."""

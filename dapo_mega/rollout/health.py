@@ -7,12 +7,14 @@
         |          +-----> hung         connected, but no answer for `hung_after_s`
         +-- dead <-+                    no connection, twice in a row
 
-Hung and dead engines are probed on, and become `healthy` when they answer again.
+Hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation is paused
+answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import statistics
 from collections import deque
@@ -146,7 +148,7 @@ class HealthMonitor:
             await watch.probed.wait()
             watch.wanted.clear()
             started = self._loop.time()
-            watch.probe = self._loop.create_task(watch.client.probe(self._probe_timeout_s(watch)))
+            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, self._probe_timeout_s(watch)))
             await asyncio.wait([watch.probe])
             if watch.probed.is_set() and not watch.probe.cancelled():
                 await self._judge(watch, watch.probe.exception(), self._loop.time() - started)
@@ -228,6 +230,14 @@ class HealthMonitor:
         if old != new:
             logger.info("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
             await self._on_change(watch.client.url, old, new, reason)
+
+
+async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
+    """Return when the engine has shown that it generates. Raises EngineError."""
+    if state not in ("healthy", "slow"):
+        with contextlib.suppress(EngineRefused):
+            await client.resume(timeout_s)
+    await client.probe(timeout_s)
 
 
 def _is_unavailable(error: BaseException) -> bool:

@@ -15,22 +15,28 @@ HUNG_AFTER_S = 1.0
 
 
 @asynccontextmanager
-async def watching(*engines, **options):
+async def monitoring(clients, **options):
     """A monitor of the engines, with the changes it reported as (url, old, new, reason)."""
     changes = []
 
     async def on_change(url, old, new, reason):
         changes.append((url, old, new, reason))
 
-    async with serving(*engines) as clients:
-        settings = {"heartbeat_s": HEARTBEAT_S, "hung_after_s": HUNG_AFTER_S, **options}
-        monitor = HealthMonitor(on_change=on_change, **settings)
-        for client in clients:
-            monitor.watch(client)
-        try:
-            yield monitor, changes
-        finally:
-            await monitor.close()
+    settings = {"heartbeat_s": HEARTBEAT_S, "hung_after_s": HUNG_AFTER_S, **options}
+    monitor = HealthMonitor(on_change=on_change, **settings)
+    for client in clients:
+        monitor.watch(client)
+    try:
+        yield monitor, changes
+    finally:
+        await monitor.close()
+
+
+@asynccontextmanager
+async def watching(*engines, **options):
+    """`monitoring` of engines that it starts."""
+    async with serving(*engines) as clients, monitoring(clients, **options) as monitored:
+        yield monitored
 
 
 def states(changes):
@@ -66,6 +72,20 @@ def test_an_engine_that_is_silent_hangs_and_returns_as_the_same_process():
             assert states(changes)[2] == ("hung", "healthy")
             assert "same process" in changes[2][3]
             assert monitor.engines()[engine.url].restarts == 0
+
+    within_deadline(body)
+
+
+def test_an_engine_that_is_paused_is_told_to_go_on_unless_it_is_in_use():
+    async def body():
+        engine = ScriptedEngine()
+        async with serving(engine) as (client,):
+            await client.pause("abort")
+            async with monitoring([client]) as (_, changes):
+                await until(lambda: changes)
+                await client.pause("retract")
+                await until(lambda: len(changes) == 3)
+        assert states(changes) == [("starting", "healthy"), ("healthy", "hung"), ("hung", "healthy")]
 
     within_deadline(body)
 
