@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -81,9 +81,6 @@ class FleetDriver:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
             return None
-
-    def num_serving(self) -> int:
-        return len(self._membership.in_state("serving"))
 
     def has_stale(self) -> bool:
         """Whether engines wait for the current weights."""
@@ -226,10 +223,16 @@ class FleetDriver:
     async def _release(self, urls: Sequence[str]) -> None:
         await self._wake(urls, _ALL_MEMORY)
         present = self._targets(self._present(urls, "stale", "serving"))
-        await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S)
+        self._leave_where_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
         for url in urls:
             self._monitor.resume(url)
         self._dispatcher.resume()
+
+    def _leave_where_failed(self, results: Mapping[str, object]) -> None:
+        """Ask engines whose call ended with an error nothing more until they have joined again."""
+        for url, result in results.items():
+            if isinstance(result, EngineError):
+                self._membership.leave(url, result.reason)
 
     def synced(self, url: str, version: int) -> None:
         """The engine holds these weights now, and serves."""
@@ -252,10 +255,10 @@ class FleetDriver:
         urls = self._membership.in_state("stale", "serving")
         for url in urls:
             await self._monitor.suspend(url)
-        for url, result in (await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)).items():
-            if isinstance(result, EngineError):
-                self._membership.leave(url, result.reason)
-            else:
+        results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)
+        self._leave_where_failed(results)
+        for url, result in results.items():
+            if result is None:
                 self._members[url].asleep = _ALL_MEMORY
 
     async def _wake(self, urls: Sequence[str], memory: frozenset[str]) -> None:

@@ -169,6 +169,11 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
         process.send_signal(number)
 
 
+def num_serving(pipeline: Pipeline) -> int:
+    """Engines that hold the current weights and generate."""
+    return len(pipeline.fleet.driver._membership.in_state("serving"))
+
+
 def in_flight(pipeline: Pipeline, url: str) -> int:
     """Requests that the engine works on now."""
     return next((e.in_flight for e in pipeline.fleet.driver._dispatcher.engines() if e.url == url), 0)

@@ -18,6 +18,7 @@ from .fleet_runs import (
     checked_records,
     fleet_values,
     in_flight,
+    num_serving,
     pipeline_of,
     run,
     saboteur,
@@ -112,16 +113,16 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
             signal_engine(two_engines, 0, signal.SIGSTOP)
             stopped = time.monotonic()
             try:
-                wait_until(lambda: pipeline.fleet.driver.num_serving() == 1)
+                wait_until(lambda: num_serving(pipeline) == 1)
                 assert time.monotonic() - stopped < 3 * values["rollout"]["fleet"]["hung_after_s"]
             finally:
                 signal_engine(two_engines, 0, signal.SIGCONT)
 
         with saboteur(act):
             records = run(pipeline)
-        wait_until(lambda: pipeline.fleet.driver.has_stale() or pipeline.fleet.driver.num_serving() == 2)
+        wait_until(lambda: pipeline.fleet.driver.has_stale() or num_serving(pipeline) == 2)
         pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        assert pipeline.fleet.driver.num_serving() == 2
+        assert num_serving(pipeline) == 2
     assert total(records, "fleet/engines_hung") == 1
     assert total(records, "rollout/requests_moved") > 0
 
@@ -153,7 +154,7 @@ def test_an_engine_lost_during_a_weight_update_leaves_the_others_with_the_whole_
             two_engines.launcher.wait_until(lambda: len(two_engines.launcher.instances(engine)) == served + 1)
         wait_until(lambda: pipeline.fleet.driver.has_stale())
         pipeline.weight_sync.push_to_stale(pipeline.policy, pipeline.step)
-        assert pipeline.fleet.driver.num_serving() == 2
+        assert num_serving(pipeline) == 2
     for url in two_engines.launcher.urls:
         assert call(url, "/model_info")[1]["weight_version"] == "3"
 

@@ -115,6 +115,10 @@ def answers(driver, count, timeout_s=20):
     return found
 
 
+def num_serving(driver):
+    return len(driver._membership.in_state("serving"))
+
+
 def wait_until(condition, timeout_s=20):
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -203,7 +207,7 @@ def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
     time.sleep(0.5)
     # One join and one release: an overtaken join does not touch an engine that serves.
     assert group.engines[0].calls["/continue_generation"] == asked + 2
-    assert driver.num_serving() == 1
+    assert num_serving(driver) == 1
 
 
 def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers, drive):
@@ -243,7 +247,7 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     driver = drive(group.urls, min_engines=2)
     give_weights(driver)
     group.stop(0)
-    wait_until(lambda: driver.num_serving() == 1)
+    wait_until(lambda: num_serving(driver) == 1)
     back = LoopThread("later")
     back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
     started = time.monotonic()
@@ -266,7 +270,7 @@ def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(se
     driver = drive(group.urls, min_engines=1)
     give_weights(driver)
     for _ in range(3):
-        wait_until(lambda: driver.num_serving() + driver.has_stale() == 2)
+        wait_until(lambda: num_serving(driver) + driver.has_stale() == 2)
         driver.failed(group.urls[0], "scripted")
         give_weights(driver, 1)
     time.sleep(1.5)
@@ -287,6 +291,21 @@ def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause
         assert [version for version, _ in answer.version_spans] == [0, 1]
         assert answer.version_spans[-1][1] == len(answer.token_ids) == 60
         assert answer.weight_version == 0
+
+
+def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(servers, drive, caplog):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    targets = driver.hold(driver.targets(only_stale=False))
+    for target in targets:
+        driver.synced(target.url, 1)
+    group.stop(1)
+    driver.release(targets)
+    assert "has left the fleet (no connection for /continue_generation" in caplog.text
+    group.start_again(1)
+    wait_until(driver.has_stale)
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
 
 
 def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):
