@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 import yaml
 
 from dapo_mega import trainer
@@ -21,8 +23,10 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.pipeline import Pipeline, build_pipeline
 from dapo_mega.policy.processes import stop_processes
 from dapo_mega.run import close
+from dapo_mega.types import Prompt, Response
 
 from .conftest import SharedEngines
+from .sglang_servers import call
 
 GROUP_SIZE = 4
 Record = dict[str, float]
@@ -102,16 +106,19 @@ def train_to_the_end(pipeline: Pipeline) -> list[Record]:
     return [r for r in read_metrics(Path(pipeline.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
 
 
-def run(pipeline: Pipeline) -> list[Record]:
-    """Train to the end; the records of all steps, whose account of requests has been checked."""
+def run(pipeline: Pipeline, max_deviation: float = 1e-4) -> list[Record]:
+    """Train to the end; the records of all steps, which `checked_records` has checked."""
     train_to_the_end(pipeline)
-    return checked_records(Path(pipeline.config.output_dir), pipeline.config.num_steps)
+    return checked_records(Path(pipeline.config.output_dir), pipeline.config.num_steps, max_deviation=max_deviation)
 
 
-def checked_records(output_dir: Path, num_steps: int, num_evaluated: int = 0) -> list[Record]:
+def checked_records(
+    output_dir: Path, num_steps: int, *, num_evaluated: int = 0, max_deviation: float = 1e-4
+) -> list[Record]:
     """Every step is there once; every request has one end; every group asked for is in the account once.
 
-    `num_evaluated` requests were asked before the last step for evaluation.
+    `num_evaluated` requests were asked before the last step for evaluation. The engines' log-probs are the trainer's to
+    within `max_deviation` nats.
     """
     records = [record for record in read_metrics(output_dir / "metrics.jsonl") if record["step"] > 0]
     assert [record["step"] for record in records] == list(range(1, num_steps + 1))
@@ -125,8 +132,23 @@ def checked_records(output_dir: Path, num_steps: int, num_evaluated: int = 0) ->
     # What remains are single probes of the weights, for steps that train on surplus alone.
     num_probes = total["rollout/requests_submitted"] - num_evaluated - GROUP_SIZE * groups
     assert 0 <= num_probes < GROUP_SIZE
-    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < 1e-4
+    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < max_deviation
     return records
+
+
+def check_restarted_run(output_dir: Path, num_steps: int) -> None:
+    """Every step is there once, by whole weights; every request number has a group that was scored, given up as too
+    old, or waits once."""
+    records = [record for record in read_metrics(output_dir / "metrics.jsonl") if record["step"] > 0]
+    assert [record["step"] for record in records] == list(range(1, num_steps + 1))
+    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < 1e-4
+    loop = json.loads((output_dir / "checkpoints" / f"step_{num_steps:08d}" / "loop.json").read_text())
+    ends = ("groups/offered", "rollout/groups_expired_in_flight", "rollout/dropped_groups")
+    num_groups = sum(total(records, name) for name in ends) + len(loop["in_flight"])
+    assert num_groups * GROUP_SIZE == loop["collector"]["next_request_id"]
+    waiting = [request_id for group in loop["in_flight"] for request_id in group["request_ids"]]
+    waiting += [response["request_id"] for group in loop["buffer"] for response in group["responses"]]
+    assert len(set(waiting)) == len(waiting)
 
 
 def total(records: list[Record], name: str) -> float:
@@ -167,6 +189,39 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
     main = psutil.Process(pid)
     for process in [*main.children(recursive=True), main]:
         process.send_signal(number)
+
+
+def responses_over_an_update(pipeline: Pipeline) -> list[tuple[Prompt, Response]]:
+    """Change the weights while groups are generated; the prompts and responses that old and new ones had part in."""
+    assert pipeline.driver
+    collector, driver = pipeline.driver.collector, pipeline.fleet.driver
+    pending = collector._in_flight
+    assert pending is not None
+    while len(pending):
+        pending.next_complete()
+    for prompt in collector._next_prompts(6):
+        pending.start(prompt, collector._requests(prompt), pipeline.step)
+    wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
+    with torch.no_grad():
+        for parameter in (parameter for chunk in pipeline.policy.chunks for parameter in chunk.parameters()):
+            parameter.mul_(1.5)
+    pipeline.weight_sync.push(pipeline.policy, pipeline.step + 1)
+    complete = [group for _ in range(len(pending)) if (group := pending.next_complete())]
+    return [(prompt, r) for prompt, responses in complete for r in responses if r.version_spans]
+
+
+def deviation_after_update(url: str, prompt: Prompt, response: Response) -> float:
+    """Of the tokens after the last update: how far, in nats, their log-probs are at most from those that the engine's
+    weights, which are still the same, give them in a single pass."""
+    tokens = [*prompt.token_ids.tolist(), *response.token_ids.tolist()]
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    scores = call(url, "/generate", body | {"logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
+    start = response.version_spans[-2][1]
+    samples = zip(
+        response.token_ids[start:], response.logprobs[start:], scores[len(prompt.token_ids) + start :], strict=True
+    )
+    # SGLang scores another token in place of the vocabulary's last one.
+    return max(abs(logprob - score) for token, logprob, (score, scored_id, _) in samples if scored_id == token)
 
 
 def num_serving(pipeline: Pipeline) -> int:

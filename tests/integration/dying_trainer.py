@@ -1,0 +1,52 @@
+"""launch/train_dapo.py, killed in the middle of its third weight update, the one after step 2.
+
+The engines wait then, with an open session and generation paused, in a broadcast whose other end is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dapo_mega.commands import run_command
+from dapo_mega.policy import cpu_accelerator
+
+cpu_accelerator.install()
+
+from dapo_mega.policy.megatron_policy import MegatronPolicy  # noqa: E402
+from dapo_mega.rollout.engine import StageBucket  # noqa: E402
+from launch import train_dapo  # noqa: E402
+
+FATAL_UPDATE, FATAL_BUCKET = 3, 3
+
+
+class FatalBucket(StageBucket):
+    """Kills the process that is about to send it: the engines have been told to receive it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "data":
+            time.sleep(1)  # Let the engines begin.
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+
+
+def make_an_update_fatal() -> None:
+    stage_weights = MegatronPolicy.stage_weights
+    num_updates = 0
+
+    def fatal(policy: MegatronPolicy, bucket_bytes: int) -> Iterator[StageBucket]:
+        nonlocal num_updates
+        num_updates += 1
+        for number, bucket in enumerate(stage_weights(policy, bucket_bytes), 1):
+            is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
+            yield FatalBucket(**vars(bucket)) if is_fatal else bucket
+
+    MegatronPolicy.stage_weights = fatal
+
+
+if __name__ == "__main__":
+    make_an_update_fatal()
+    run_command(train_dapo.main)
