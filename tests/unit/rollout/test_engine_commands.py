@@ -1,5 +1,7 @@
 """What SGLang is told: a share of the GPUs each, the run's precision, and nothing that loses the protection."""
 
+import json
+import socket
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from dapo_mega.errors import InputError
-from dapo_mega.rollout.engine_commands import Node, check_node, command, environment, share_of_gpus
+from dapo_mega.rollout.engine_commands import (
+    Node,
+    check_node,
+    check_router,
+    command,
+    environment,
+    router_command,
+    share_of_gpus,
+)
 from tests.distributed.launching import free_port
 
 NODE = Node(Path("python"), Path("model"), 2, 2, "10.0.0.7", 30000, "bf16", gpus=("0", "1", "2", "3"))
@@ -57,6 +67,55 @@ def test_choices_reach_sglang():
     assert arguments[-2:] == ["--context-length", "4096"], "the user's arguments come last and win"
 
 
+def test_engines_on_the_cpu_have_cores_of_their_own_where_there_are_enough(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    node = replace(NODE, gpus=(), dtype="fp32")
+    bound = [environment(node, engine, {})["SGLANG_CPU_OMP_THREADS_BIND"] for engine in (0, 1)]
+    assert bound == ["0|1", "2|3"]
+    assert environment(node, 0, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_colocated_engine_numbers_its_gpus_as_the_trainer_does():
+    node = replace(NODE, colocated=True)
+    assert environment(node, 1, {})["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert options(command(node, 1, KEY_FILE))["--base-gpu-id"] == "2"
+
+
+def test_the_router_listens_on_the_nodes_interface_only_and_reaches_all_engines():
+    arguments = json.loads(router_command(NODE, 8000)[-1])
+    assert (arguments["host"], arguments["prometheus_host"]) == (NODE.host, NODE.host)
+    assert arguments["worker_urls"] == ["http://10.0.0.7:30000", "http://10.0.0.7:30001"]
+
+
+def test_sglang_does_not_log_its_arguments_among_which_the_key_is():
+    assert options(command(NODE, 0, KEY_FILE))["--log-level"] == "warning"
+
+
+@pytest.mark.parametrize("blocks", [None, [64, 64]])
+def test_fp8_needs_a_checkpoint_whose_weights_can_be_updated(tmp_path, blocks):
+    node = replace(NODE, host="127.0.0.1", port=free_port(), num_engines=1, model=tmp_path, dtype="fp8")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"quantization_config": {"weight_block_size": [128, 128]}}))
+    check_node(node)
+    config.write_text(json.dumps({"quantization_config": {"weight_block_size": blocks}} if blocks else {}))
+    with pytest.raises(InputError, match="--dtype fp8 needs a checkpoint with FP8 blocks of 128 x 128"):
+        check_node(node)
+
+
+def test_a_router_that_cannot_start_is_an_input_error(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    node = replace(NODE, host="127.0.0.1", python=python)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is taken; give another --router"):
+            check_router(node, port)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(InputError, match="pip install sglang-router"):
+        check_router(node, free_port())
+
+
 def test_gpus_are_those_chosen_then_those_visible_then_all(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert share_of_gpus(None, 8, 2) == ("0", "1")
@@ -66,6 +125,7 @@ def test_gpus_are_those_chosen_then_those_visible_then_all(monkeypatch):
     assert share_of_gpus("6", 3, 1) == ("6",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert share_of_gpus(None, 0, 4) == ()
+    assert share_of_gpus("1", 0, 1) == ("1",), "a choice is taken at its word"
 
 
 def test_too_few_gpus_are_an_input_error(monkeypatch):

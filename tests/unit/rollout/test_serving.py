@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from dapo_mega.errors import FleetError
 from dapo_mega.rollout import serving
 from dapo_mega.rollout.engine_commands import Node
-from dapo_mega.rollout.serving import Announcements, Engine, Router, ServingOptions
+from dapo_mega.rollout.registry import EngineRegistry
+from dapo_mega.rollout.serving import Announcements, Engine, Router, ServingOptions, serve
 from tests.distributed.launching import REPOSITORY, free_port
 
 KEY = "the-key-of-this-run"
@@ -96,17 +98,80 @@ def test_an_engine_waits_longer_after_each_failure_and_not_forever(make_engine, 
     assert engine._group is None
 
 
+def test_an_engine_that_served_again_waits_no_longer_than_the_first_time(make_engine, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 60.0)
+    engine = make_engine("well")
+    for _ in range(2):
+        advance_until(engine, lambda: engine.registration is not None)
+        os.kill(engine._group.pid, signal.SIGKILL)
+        advance_until(engine, lambda: engine.registration is None)
+    assert capsys.readouterr().out.count("starts again in 1 s") == 2
+
+
+@pytest.fixture
+def serve_one(tmp_path, python):
+    """Serves one engine that behaves well and announces it, until told; returns the trainer's registry."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    address = f"127.0.0.1:{free_port()}"
+    registry = EngineRegistry(address, KEY)
+
+    def run(when_registered, **options):
+        node = Node(python, tmp_path, 1, 1, "127.0.0.1", free_port(), "fp32", gpus=(), extra=("--as", "well"))
+
+        def wait_and_act():
+            deadline = time.monotonic() + LIMIT_S
+            while not registry.poll() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            when_registered()
+
+        threading.Thread(target=wait_and_act).start()
+        late = threading.Timer(LIMIT_S, os.kill, (os.getpid(), signal.SIGTERM))
+        late.start()
+        try:
+            serve(node, ServingOptions(KEY, "A_KEY", tmp_path, rendezvous=address, **options))
+        finally:
+            late.cancel()
+
+    yield registry, run
+    registry.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_engines_leave_and_end_at_a_signal(serve_one, capsys, number):
+    registry, run = serve_one
+    run(lambda: os.kill(os.getpid(), number))
+    assert registry.poll() == []
+    assert capsys.readouterr().out.endswith("all engines have ended\n")
+
+
+def test_a_launcher_whose_engines_have_used_up_their_restarts_ends_with_an_error(serve_one, capsys):
+    registry, run = serve_one
+
+    def kill_engine():
+        os.kill(int(capsys.readouterr().out.split("(pid ")[1].split(",")[0]), signal.SIGKILL)
+
+    with pytest.raises(FleetError, match="all engines died more than 0 times"):
+        run(kill_engine, max_restarts=0)
+    assert registry.poll() == []
+
+
 def test_an_engine_that_never_served_is_an_error_with_its_last_words(make_engine):
     engine = make_engine("broken")
     with pytest.raises(FleetError, match="status 1 before it ever served: the model is too large; see "):
         advance_until(engine, lambda: False)
 
 
-def test_an_engine_that_takes_too_long_is_an_error(make_engine):
-    engine = make_engine("silent", start_limit_s=0.5)
-    with pytest.raises(FleetError, match=r"did not serve within 0.5 s before it ever served: it printed nothing"):
+@pytest.mark.parametrize("behaviour", ["silent", "half ready"])
+def test_an_engine_that_takes_too_long_is_an_error(make_engine, behaviour):
+    engine = make_engine(behaviour, start_limit_s=2)
+    engine.advance()
+    key_file = engine._key_file
+    with pytest.raises(FleetError, match=r"did not serve within 2 s before it ever served: it printed nothing"):
         advance_until(engine, lambda: False)
     assert engine._group is None
+    assert not key_file.exists()
 
 
 def test_an_engine_that_answers_without_the_key_is_refused(make_engine):
