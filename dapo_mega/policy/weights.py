@@ -186,22 +186,24 @@ class _Circle:
 class _Cargo:
     """A bucket of the pipeline stage `owner` before it is filled.
 
-    `tensors` are stand-ins without memory for the full tensors. Those with the same number in `pieces` and next to each
-    other are one piece: copied to one run of bytes at -1, else a tensor where it lies.
+    `tensors` are stand-ins for the full tensors; those that are `copied` take memory of the bucket. Neighbours with the
+    same number in `pieces` are one piece.
     """
 
     owner: int
     units: Sequence[_Unit]
     tensors: Sequence[Tensor]
+    copied: Sequence[bool]
     pieces: Sequence[int]
 
     @property
     def copied_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, piece in zip(self.tensors, self.pieces, strict=True) if piece < 0)
+        return sum(tensor.nbytes for tensor, is_copied in zip(self.tensors, self.copied, strict=True) if is_copied)
 
 
 # Broadcasts of less take longer than a copy.
 _OWN_PIECE_BYTES = 2**20
+_SHARED_PIECE = -1
 
 
 @dataclass(frozen=True)
@@ -309,8 +311,8 @@ class WeightGatherer:
     def stage_buckets(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only.
 
-        A bucket is one piece; with `in_place` its large tensors that need no gathering are pieces themselves, in the
-        policy's own memory. The caller may still be sending a bucket when it asks for the next: these and the shards on
+        A bucket is one piece; with `in_place` each large tensor is one, in the policy's own memory where it needs no
+        gathering. The caller may still be sending a bucket when it asks for the next: these and the shards on
         their way take at most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an
         expert: on every expert rank). The memory of a bucket is used again for the one after the next, also of a later
         call. A collective: all processes iterate in step, and may stop after the same bucket.
@@ -347,11 +349,11 @@ class WeightGatherer:
     def _cargo(self, owner: int, units: Sequence[_Unit], in_place: bool) -> _Cargo:
         # In falling order of the size of an element everything is aligned without padding.
         units = sorted(units, key=lambda unit: unit.dtype.itemsize, reverse=True)
-        full = [whole for unit in units for whole in self._full_tensors(unit)]
-        pieces = [
-            i if in_place and is_view and t.nbytes >= _OWN_PIECE_BYTES else -1 for i, (t, is_view) in enumerate(full)
-        ]
-        return _Cargo(owner, units, [tensor for tensor, _ in full], pieces)
+        tensors, are_views = zip(*(full for unit in units for full in self._full_tensors(unit)), strict=True)
+        alone = [in_place and tensor.nbytes >= _OWN_PIECE_BYTES for tensor in tensors]
+        copied = [not (is_alone and is_view) for is_alone, is_view in zip(alone, are_views, strict=True)]
+        pieces = [number if is_alone else _SHARED_PIECE for number, is_alone in enumerate(alone)]
+        return _Cargo(owner, units, tensors, copied, pieces)
 
     def _fill(self, memory: Tensor | None, cargo: _Cargo) -> tuple[Tensor, ...]:
         """The bucket's pieces on its stage's leader in the first replica; `memory` [bytes] takes what is copied."""
@@ -361,16 +363,17 @@ class WeightGatherer:
         tensors = (tensor for _, tensor in self._finish(transfer))
         pieces = []
         end = 0
-        for number, run in groupby(zip(cargo.pieces, tensors, strict=False), key=itemgetter(0)):
-            if number >= 0:
-                pieces += [tensor.flatten().view(torch.uint8) for _, tensor in run]
-                continue
-            assert memory is not None
+        for _, run in groupby(zip(cargo.pieces, cargo.copied, tensors, strict=False), key=itemgetter(0)):
             first = end
-            for _, tensor in run:
+            for _, is_copied, tensor in run:
+                if not is_copied:
+                    pieces.append(tensor.flatten().view(torch.uint8))
+                    continue
+                assert memory is not None
                 start, end = end, end + tensor.nbytes
                 memory[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            pieces.append(memory[first:end])
+            if memory is not None and end > first:
+                pieces.append(memory[first:end])
         return tuple(pieces)
 
     def _full_tensors(self, unit: _Unit) -> list[tuple[Tensor, bool]]:

@@ -72,7 +72,7 @@ class WeightSource(Protocol):
     def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
         consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
-        one tensor. `in_place`: large tensors that the leader holds whole are pieces themselves, and not copied."""
+        one tensor. `in_place`: large tensors are pieces themselves, not copied where the leader holds them whole."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,18 @@ import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, parse_pieces_format, tensor_specs
 
 logger = logging.getLogger(__name__)
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_homes: WeakKeyDictionary[Any, Homes] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -46,11 +49,16 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
     if piece_lengths is None:
         return ChangedWeights(group, updater.device, specs)
-    return ArrivingWeights(group, updater.device, specs, piece_lengths)
+    # Quantized parameters are made anew after each update.
+    homes = None if updater.model_config.quantization else _homes.setdefault(updater.get_model(), Homes())
+    return ArrivingWeights(group, updater.device, specs, piece_lengths, homes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
     success, message = load(updater, weights)
+    if isinstance(weights, ArrivingWeights) and not success and (homes := _homes.get(updater.get_model())):
+        homes.close()
+        return (success, message) if weights.goes_home else load(updater, weights)
     if not isinstance(weights, ChangedWeights):
         return success, message
     from sglang.srt.runtime_context import get_parallel

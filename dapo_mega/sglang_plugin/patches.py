@@ -6,14 +6,14 @@ takes only its part. A patch goes through all that like the tensor it stands for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dapo_mega.sglang_plugin.wrappers import Wrapper
 from dapo_mega.weight_sync.wire import Change, TensorSpec, checksum
 
 
@@ -48,50 +48,30 @@ class _Origin:
     has_gaps: bool
     writes: list[Write]
 
-    @staticmethod
-    def joined(origins: Sequence[_Origin]) -> _Origin:
-        return _Origin(
-            tuple(dict.fromkeys(name for origin in origins for name in origin.names)),
-            frozenset().union(*(origin.dtypes for origin in origins)),
-            any(origin.has_gaps for origin in origins),
-            origins[0].writes,
-        )
+    def joined(self, other: _Origin) -> _Origin:
+        names = tuple(dict.fromkeys(self.names + other.names))
+        return _Origin(names, self.dtypes | other.dtypes, self.has_gaps or other.has_gaps, self.writes)
 
 
-class Patch(Tensor):
-    """Stands for tensors or parts of them; `content` are the values."""
+class Patch(Wrapper):
+    """New values of tensors, or of parts of them."""
 
-    content: Tensor
     origin: _Origin
 
-    @staticmethod
-    def __new__(cls: type[Patch], content: Tensor, origin: _Origin) -> Patch:
-        patch: Patch = Tensor._make_wrapper_subclass(
-            cls,
-            content.size(),
-            strides=content.stride(),
-            storage_offset=content.storage_offset(),
-            dtype=content.dtype,
-            device=content.device,
-        )
-        patch.content, patch.origin = content, origin
+    @classmethod
+    def of(cls, content: Tensor, origin: _Origin) -> Patch:
+        patch = cls.wrapping(content)
+        patch.origin = origin
         return patch
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Nothing special: operations come to `__torch_dispatch__`."""
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+    def derived(self, content: Tensor, others: list[Self]) -> Self:
+        """See `Wrapper`."""
+        patch = self.wrapping(content)
+        patch.origin = reduce(_Origin.joined, (other.origin for other in others), self.origin)
+        return patch
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], Patch):
-            args[1]._write_to(args[0])
-            return args[0]
-        origin = _Origin.joined([patch.origin for patch in tree_leaves((args, kwargs)) if isinstance(patch, Patch)])
-        args, kwargs = tree_map_only(Patch, lambda patch: patch.content, (args, kwargs or {}))
-        return tree_map_only(Tensor, lambda tensor: Patch(tensor, origin), func(*args, **kwargs))
-
-    def _write_to(self, parameter: Tensor) -> None:
+    def write_to(self, parameter: Tensor) -> None:
+        """See `Wrapper`."""
         new = torch.where(self.content.isnan(), parameter, self.content) if self.origin.has_gaps else self.content
         parameter.copy_(new)
         held = checksum(parameter) if self.origin.dtypes == {parameter.dtype} else None
@@ -102,7 +82,7 @@ def make_patch(spec: TensorSpec, change: Change, writes: list[Write]) -> Tensor:
     """A tensor of this kind that brings the change."""
     origin = _Origin((spec.name,), frozenset([spec.dtype]), change.places is not None, writes)
     if change.places is None:
-        return Patch(change.values, origin)
+        return Patch.of(change.values, origin)
     content = torch.full((spec.size,), torch.nan, dtype=spec.dtype, device=change.values.device)
     content[change.places.long()] = change.values
-    return Patch(content.view(spec.shape), origin)
+    return Patch.of(content.view(spec.shape), origin)

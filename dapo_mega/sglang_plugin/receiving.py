@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
 from dapo_mega.weight_sync.engine_groups import EngineGroup
 from dapo_mega.weight_sync.wire import TensorSpec, split_specs, unpack_changes, unpacked
@@ -17,19 +18,33 @@ class ArrivingWeights:
     loaded while the others arrive; it can be repeated."""
 
     def __init__(
-        self, group: EngineGroup, device: str, specs: Sequence[TensorSpec], piece_lengths: Sequence[int]
+        self,
+        group: EngineGroup,
+        device: str,
+        specs: Sequence[TensorSpec],
+        piece_lengths: Sequence[int],
+        homes: Homes | None = None,
     ) -> None:
-        """Starts to receive."""
+        """Starts to receive; pieces of one tensor go to its home, if it has one."""
+        self._homes = homes
         self._pieces = []
+        self.goes_home = False
         for of_piece in split_specs(specs, piece_lengths):
-            piece = torch.empty(sum(spec.num_bytes for spec in of_piece), dtype=torch.uint8, device=device)
-            self._pieces.append((of_piece, piece, group.broadcast(piece, 0)))
+            home = homes.find(of_piece[0]) if homes and len(of_piece) == 1 else None
+            if home is None:
+                piece = torch.empty(sum(spec.num_bytes for spec in of_piece), dtype=torch.uint8, device=device)
+                tensors = list(unpacked(piece, of_piece))
+            else:
+                piece, tensors = home.flatten().view(torch.uint8), [home]
+                self.goes_home = True
+            self._pieces.append((of_piece, tensors, group.broadcast(piece, 0)))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for specs, piece, work in self._pieces:
+        for specs, tensors, work in self._pieces:
             work.wait()
-            for spec, tensor in zip(specs, unpacked(piece, specs), strict=True):
-                yield spec.name, tensor
+            homes = self._homes if len(specs) == 1 else None
+            for spec, tensor in zip(specs, tensors, strict=True):
+                yield spec.name, homes.arrived(spec, tensor) if homes else tensor
 
 
 class ChangedWeights:

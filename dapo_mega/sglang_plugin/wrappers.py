@@ -1,0 +1,51 @@
+"""Tensors that stand for others, and see every copy from them to a parameter."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Wrapper(Tensor):
+    """Goes through the slicing, transposing and fusing of a model's loader as the tensor `content` would, and what
+    comes out is wrapped again. `write_to` decides what a copy to anything else does."""
+
+    content: Tensor
+
+    @classmethod
+    def wrapping(cls, content: Tensor) -> Self:
+        wrapper: Self = Tensor._make_wrapper_subclass(
+            cls,
+            content.size(),
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            device=content.device,
+        )
+        wrapper.content = content
+        return wrapper
+
+    def write_to(self, parameter: Tensor) -> None:
+        """Do what `parameter.copy_` of this asks for."""
+        raise NotImplementedError
+
+    def derived(self, content: Tensor, others: list[Self]) -> Self:
+        """Wraps what was made of this, and possibly of others."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing special: operations come to `__torch_dispatch__`."""
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], Wrapper):
+            args[1].write_to(args[0])
+            return args[0]
+        first, *others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+        args, kwargs = tree_map_only(Wrapper, lambda wrapper: wrapper.content, (args, kwargs or {}))
+        return tree_map_only(Tensor, lambda tensor: first.derived(tensor, others), func(*args, **kwargs))

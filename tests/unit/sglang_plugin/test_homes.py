@@ -1,0 +1,130 @@
+"""Weights are received where the engine keeps them as soon as that is known, and end up right in any case."""
+
+import pytest
+import torch
+
+from dapo_mega.sglang_plugin.homes import Homes
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights
+from dapo_mega.weight_sync.wire import tensor_specs
+
+SHAPE = (6, 4)
+
+
+class Group:
+    """Its broadcasts bring the tensors of a version in turn; `places` is where they went."""
+
+    def __init__(self, version):
+        self._values = iter(values_of(version).values())
+        self.places = []
+
+    def broadcast(self, tensor, root):
+        tensor.copy_(next(self._values).flatten().view(torch.uint8))
+        self.places.append(tensor.data_ptr())
+        return self
+
+    def wait(self):
+        pass
+
+
+def values_of(version):
+    random = torch.Generator().manual_seed(version)
+    return {name: torch.randn(SHAPE, generator=random) for name in ("gate", "up", "down", "wide")}
+
+
+class Model:
+    """Keeps gate and up in one parameter, down transposed, and wide in bf16."""
+
+    def __init__(self):
+        self.gate_up = torch.zeros(12, 4)
+        self.down = torch.zeros(4, 6)
+        self.wide = torch.zeros(SHAPE, dtype=torch.bfloat16)
+
+    def load(self, weights):
+        for name, tensor in weights:
+            if name == "gate":
+                self.gate_up[:6].copy_(tensor)
+            elif name == "up":
+                self.gate_up.narrow(0, 6, 6).copy_(tensor)
+            elif name == "down":
+                self.down.copy_(tensor.t())
+            else:
+                self.wide.copy_(tensor)
+
+    def holds(self, version):
+        new = values_of(version)
+        return (
+            torch.equal(self.gate_up, torch.cat([new["gate"], new["up"]]))
+            and torch.equal(self.down, new["down"].t())
+            and torch.equal(self.wide, new["wide"].bfloat16())
+        )
+
+
+def update(model, homes, version):
+    """The model takes the weights of the version; where they were received."""
+    group = Group(version)
+    names = list(values_of(version))
+    specs = tensor_specs(names, ["float32"] * len(names), [SHAPE] * len(names))
+    weights = ArrivingWeights(group, "cpu", specs, [1] * len(names), homes)
+    model.load(weights)
+    return dict(zip(names, group.places, strict=True))
+
+
+def test_whole_contiguous_tensors_arrive_in_their_parameters_from_the_second_update_on():
+    model, homes = Model(), Homes()
+    places = [update(model, homes, version) for version in range(3)]
+    assert model.holds(2)
+    half = model.gate_up[6:].data_ptr()
+    assert [each["gate"] == model.gate_up.data_ptr() for each in places] == [False, True, True]
+    assert [each["up"] == half for each in places] == [False, True, True]
+    assert all(each["down"] != model.down.data_ptr() and each["wide"] != model.wide.data_ptr() for each in places)
+
+
+def test_parameters_that_have_moved_still_get_their_values():
+    model, homes = Model(), Homes()
+    update(model, homes, 0)
+    model.gate_up = torch.zeros(12, 4)
+    update(model, homes, 1)
+    assert model.holds(1)
+    assert update(model, homes, 2)["gate"] == model.gate_up.data_ptr()
+    assert model.holds(2)
+
+
+def test_a_tensor_that_goes_to_two_parameters_reaches_both():
+    class Tied(Model):
+        def load(self, weights):
+            self.output = getattr(self, "output", torch.zeros(SHAPE))
+            weights = list(weights)
+            super().load(weights)
+            self.output.copy_(dict(weights)["gate"])
+
+    model, homes = Tied(), Homes()
+    for version in range(4):
+        update(model, homes, version)
+        assert model.holds(version)
+        assert torch.equal(model.output, values_of(version)["gate"])
+
+
+def test_a_loader_that_clears_before_it_copies_is_found_out_before_it_serves():
+    class Clearing(Model):
+        def load(self, weights):
+            weights = list(weights)
+            self.gate_up.zero_()
+            super().load(weights)
+
+    model, homes = Clearing(), Homes()
+    update(model, homes, 0)
+    assert model.holds(0)
+    with pytest.raises(RuntimeError, match="changes the parameter of gate before it copies to it"):
+        update(model, homes, 1)
+    homes.close()
+    for version in (1, 2):
+        update(model, homes, version)
+        assert model.holds(version)
+
+
+def test_closed_homes_give_the_loader_plain_tensors():
+    homes = Homes()
+    homes.close()
+    specs = tensor_specs(["gate"], ["float32"], [SHAPE])
+    ((_, tensor),) = ArrivingWeights(Group(0), "cpu", specs, [1], homes)
+    assert type(tensor) is torch.Tensor
