@@ -27,7 +27,7 @@ class FatalBucket(StageBucket):
     """Kills the process that is about to send it: the engines have been told to receive it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "data":
+        if name == "pieces":
             time.sleep(1)  # Let the engines begin.
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getattribute__(name)
@@ -37,10 +37,10 @@ def make_an_update_fatal() -> None:
     stage_weights = MegatronPolicy.stage_weights
     num_updates = 0
 
-    def fatal(policy: MegatronPolicy, bucket_bytes: int) -> Iterator[StageBucket]:
+    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[StageBucket]:
         nonlocal num_updates
         num_updates += 1
-        for number, bucket in enumerate(stage_weights(policy, bucket_bytes), 1):
+        for number, bucket in enumerate(stage_weights(policy, *arguments), 1):
             is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
             yield FatalBucket(**vars(bucket)) if is_fatal else bucket
 

@@ -26,6 +26,7 @@ from .fleet_runs import (
     saboteur,
     signal_engine,
     total,
+    train_to_the_end,
     wait_until,
     write_config,
 )
@@ -155,8 +156,8 @@ def test_an_engine_lost_during_a_weight_update_leaves_the_others_with_the_whole_
     with pipeline_of(values) as pipeline:
         stage_weights = pipeline.policy.stage_weights
 
-        def interrupted(bucket_bytes):
-            for number, bucket in enumerate(stage_weights(bucket_bytes)):
+        def interrupted(*arguments):
+            for number, bucket in enumerate(stage_weights(*arguments)):
                 if pipeline.step == 2 and number == 3:
                     signal_engine(two_engines, 1, fault)
                 yield bucket
@@ -212,15 +213,54 @@ def test_a_trainer_killed_in_a_weight_update_comes_back_to_engines_that_wait_for
     check_restarted_run(tmp_path / "run", 3)
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor"])
-def test_weights_travel_by_other_ways_too(tmp_path, two_engines, transport):
-    placement = "colocated" if transport == "tensor" else "fleet"
+@pytest.mark.parametrize("way", ["disk", "tensor", "sglangs_own"])
+def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, way):
+    if way == "sglangs_own":  # What an engine without the plugin is sent.
+        monkeypatch.setattr("dapo_mega.rollout.engine_client.PROTOCOL", "unknown")
     values = fleet_values(
-        tmp_path, two_engines, num_steps=2, rollout={"placement": placement}, weight_sync={"transport": transport}
+        tmp_path,
+        two_engines,
+        num_steps=2,
+        rollout={"placement": "colocated" if way == "tensor" else "fleet"},
+        weight_sync={"transport": "distributed" if way == "sglangs_own" else way},
     )
     with pipeline_of(values) as pipeline:
         records = run(pipeline)
+        infos = [member.info for member in pipeline.fleet.driver._membership.members.values()]
     assert all(record["weight_sync/engines"] == 2 for record in records)
+    assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
+
+
+def test_large_weights_are_received_where_they_belong(tmp_path, two_engines, monkeypatch):
+    monkeypatch.setattr("dapo_mega.policy.weights._OWN_PIECE_BYTES", 1024)
+    with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=4)) as pipeline:
+        run(pipeline)
+
+
+def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(tmp_path, two_engines):
+    with serving_engines(two_engines.model, tmp_path / "served", 1, "--dtype", "bf16") as launcher:
+        values = fleet_values(
+            tmp_path,
+            two_engines,
+            num_steps=4,
+            rollout={"dtype": "bf16", "fleet": {"urls": launcher.urls, "min_engines": 1}},
+            optimizer={"learning_rate": 1e-5},
+            weight_sync={"full_every": 10},
+        )
+        with pipeline_of(values) as pipeline:
+            records = train_to_the_end(pipeline)
+            changed = weights_checksum(launcher.urls[0])
+            pipeline.weight_sync._transport._wires._full_every = 1
+            everything = pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+        assert changed == weights_checksum(launcher.urls[0])
+    sizes = [record["weight_sync/bytes"] for record in records]
+    assert all(0 < size < 0.5 * everything["weight_sync/bytes"] / 2 for size in sizes), sizes  # bf16 against fp32.
+
+
+def weights_checksum(url):
+    status, answer = call(url, "/weights_checker", {"action": "checksum"})
+    assert status == 200
+    return answer["ranks"][0]["checksums"]
 
 
 def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(tmp_path, two_engines):
