@@ -6,8 +6,8 @@ python tools/benchmark_weight_sync.py --model MODEL --url http://127.0.0.1:30000
 Without --url it starts a server itself, on the CPU. One at --url must serve MODEL in float32; its API key is read from
 DAPO_MEGA_API_KEY. The trainer is one process; the bare broadcasts go from it to another process over the same kind of
 group. That process has memory for all pieces; as `receive + copy` it takes each into the same memory and copies it to
-where it belongs before it takes the next, which is what SGLang does and no client can overtake. Memory is what the
-trainer's grows by at its peak in the first update, connections included.
+where it belongs before it takes the next, which is what SGLang does without the plugin. Memory is what the trainer's
+grows by at its peak in the first update, connections included.
 """
 
 from __future__ import annotations

@@ -307,11 +307,12 @@ class RunConfig(Section):
                 f"reward.overlong_punishment=false"
             )
         _check_placement(self.rollout, self.weight_sync)
-        if self.weight_sync.full_every > 1 and (self.sync_transport, self.engine_dtype) != ("distributed", "bf16"):
+        way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
+        if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
             raise ValueError(
-                f"weight_sync.full_every={self.weight_sync.full_every} sends changes in bf16 by broadcast, but the "
-                f"engines compute in {self.engine_dtype} and the transport is {self.sync_transport}; set rollout.dtype="
-                f"bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
+                f"weight_sync.full_every={self.weight_sync.full_every} broadcasts changes to engines in bf16, and those "
+                f"are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, rollout.dtype=bf16 "
+                f"and weight_sync.transport=distributed, or weight_sync.full_every=1"
             )
         if self.rollout.partial and self.algorithm.max_staleness == 0:
             raise ValueError(

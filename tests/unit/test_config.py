@@ -55,6 +55,7 @@ def file(tmp_path):
         ("rollout={placement: fleet, fleet: {urls: [http://a:1, http://a:1]}}", "names an engine twice"),
         ("rollout.fleet={hung_after_s: 3, heartbeat_s: 5}", "must be larger than rollout.fleet.heartbeat_s=5"),
         ("rollout={placement: colocated, partial: true, fleet: {urls: [http://a:1]}}", "use rollout.placement=fleet"),
+        ("weight_sync.full_every=5", "those are embedded, in bf16, and get weights by distributed; set"),
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=ppo", "algorithm.preset='ppo'"),
     ],
@@ -67,6 +68,14 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message
 
 
 FLEET = ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1]}"]
+
+
+def test_changes_alone_go_to_engines_in_bf16_by_broadcast(file):
+    delta = ["weight_sync.full_every=5", "rollout.dtype=bf16"]
+    assert load_config(RunConfig, file, [*FLEET, *delta]).weight_sync.full_every == 5
+    for override in ("rollout.dtype=fp32", "weight_sync.transport=disk", "rollout.placement=colocated"):
+        with pytest.raises(InputError, match=r"or weight_sync\.full_every=1"):
+            load_config(RunConfig, file, [*FLEET, *delta, override])
 
 
 def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
