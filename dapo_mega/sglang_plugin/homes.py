@@ -90,8 +90,8 @@ class Arrival(Wrapper):
         if _same_place(parameter, self.content):
             return
         parameter.copy_(self.content)
-        can_be_home = parameter.is_contiguous() and parameter.dtype == self.content.dtype
-        if can_be_home and parameter.device == self.content.device and _same_place(self.content, journey.whole):
+        can_be_home = parameter.is_contiguous() and parameter.device == self.content.device
+        if can_be_home and _same_place(self.content, journey.whole):
             journey.homes.settle(journey.name, parameter.detach())
 
 

@@ -103,7 +103,10 @@ def test_parts_of_a_change_go_where_a_loader_puts_them(kind):
 def test_fused_parameters_of_another_dtype_take_changes_of_both_tensors():
     old, new = old_and_new()
     weights = changed_weights(old, new)
-    (_, q), (_, kv), *_ = weights
+    (_, q), (_, kv), (_, bias), (_, scalar) = weights
+    whole_and_part = torch.cat([old["scalar"], old["bias"]])
+    whole_and_part.copy_(torch.cat([scalar, bias]))
+    assert torch.equal(whole_and_part, torch.cat([new["scalar"], new["bias"]]))
     fused = torch.cat([old["q"], old["kv"]]).float()
     fused.copy_(torch.cat([q, kv]))
     assert torch.equal(fused, torch.cat([new["q"], new["kv"]]).float())

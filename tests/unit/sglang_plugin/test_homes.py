@@ -7,7 +7,7 @@ from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
 from dapo_mega.weight_sync.wire import tensor_specs
 
-SHAPE = (6, 4)
+SHAPE = (6, 6)
 
 
 class Group:
@@ -35,8 +35,8 @@ class Model:
     """Keeps gate and up in one parameter, down transposed, and wide in bf16."""
 
     def __init__(self):
-        self.gate_up = torch.zeros(12, 4)
-        self.down = torch.zeros(4, 6)
+        self.gate_up = torch.zeros(12, 6)
+        self.down = torch.zeros(6, 6)
         self.wide = torch.zeros(SHAPE, dtype=torch.bfloat16)
 
     def load(self, weights):
@@ -82,7 +82,7 @@ def test_whole_contiguous_tensors_arrive_in_their_parameters_from_the_second_upd
 def test_parameters_that_have_moved_still_get_their_values():
     model, homes = Model(), Homes()
     update(model, homes, 0)
-    model.gate_up = torch.zeros(12, 4)
+    model.gate_up = torch.zeros(12, 6)
     update(model, homes, 1)
     assert model.holds(1)
     assert update(model, homes, 2)["gate"] == model.gate_up.data_ptr()
