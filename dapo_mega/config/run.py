@@ -310,9 +310,9 @@ class RunConfig(Section):
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
             raise ValueError(
-                f"weight_sync.full_every={self.weight_sync.full_every} broadcasts changes to bf16 engines, and those are "
-                f"{way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, rollout.dtype=bf16 and "
-                f"weight_sync.transport=distributed, or weight_sync.full_every=1"
+                f"weight_sync.full_every={self.weight_sync.full_every} broadcasts changes to bf16 engines, and those "
+                f"are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, "
+                f"rollout.dtype=bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
             )
         if self.rollout.partial and self.algorithm.max_staleness == 0:
             raise ValueError(
