@@ -30,12 +30,13 @@ def register() -> None:
 
     try:
         updater = importlib.import_module(_UPDATER).WeightUpdater
-        _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed
+        _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
@@ -49,15 +50,15 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
     if piece_lengths is None:
         return ChangedWeights(group, updater.device, specs)
-    # Quantized parameters are made anew after each update.
-    homes = None if updater.model_config.quantization else _homes.setdefault(updater.get_model(), Homes())
+    homes = _homes.setdefault(updater.get_model(), Homes())
     return ArrivingWeights(group, updater.device, specs, piece_lengths, homes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
     success, message = load(updater, weights)
-    if isinstance(weights, ArrivingWeights) and not success and (homes := _homes.get(updater.get_model())):
-        homes.close()
+    if isinstance(weights, ArrivingWeights) and not success and not weights.is_broken:
+        # The loader may not like tensors of ours; what went into its parameters already is lost.
+        _homes[updater.get_model()].close()
         return (success, message) if weights.goes_home else load(updater, weights)
     if not isinstance(weights, ChangedWeights):
         return success, message
@@ -70,6 +71,12 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     if success and faults:
         return False, f"by their checksums these are not the trainer's after the update: {', '.join(faults)}"
     return success, message
+
+
+def _end(_: None, updater: Any, **__: Any) -> None:
+    model = updater.get_model()
+    if homes := _homes.get(model):
+        homes.keep(model.parameters())
 
 
 def _announce(state: Any, *_: Any) -> None:

@@ -7,6 +7,7 @@ given the tensor, with the rest of the bucket; a copy from a place to itself is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,6 +30,12 @@ class Homes:
         """Give the model's loader plain tensors from now on, received in memory of their own."""
         self._is_closed = True
         self._places.clear()
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Give up places that are in none of these: an engine may make new parameters of those that were loaded."""
+        memory = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        places = self._places.items()
+        self._places = {name: place for name, place in places if place.untyped_storage().data_ptr() in memory}
 
     def find(self, spec: TensorSpec) -> Tensor | None:
         """The tensor's home; None while it has none."""

@@ -25,10 +25,12 @@ class ArrivingWeights:
         piece_lengths: Sequence[int],
         homes: Homes | None = None,
     ) -> None:
-        """Starts to receive; pieces of one tensor go to its home, if it has one."""
+        """Starts to receive; pieces of one tensor go to its home, if it has one. `goes_home`: some do. `is_broken`: a
+        piece has not come."""
         self._homes = homes
         self._pieces = []
         self.goes_home = False
+        self.is_broken = False
         for of_piece in split_specs(specs, piece_lengths):
             home = homes.find(of_piece[0]) if homes and len(of_piece) == 1 else None
             if home is None:
@@ -41,7 +43,11 @@ class ArrivingWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for specs, tensors, work in self._pieces:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError:
+                self.is_broken = True
+                raise
             homes = self._homes if len(specs) == 1 else None
             for spec, tensor in zip(specs, tensors, strict=True):
                 yield spec.name, homes.arrived(spec, tensor) if homes else tensor

@@ -89,6 +89,19 @@ def test_parameters_that_have_moved_still_get_their_values():
     assert model.holds(2)
 
 
+def test_memory_that_is_no_parameter_any_more_is_given_up():
+    model, homes = Model(), Homes()
+    update(model, homes, 0)
+    loaded = model.gate_up
+    model.gate_up = loaded.clone()  # As a server does that packs what it has loaded.
+    homes.keep([model.gate_up, model.down, model.wide])
+    places = update(model, homes, 1)
+    assert loaded.data_ptr() not in (places["gate"], places["up"])
+    assert model.holds(1)
+    homes.keep([model.gate_up, model.down, model.wide])
+    assert update(model, homes, 2)["gate"] == model.gate_up.data_ptr()
+
+
 def test_a_tensor_that_goes_to_two_parameters_reaches_both():
     class Tied(Model):
         def load(self, weights):
