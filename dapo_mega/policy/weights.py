@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, groupby
+from itertools import accumulate, chain, cycle, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,7 @@ class WeightGatherer:
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
-        self._full_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], list[tuple[Tensor, bool]]] = {}
+        self._full_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], tuple[list[Tensor], bool]] = {}
         self._kept: list[Tensor] = []
         self._layout = layout
         self._processes = processes
@@ -311,7 +311,7 @@ class WeightGatherer:
     def stage_buckets(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only.
 
-        A bucket is one piece; with `in_place` each large tensor is one, in the policy's own memory where it needs no
+        A bucket is one piece; with `in_place` each large parameter is one, in the policy's own memory where it needs no
         gathering. The caller may still be sending a bucket when it asks for the next: these and the shards on
         their way take at most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an
         expert: on every expert rank). The memory of a bucket is used again for the one after the next, also of a later
@@ -349,10 +349,16 @@ class WeightGatherer:
     def _cargo(self, owner: int, units: Sequence[_Unit], in_place: bool) -> _Cargo:
         # In falling order of the size of an element everything is aligned without padding.
         units = sorted(units, key=lambda unit: unit.dtype.itemsize, reverse=True)
-        tensors, are_views = zip(*(full for unit in units for full in self._full_tensors(unit)), strict=True)
-        alone = [in_place and tensor.nbytes >= _OWN_PIECE_BYTES for tensor in tensors]
-        copied = [not (is_alone and is_view) for is_alone, is_view in zip(alone, are_views, strict=True)]
-        pieces = [number if is_alone else _SHARED_PIECE for number, is_alone in enumerate(alone)]
+        tensors: list[Tensor] = []
+        copied: list[bool] = []
+        pieces: list[int] = []
+        for unit in units:
+            full, is_shard = self._full_tensors(unit)
+            is_alone = in_place and sum(tensor.nbytes for tensor in full) >= _OWN_PIECE_BYTES
+            for _ in unit.placed:
+                pieces += [len(tensors) if is_alone else _SHARED_PIECE] * len(full)
+                copied += [not (is_alone and is_shard)] * len(full)
+                tensors += full
         return _Cargo(owner, units, tensors, copied, pieces)
 
     def _fill(self, memory: Tensor | None, cargo: _Cargo) -> tuple[Tensor, ...]:
@@ -364,26 +370,33 @@ class WeightGatherer:
         pieces = []
         end = 0
         for _, run in groupby(zip(cargo.pieces, cargo.copied, tensors, strict=False), key=itemgetter(0)):
-            first = end
-            for _, is_copied, tensor in run:
-                if not is_copied:
-                    pieces.append(tensor.flatten().view(torch.uint8))
-                    continue
-                assert memory is not None
-                start, end = end, end + tensor.nbytes
-                memory[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            if memory is not None and end > first:
-                pieces.append(memory[first:end])
+            _, are_copied, parts = zip(*run, strict=True)
+            num_bytes = sum(part.nbytes for part in parts)
+            if not are_copied[0]:
+                pieces.append(parts[0].flatten().view(torch.uint8).as_strided((num_bytes,), (1,)))
+                continue
+            assert memory is not None
+            piece = memory[end : end + num_bytes]
+            for place, part in zip(piece.split([part.nbytes for part in parts]), parts, strict=True):
+                place.view(part.dtype).view(part.shape).copy_(part)
+            pieces.append(piece)
+            end += num_bytes
         return tuple(pieces)
 
-    def _full_tensors(self, unit: _Unit) -> list[tuple[Tensor, bool]]:
-        """Stand-ins without memory for the full tensors of a unit, and whether each is a run of bytes of one shard."""
+    def _full_tensors(self, unit: _Unit) -> tuple[list[Tensor], bool]:
+        """Stand-ins without memory for the full tensors of a placed one, and whether these lie one after the other
+        in a single shard."""
         key = (unit.placed[0].layout, unit.shape, unit.dtype, unit.num_shards)
         if key not in self._full_of:
             shard = torch.empty(unit.shape, dtype=unit.dtype, device="meta")
-            merged = merge_shards([shard] * unit.num_shards, unit.placed[0].layout, self._layout.arch)
-            self._full_of[key] = [(t, (t is shard or t._base is shard) and t.is_contiguous()) for t in merged]
-        return self._full_of[key] * len(unit.placed)
+            full = merge_shards([shard] * unit.num_shards, unit.placed[0].layout, self._layout.arch)
+            starts = [tensor.storage_offset() for tensor in full]
+            are_parts = all((tensor is shard or tensor._base is shard) and tensor.is_contiguous() for tensor in full)
+            self._full_of[key] = (
+                full,
+                are_parts and starts == list(accumulate((t.numel() for t in full[:-1]), initial=0)),
+            )
+        return self._full_of[key]
 
     def _planned(self, limit: int) -> Iterator[tuple[int, list[_Unit]]]:
         """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes."""

@@ -7,8 +7,9 @@ given the tensor, with the rest of the bucket; a copy from a place to itself is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -41,6 +42,13 @@ class Homes:
         """The tensor's home; None while it has none."""
         place = self._places.get(spec.name)
         return place if place is not None and (place.dtype, place.shape) == (spec.dtype, spec.shape) else None
+
+    def find_row(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """The homes of all these tensors, if each lies right after the one before; else none."""
+        places = [place for spec in specs if (place := self.find(spec)) is not None]
+        follow = (one.data_ptr() + one.nbytes == other.data_ptr() for one, other in pairwise(places))
+        memory = {place.untyped_storage().data_ptr() for place in places}
+        return places if len(places) == len(specs) and len(memory) == 1 and all(follow) else []
 
     def settle(self, name: str, place: Tensor) -> None:
         """The tensor as a whole belongs here."""

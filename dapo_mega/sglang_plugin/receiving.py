@@ -25,20 +25,20 @@ class ArrivingWeights:
         piece_lengths: Sequence[int],
         homes: Homes | None = None,
     ) -> None:
-        """Starts to receive; pieces of one tensor go to its home, if it has one. `goes_home`: some do. `is_broken`: a
+        """Starts to receive; a piece goes home whose tensors have homes in a row. `goes_home`: some do. `is_broken`: a
         piece has not come."""
         self._homes = homes
         self._pieces = []
         self.goes_home = False
         self.is_broken = False
         for of_piece in split_specs(specs, piece_lengths):
-            home = homes.find(of_piece[0]) if homes and len(of_piece) == 1 else None
-            if home is None:
-                piece = torch.empty(sum(spec.num_bytes for spec in of_piece), dtype=torch.uint8, device=device)
-                tensors = list(unpacked(piece, of_piece))
-            else:
-                piece, tensors = home.flatten().view(torch.uint8), [home]
+            num_bytes = sum(spec.num_bytes for spec in of_piece)
+            if homes and (tensors := homes.find_row(of_piece)):
+                piece = tensors[0].flatten().view(torch.uint8).as_strided((num_bytes,), (1,))
                 self.goes_home = True
+            else:
+                piece = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                tensors = list(unpacked(piece, of_piece))
             self._pieces.append((of_piece, tensors, group.broadcast(piece, 0)))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -48,9 +48,8 @@ class ArrivingWeights:
             except RuntimeError:
                 self.is_broken = True
                 raise
-            homes = self._homes if len(specs) == 1 else None
             for spec, tensor in zip(specs, tensors, strict=True):
-                yield spec.name, homes.arrived(spec, tensor) if homes else tensor
+                yield spec.name, self._homes.arrived(spec, tensor) if self._homes else tensor
 
 
 class ChangedWeights:

@@ -18,7 +18,8 @@ class Group:
         self.places = []
 
     def broadcast(self, tensor, root):
-        tensor.copy_(next(self._values).flatten().view(torch.uint8))
+        num_tensors = tensor.nbytes // (SHAPE[0] * SHAPE[1] * 4)
+        tensor.copy_(torch.cat([next(self._values).flatten().view(torch.uint8) for _ in range(num_tensors)]))
         self.places.append(tensor.data_ptr())
         return self
 
@@ -59,14 +60,15 @@ class Model:
         )
 
 
-def update(model, homes, version):
-    """The model takes the weights of the version; where they were received."""
+def update(model, homes, version, piece_lengths=(1, 1, 1, 1)):
+    """The model takes the weights of the version; where pieces were received, by their first tensor."""
     group = Group(version)
     names = list(values_of(version))
     specs = tensor_specs(names, ["float32"] * len(names), [SHAPE] * len(names))
-    weights = ArrivingWeights(group, "cpu", specs, [1] * len(names), homes)
+    weights = ArrivingWeights(group, "cpu", specs, piece_lengths, homes)
     model.load(weights)
-    return dict(zip(names, group.places, strict=True))
+    firsts = [sum(piece_lengths[:number]) for number in range(len(piece_lengths))]
+    return dict(zip((names[first] for first in firsts), group.places, strict=True))
 
 
 def test_whole_contiguous_tensors_arrive_in_their_parameters_from_the_second_update_on():
@@ -77,6 +79,18 @@ def test_whole_contiguous_tensors_arrive_in_their_parameters_from_the_second_upd
     assert [each["gate"] == model.gate_up.data_ptr() for each in places] == [False, True, True]
     assert [each["up"] == half for each in places] == [False, True, True]
     assert all(each["down"] != model.down.data_ptr() and each["wide"] != model.wide.data_ptr() for each in places)
+
+
+@pytest.mark.parametrize(("piece_lengths", "goes_home"), [((2, 1, 1), True), ((3, 1), False), ((1, 2, 1), False)])
+def test_a_piece_of_several_tensors_goes_home_where_these_lie_in_a_row(piece_lengths, goes_home):
+    model, homes = Model(), Homes()
+    for version in range(3):
+        places = update(model, homes, version, piece_lengths)
+        assert model.holds(version)
+    second = list(places.values())[1]
+    received_in_parameter = places["gate"] if piece_lengths[0] > 1 else second
+    start = model.gate_up.data_ptr()
+    assert (start <= received_in_parameter < start + model.gate_up.nbytes) == goes_home
 
 
 def test_parameters_that_have_moved_still_get_their_values():
