@@ -18,13 +18,13 @@ export CUDA_VISIBLE_DEVICES=
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-# Whole runs and rollout engines wait much of the time: all other tests run beside them.
+# Tests of several processes wait for each other much of the time: those of a single process run beside them.
 log=$(mktemp)
-"$PYTHON" -m pytest tests/unit tests/numerics tests/distributed > "$log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2> /dev/null || true; rm -f "$log"' EXIT
+"$PYTHON" -m pytest tests/unit tests/numerics > "$log" 2>&1 &
+single=$!
+trap 'kill "$single" 2> /dev/null || true; rm -f "$log"' EXIT
 status=0
-"$PYTHON" -m pytest tests/integration tests/gpu || status=$?
-wait "$beside" || status=$?
+"$PYTHON" -m pytest tests/distributed tests/integration tests/gpu || status=$?
+wait "$single" || status=$?
 cat "$log"
 exit "$status"
