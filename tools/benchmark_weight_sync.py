@@ -39,6 +39,7 @@ from dapo_mega.rollout.engine_client import EngineClient, EngineError
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.rollout.fleet_driver import SyncTarget
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.buckets import bucket_bytes as num_bytes
 from dapo_mega.weight_sync.engine_groups import connect_store, join_group, open_store
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
@@ -174,11 +175,10 @@ class _Policy:
     def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
         yield from self._gatherer.buckets(bucket_bytes)
 
-    def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
         self.sizes = []
-        for bucket in self._gatherer.stage_buckets(bucket_bytes, in_place):
-            assert bucket.pieces is not None
-            self.sizes.append(sum(piece.nbytes for piece in bucket.pieces))
+        for bucket in self._gatherer.stage_buckets(bucket_bytes, most_bytes):
+            self.sizes.append(num_bytes(bucket))
             yield bucket
 
 
@@ -208,11 +208,14 @@ def _receiver(sizes: Sequence[int], copies: bool) -> Iterator[Callable[[], None]
     receiver = context.Process(target=_receive, args=(store.port, list(sizes), copies), daemon=True)
     receiver.start()
     group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S)
-    pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    # Not zeros: memory that has never been written is one page that stays in the processor's cache.
+    pieces = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    done = torch.zeros(1)
 
     def send() -> None:
         for piece in pieces:
             group.broadcast(piece, 0).wait()
+        group.broadcast(done, 1).wait()
 
     try:
         yield send
@@ -233,6 +236,7 @@ def _receive(port: int, sizes: Sequence[int], copies: bool) -> None:
             group.broadcast(received, 0).wait()
             if copies:
                 piece.copy_(received)
+        group.broadcast(torch.zeros(1), 1).wait()
 
 
 @contextmanager

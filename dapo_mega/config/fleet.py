@@ -83,3 +83,8 @@ class WeightSyncConfig(Section):
     folder: str | None = Field(
         default=None, description="Where transport=disk writes; null is output_dir/weight_sync. Engines must see it."
     )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of `bucket_mib`."""
+        return int(self.bucket_mib * 2**20)

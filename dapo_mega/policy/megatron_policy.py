@@ -302,10 +302,10 @@ class MegatronPolicy(ScoringModel):
         self.finish_param_gather()
         return self._gatherer.buckets(bucket_bytes)
 
-    def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
         """Collective: full tensors as bytes on each stage's leader; see `WeightGatherer.stage_buckets`."""
         self.finish_param_gather()
-        return self._gatherer.stage_buckets(bucket_bytes, in_place)
+        return self._gatherer.stage_buckets(bucket_bytes, most_bytes)
 
     def finish_param_gather(self) -> None:
         """Collective: after this every process's weights are those of the last update, also where gathering them is

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, cycle, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dapo_mega.models import Architecture, ModelFamily, merge_shards, take_shard
+from dapo_mega.models import Architecture, ModelFamily, merge_parts, merge_shards, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import check_source
 from dapo_mega.models.layouts import Layout
@@ -196,10 +197,25 @@ class _Cargo:
     copied: Sequence[bool]
     pieces: Sequence[int]
 
-    @property
+    @cached_property
     def copied_bytes(self) -> int:
         return sum(tensor.nbytes for tensor, is_copied in zip(self.tensors, self.copied, strict=True) if is_copied)
 
+    @cached_property
+    def description(self) -> StageBucket:
+        """What every process knows of the bucket."""
+        return StageBucket(
+            stage=self.owner,
+            names=tuple(name for unit in self.units for placed in unit.placed for name in placed.hf),
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors),
+            shapes=tuple(tuple(tensor.shape) for tensor in self.tensors),
+            piece_lengths=tuple(len(list(run)) for _, run in groupby(self.pieces)),
+            pieces=None,
+            is_last=False,
+        )
+
+
+_Merge = Callable[[Sequence[Tensor], Layout, Architecture], list[Tensor]]
 
 # Broadcasts of less take longer than a copy.
 _OWN_PIECE_BYTES = 2**20
@@ -215,7 +231,12 @@ class _Transfer:
     units: Sequence[_Unit]
     leads: bool
     rows: Mapping[int, Tensor]
-    works: Sequence[dist.Work]
+    works: list[dist.Work]
+
+    def finish(self) -> None:
+        """Wait until all shards are there or gone."""
+        while self.works:  # Waiting for one of gloo's twice takes for ever.
+            self.works.pop(0).wait()
 
 
 class WeightGatherer:
@@ -229,6 +250,7 @@ class WeightGatherer:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
         self._full_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], tuple[list[Tensor], bool]] = {}
+        self._plans: dict[tuple[int, int | None], list[_Cargo]] = {}
         self._kept: list[Tensor] = []
         self._layout = layout
         self._processes = processes
@@ -308,29 +330,37 @@ class WeightGatherer:
         assert before
         yield list(self._finish(before))
 
-    def stage_buckets(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
+    def stage_buckets(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only.
 
-        A bucket is one piece; with `in_place` each large parameter is one, in the policy's own memory where it needs no
-        gathering. The caller may still be sending a bucket when it asks for the next: these and the shards on
+        A bucket is one piece. With `most_bytes` each large parameter is one, which is ready only when it is read; those
+        that need no gathering are the policy's own memory, and a bucket holds as many of them as make `most_bytes` with
+        everything else. The caller may still be sending a bucket when it asks for the next: these and the shards on
         their way take at most twice `bucket_bytes` together, but each bucket holds at least one parameter (of an
         expert: on every expert rank). The memory of a bucket is used again for the one after the next, also of a later
         call. A collective: all processes iterate in step, and may stop after the same bucket.
         """
-        plan = [self._cargo(owner, units, in_place) for owner, units in self._planned(bucket_bytes * 2 // 3)]
+        in_place = most_bytes is not None
+        key = bucket_bytes, most_bytes
+        if key not in self._plans:
+            planned = self._planned(bucket_bytes * 2 // 3, most_bytes)
+            self._plans[key] = [self._cargo(owner, units, in_place) for owner, units in planned]
+        plan = self._plans[key]
         buffers = cycle(self._buffers([cargo.copied_bytes for cargo in plan if self._leads(cargo.owner)]))
         for number, cargo in enumerate(plan, start=1):
-            leads = self._leads(cargo.owner)
-            pieces = self._fill(next(buffers) if leads else None, cargo)
-            yield StageBucket(
-                stage=cargo.owner,
-                names=tuple(name for unit in cargo.units for placed in unit.placed for name in placed.hf),
-                dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in cargo.tensors),
-                shapes=tuple(tuple(tensor.shape) for tensor in cargo.tensors),
-                piece_lengths=tuple(len(list(run)) for _, run in groupby(cargo.pieces)),
-                pieces=pieces if leads else None,
-                is_last=number == len(plan),
-            )
+            leader = cargo.owner * self._stage_size
+            in_first_replica = 0 in self._circle(cargo.units).contributors
+            transfer = self._start(cargo.owner, cargo.units, range(leader, leader + in_first_replica))
+            pieces = self._pieces(next(buffers), cargo, transfer) if self._leads(cargo.owner) else None
+            try:
+                yield replace(
+                    cargo.description,
+                    pieces=pieces if in_place or pieces is None else tuple(pieces),
+                    is_last=number == len(plan),
+                )
+            finally:
+                transfer.finish()
+            del transfer, pieces  # Their memory is free before the next shards get theirs.
 
     def _buffers(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory [bytes] for buckets of these sizes, two at a time."""
@@ -346,42 +376,47 @@ class WeightGatherer:
         """Whether this process leads the stage in the first replica."""
         return self._processes.rank == stage * self._stage_size
 
+    def _is_large(self, unit: _Unit) -> bool:
+        """Whether each of its placed tensors is a piece of its own, where a bucket may be several."""
+        return sum(tensor.nbytes for tensor in self._full_tensors(unit)[0]) >= _OWN_PIECE_BYTES
+
+    def _stays(self, unit: _Unit) -> bool:
+        """Whether it is sent from where it lies then. Of experts on several processes most come from elsewhere."""
+        return len(unit.placed) == 1 and self._is_large(unit) and self._full_tensors(unit)[1]
+
     def _cargo(self, owner: int, units: Sequence[_Unit], in_place: bool) -> _Cargo:
-        # In falling order of the size of an element everything is aligned without padding.
-        units = sorted(units, key=lambda unit: unit.dtype.itemsize, reverse=True)
+        def is_alone(unit: _Unit) -> bool:
+            return in_place and self._is_large(unit)
+
+        # In falling order of the size of an element everything is aligned without padding; all that share a piece
+        # follow each other.
+        units = sorted(units, key=lambda unit: (-unit.dtype.itemsize, not is_alone(unit)))
         tensors: list[Tensor] = []
         copied: list[bool] = []
         pieces: list[int] = []
         for unit in units:
             full, is_shard = self._full_tensors(unit)
-            is_alone = in_place and sum(tensor.nbytes for tensor in full) >= _OWN_PIECE_BYTES
             for _ in unit.placed:
-                pieces += [len(tensors) if is_alone else _SHARED_PIECE] * len(full)
-                copied += [not (is_alone and is_shard)] * len(full)
+                pieces += [len(tensors) if is_alone(unit) else _SHARED_PIECE] * len(full)
+                copied += [not (is_alone(unit) and is_shard)] * len(full)
                 tensors += full
         return _Cargo(owner, units, tensors, copied, pieces)
 
-    def _fill(self, memory: Tensor | None, cargo: _Cargo) -> tuple[Tensor, ...]:
+    def _pieces(self, memory: Tensor, cargo: _Cargo, transfer: _Transfer) -> Iterator[Tensor]:
         """The bucket's pieces on its stage's leader in the first replica; `memory` [bytes] takes what is copied."""
-        leader = cargo.owner * self._stage_size
-        in_first_replica = 0 in self._circle(cargo.units).contributors
-        transfer = self._start(cargo.owner, cargo.units, range(leader, leader + in_first_replica))
-        tensors = (tensor for _, tensor in self._finish(transfer))
-        pieces = []
+        tensors = (tensor for _, tensor in self._finish(transfer, merge_parts))
         end = 0
-        for _, run in groupby(zip(cargo.pieces, cargo.copied, tensors, strict=False), key=itemgetter(0)):
+        for _, run in groupby(zip(cargo.pieces, cargo.copied, tensors, strict=True), key=itemgetter(0)):
             _, are_copied, parts = zip(*run, strict=True)
             num_bytes = sum(part.nbytes for part in parts)
             if not are_copied[0]:
-                pieces.append(parts[0].flatten().view(torch.uint8).as_strided((num_bytes,), (1,)))
+                yield parts[0].flatten().view(torch.uint8).as_strided((num_bytes,), (1,))
                 continue
-            assert memory is not None
             piece = memory[end : end + num_bytes]
             for place, part in zip(piece.split([part.nbytes for part in parts]), parts, strict=True):
                 place.view(part.dtype).view(part.shape).copy_(part)
-            pieces.append(piece)
+            yield piece
             end += num_bytes
-        return tuple(pieces)
 
     def _full_tensors(self, unit: _Unit) -> tuple[list[Tensor], bool]:
         """Stand-ins without memory for the full tensors of a placed one, and whether these lie one after the other
@@ -398,19 +433,23 @@ class WeightGatherer:
             )
         return self._full_of[key]
 
-    def _planned(self, limit: int) -> Iterator[tuple[int, list[_Unit]]]:
-        """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes."""
+    def _planned(self, limit: int, most_bytes: int | None = None) -> Iterator[tuple[int, list[_Unit]]]:
+        """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes. With `most_bytes` units
+        that can be sent from where they lie do not count, but for a bucket's size of at most `most_bytes`."""
         for chunk, units in enumerate(self._units):
             owner = owner_of(chunk, self._layout)
             pending: list[_Unit] = []
-            size = 0
+            size = copied = 0
             for together in _inseparable(units):
                 num_bytes = sum(unit.num_bytes for unit in together)
-                if pending and (size + num_bytes > limit or together[0].is_expert != pending[0].is_expert):
+                in_place = 0 if most_bytes is None else sum(u.num_bytes for u in together if self._stays(u))
+                is_full = copied + num_bytes - in_place > limit or size + num_bytes > (most_bytes or limit)
+                if pending and (is_full or together[0].is_expert != pending[0].is_expert):
                     yield owner, pending
-                    pending, size = [], 0
+                    pending, size, copied = [], 0, 0
                 pending += together
                 size += num_bytes
+                copied += num_bytes - in_place
             yield owner, pending
 
     def _circle(self, units: Sequence[_Unit]) -> _Circle:
@@ -438,13 +477,12 @@ class WeightGatherer:
             else:
                 operations.append(dist.P2POp(dist.irecv, row, source))
             rows[contributor] = row
-        works = dist.batch_isend_irecv(operations) if operations else ()
+        works = dist.batch_isend_irecv(operations) if operations else []
         return _Transfer(owner, units, me.rank in leaders, rows, works)
 
-    def _finish(self, transfer: _Transfer) -> Iterator[tuple[str, Tensor]]:
+    def _finish(self, transfer: _Transfer, merge: _Merge = merge_shards) -> Iterator[tuple[str, Tensor]]:
         """Full tensors on a leader, one after the other; some of them are the model's own."""
-        for work in transfer.works:
-            work.wait()
+        transfer.finish()
         if not transfer.leads:
             return
         units = transfer.units
@@ -455,7 +493,7 @@ class WeightGatherer:
         for unit in units:
             for index, placed in enumerate(unit.placed):
                 mine = [next(shards[contributor]) for contributor in unit.contributors(index)]
-                yield from zip(placed.hf, merge_shards(mine, placed.layout, self._layout.arch), strict=True)
+                yield from zip(placed.hf, merge(mine, placed.layout, self._layout.arch), strict=True)
 
 
 def _inseparable(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:

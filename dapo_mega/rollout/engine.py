@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,17 +69,19 @@ class WeightSource(Protocol):
     def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
         """Full tensors on the leader of every replica, nothing on the other processes."""
 
-    def stage_weights(self, bucket_bytes: int, in_place: bool = False) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
         consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
-        one tensor. `in_place`: large tensors are pieces themselves, not copied where the leader holds them whole."""
+        one tensor. With `most_bytes` large tensors are pieces themselves; those that the leader holds whole are not
+        copied, and count for a bucket's size of at most `most_bytes` only."""
 
 
 @dataclass(frozen=True)
 class StageBucket:
     """Tensors that travel together, in the order of `names`, as runs of bytes with `piece_lengths` tensors each.
 
-    `stage` is the pipeline stage whose leader holds the pieces, each [bytes] uint8; None on all other processes.
+    `stage` is the pipeline stage whose leader holds the pieces, each [bytes] uint8; None on all other processes. They
+    are to be read once, before the next bucket is asked for.
     `dtypes` are torch's names (`bfloat16`), `shapes` those of the full tensors.
     """
 
@@ -88,5 +90,5 @@ class StageBucket:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     piece_lengths: tuple[int, ...]
-    pieces: tuple[torch.Tensor, ...] | None
+    pieces: Iterable[torch.Tensor] | None
     is_last: bool

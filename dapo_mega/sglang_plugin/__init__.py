@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, parse_pieces_format, tensor_specs
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
 
 logger = logging.getLogger(__name__)
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -43,23 +43,24 @@ def register() -> None:
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     """Names with tensors, to be loaded while they arrive."""
     load_format = request["load_format"] or ""
-    piece_lengths = parse_pieces_format(load_format)
-    if piece_lengths is None and load_format != CHANGES_FORMAT:
+    pieces = PiecesFormat.parse(load_format)
+    if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
     group = updater._model_update_group[request["group_name"]]
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
-    if piece_lengths is None:
+    if pieces is None:
         return ChangedWeights(group, updater.device, specs)
     homes = _homes.setdefault(updater.get_model(), Homes())
-    return ArrivingWeights(group, updater.device, specs, piece_lengths, homes)
+    return ArrivingWeights(group, updater.device, specs, pieces, homes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
     success, message = load(updater, weights)
-    if isinstance(weights, ArrivingWeights) and not success and not weights.is_broken:
-        # The loader may not like tensors of ours; what went into its parameters already is lost.
-        _homes[updater.get_model()].close()
-        return (success, message) if weights.goes_home else load(updater, weights)
+    if isinstance(weights, ArrivingWeights):
+        if not success and not weights.is_broken:
+            # The loader may not like tensors of ours. It gets plain ones when the trainer comes back with the weights.
+            _homes[updater.get_model()].close()
+        weights.drain()
     if not isinstance(weights, ChangedWeights):
         return success, message
     from sglang.srt.runtime_context import get_parallel
@@ -79,5 +80,7 @@ def _end(_: None, updater: Any, **__: Any) -> None:
         homes.keep(model.parameters())
 
 
-def _announce(state: Any, *_: Any) -> None:
-    state.internal_state[PROTOCOL_FIELD] = PROTOCOL
+def _announce(state: Any, scheduler: Any, *_: Any) -> None:
+    # Models that draft for another load what that one has received, when it is no longer there.
+    if scheduler.server_args.speculative_algorithm is None:
+        state.internal_state[PROTOCOL_FIELD] = PROTOCOL

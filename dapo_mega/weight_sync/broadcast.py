@@ -38,7 +38,7 @@ from dapo_mega.weight_sync.engine_groups import (
 from dapo_mega.weight_sync.update import Session, Update
 from dapo_mega.weight_sync.wires import Wires
 
-_POLL_S = 0.0005
+_POLL_S = 0.001
 _FAILURE_POLL_S = 0.05
 
 
@@ -77,7 +77,7 @@ class BroadcastTransport:
         compute in: fp32, bf16 or fp8."""
         self._processes = processes
         self._wires = Wires(config, dtype)
-        self._bucket_bytes = int(config.bucket_mib * 2**20)
+        self._bucket_bytes = config.bucket_bytes
         self._timeout_s = config.timeout_s
         self._stage_size = processes.world_size // processes.pipeline_size
         self._leads = processes.rank % self._stage_size == 0
@@ -109,13 +109,22 @@ class BroadcastTransport:
         works: Mapping[str, Sequence[dist.Work]] = {}
         num_bytes = 0
         wire = self._wires.choose(update)
-        buckets = map(wire.prepare, policy.stage_weights(self._bucket_bytes, wire.takes_pieces))
+        buckets = map(wire.prepare, policy.stage_weights(self._bucket_bytes, wire.most_bytes))
         for number, bucket in enumerate(buckets):
-            have_received = self._finish(works)
+            key = f"{update.number}/{number}"
+            if session and self._are_received(works):
+                session.finish(all_but=1)
+                self._call(bucket, wire.load_format(bucket), update, session)
+                self._finish(works)
+            else:
+                self._finish(works)
+                if session:
+                    session.finish()
+                    self._call(bucket, wire.load_format(bucket), update, session)
             if session:
-                session.finish(all_but=1 if have_received else 0)
-            works = self._start(f"{update.number}/{number}", bucket, wire.load_format(bucket), update, session)
-            num_bytes += sum(piece.nbytes for piece in bucket.pieces or ())
+                self._signals.announce(key, [target.url for target in session.targets])
+            works, bucket_bytes = self._broadcast(key, bucket)
+            num_bytes += bucket_bytes
         self._finish(works)
         if session:
             session.finish()
@@ -123,51 +132,54 @@ class BroadcastTransport:
         dist.all_reduce(total, group=self._processes.control)
         return int(total)
 
-    def _start(
-        self, key: str, bucket: StageBucket, load_format: str, update: Update, session: Session | None
-    ) -> Mapping[str, Sequence[dist.Work]]:
-        """Tell the engines to receive the bucket; the leader's broadcasts by engine."""
-        if session:
+    def _call(self, bucket: StageBucket, load_format: str, update: Update, session: Session) -> None:
+        """Tell the engines to receive the bucket."""
 
-            async def receive(client: EngineClient) -> None:
-                await client.update_weights_from_distributed(
-                    names=bucket.names,
-                    dtypes=bucket.dtypes,
-                    shapes=bucket.shapes,
-                    group_name=self._group_name(client.url, bucket.stage),
-                    version=str(update.version) if bucket.is_last else None,
-                    flush_cache=update.flush_cache and bucket.is_last,
-                    load_format=load_format,
-                )
+        async def receive(client: EngineClient) -> None:
+            await client.update_weights_from_distributed(
+                names=bucket.names,
+                dtypes=bucket.dtypes,
+                shapes=bucket.shapes,
+                group_name=self._group_name(client.url, bucket.stage),
+                version=str(update.version) if bucket.is_last else None,
+                flush_cache=update.flush_cache and bucket.is_last,
+                load_format=load_format,
+            )
 
-            session.start(receive)
-            self._signals.announce(key, [target.url for target in session.targets])
-        works = {}
-        if bucket.pieces is not None:
-            for url in self._signals.await_announcement(key):
-                if url in self._groups:
-                    works[url] = [self._groups[url].broadcast(piece, 0) for piece in bucket.pieces]
-        return works
+        session.start(receive)
 
-    def _finish(self, works: Mapping[str, Sequence[dist.Work]]) -> bool:
-        """Wait until each engine has the bucket or has failed. Whether this process knows that all have it.
+    def _broadcast(self, key: str, bucket: StageBucket) -> tuple[Mapping[str, Sequence[dist.Work]], int]:
+        """The leader's broadcasts by engine, to those that are announced to receive the bucket; and its bytes."""
+        if bucket.pieces is None:
+            return {}, 0
+        works: dict[str, list[dist.Work]] = {
+            url: [] for url in self._signals.await_announcement(key) if url in self._groups
+        }
+        num_bytes = 0
+        for piece in bucket.pieces:
+            for url, each in works.items():
+                each.append(self._groups[url].broadcast(piece, 0))
+            num_bytes += piece.nbytes
+        return works, num_bytes
 
-        An engine that has it has come to the call for it, so that the next call cannot overtake that one. Of NCCL's
+    def _are_received(self, works: Mapping[str, Sequence[dist.Work]]) -> bool:
+        """Wait until each engine has half of the bucket or has failed. Whether this process knows that all have it.
+
+        Such an engine has come to the call for the bucket, so that the next call cannot overtake that one. Of NCCL's
         broadcasts this is not known: small ones are complete before the engine takes part.
         """
+        if not works or self._processes.device.type != "cpu":
+            return False
+        half = {url: each[: (len(each) + 1) // 2] for url, each in works.items()}
+        self._wait({url: partial(_are_completed, each) for url, each in half.items()})
+        return all(map(_have_succeeded, half.values()))
+
+    def _finish(self, works: Mapping[str, Sequence[dist.Work]]) -> None:
+        """Wait until each engine has the bucket or has failed."""
         self._wait({url: partial(_are_completed, each) for url, each in works.items()})
-        have_failed = False
         for url, each in works.items():
-            try:
-                if _are_completed(each):
-                    for work in each:
-                        work.wait()
-                    continue
-            except RuntimeError:
-                pass  # Rank 0 hears from the engine, or its silence, what it was.
-            have_failed = True
-            self._abandon(url, each)
-        return bool(works) and not have_failed and self._processes.device.type == "cpu"
+            if not _have_succeeded(each):
+                self._abandon(url, each)
 
     def _wait(self, pending: Mapping[str, Callable[[], bool]]) -> None:
         """Until every engine's part is done, or its call failed, or time is up."""
@@ -269,4 +281,15 @@ class BroadcastTransport:
 
 
 def _are_completed(works: Sequence[dist.Work]) -> bool:
-    return all(work.is_completed() for work in works)
+    return all(work.is_completed() for work in reversed(works))  # The last to begin is most often the last to end.
+
+
+def _have_succeeded(works: Sequence[dist.Work]) -> bool:
+    if not _are_completed(works):
+        return False
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError:
+        return False  # Rank 0 hears from the engine, or its silence, what it was.
+    return True

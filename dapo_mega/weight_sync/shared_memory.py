@@ -34,7 +34,7 @@ class SharedMemoryTransport:
         """Collective. `fp8`: engines take projections in FP8. Raises InputError for a trainer on several machines."""
         self._processes = processes
         self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
-        self._bucket_bytes = int(config.bucket_mib * 2**20)
+        self._bucket_bytes = config.bucket_bytes
         self._stage_size = processes.world_size // processes.pipeline_size
         hosts: list[Any] = [None] * processes.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)

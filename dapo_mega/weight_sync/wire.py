@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PROTOCOL = 1
+PROTOCOL = 2
 """To be counted up whenever one end would no longer understand the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """Where a server with the plugin says so, in its internal state."""
@@ -27,16 +27,24 @@ _ALIGNMENT = 8
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def pieces_format(piece_lengths: Sequence[int]) -> str:
-    """The load format of a bucket whose pieces hold so many tensors each."""
-    return _PIECES_FORMAT + ",".join(map(str, piece_lengths))
+@dataclass(frozen=True)
+class PiecesFormat:
+    """Of a bucket whose pieces hold `lengths` tensors. An engine receives so many ahead of the one it loads as
+    `window_bytes` hold, one at least, not counting those that it receives where it keeps them."""
 
+    lengths: tuple[int, ...]
+    window_bytes: int
 
-def parse_pieces_format(load_format: str) -> list[int] | None:
-    """The piece lengths; None when it is another format."""
-    if not load_format.startswith(_PIECES_FORMAT):
-        return None
-    return [int(length) for length in load_format.removeprefix(_PIECES_FORMAT).split(",")]
+    def __str__(self) -> str:
+        return f"{_PIECES_FORMAT}{self.window_bytes}:{','.join(map(str, self.lengths))}"
+
+    @classmethod
+    def parse(cls, load_format: str) -> PiecesFormat | None:
+        """Of `str(PiecesFormat)`; None when it is another format."""
+        if not load_format.startswith(_PIECES_FORMAT):
+            return None
+        window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
+        return cls(tuple(map(int, lengths.split(","))), int(window_bytes))
 
 
 @dataclass(frozen=True)

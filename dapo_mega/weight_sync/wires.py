@@ -11,14 +11,17 @@ from dapo_mega.rollout.engine import StageBucket
 from dapo_mega.weight_sync.changes import ChangeFinder
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Update
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, pieces_format
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat
+
+# How much an engine that knows where it keeps weights receives in one call, of what takes no memory of the trainer's.
+_MOST_BUCKETS = 8
 
 
 class Wire(Protocol):
     """A form of buckets."""
 
-    takes_pieces: bool
-    """Whether a bucket may be several pieces before it is prepared."""
+    most_bytes: int | None
+    """See `WeightSource.stage_weights`."""
 
     def prepare(self, bucket: StageBucket) -> StageBucket:
         """The bucket as it is sent."""
@@ -34,8 +37,9 @@ class Wires:
         """`dtype`: what engines compute in, fp32, bf16 or fp8."""
         is_fp8 = dtype == "fp8"
         self._flat = _Flat(is_fp8)
-        self._pieces = _Pieces(is_fp8)
-        self._changes = _Changes()
+        self._first_pieces = _Pieces(is_fp8, config.bucket_bytes, 1)
+        self._pieces = _Pieces(is_fp8, config.bucket_bytes, 1 if is_fp8 else _MOST_BUCKETS)
+        self._changes = _Changes(config.bucket_bytes)
         self._full_every = config.full_every
         self._since_full = 0
 
@@ -45,7 +49,7 @@ class Wires:
             self._since_full = self._full_every
             return self._flat
         if self._full_every == 1:
-            return self._pieces
+            return self._first_pieces if update.stale else self._pieces
         self._since_full += 1
         if update.stale or self._since_full >= self._full_every:
             self._changes.start_over()
@@ -56,7 +60,7 @@ class Wires:
 class _Flat:
     """SGLang's own: one piece."""
 
-    takes_pieces = False
+    most_bytes: int | None = None
 
     def __init__(self, is_fp8: bool) -> None:
         self._is_fp8 = is_fp8
@@ -69,16 +73,18 @@ class _Flat:
 
 
 class _Pieces(_Flat):
-    takes_pieces = True
+    def __init__(self, is_fp8: bool, bucket_bytes: int, most_buckets: int) -> None:
+        super().__init__(is_fp8)
+        self._bucket_bytes = bucket_bytes
+        self.most_bytes = most_buckets * bucket_bytes
 
     def load_format(self, bucket: StageBucket) -> str:
-        return pieces_format(bucket.piece_lengths)
+        return str(PiecesFormat(bucket.piece_lengths, self._bucket_bytes))
 
 
 class _Changes:
-    takes_pieces = True
-
-    def __init__(self) -> None:
+    def __init__(self, bucket_bytes: int) -> None:
+        self.most_bytes: int | None = bucket_bytes
         self._finder = ChangeFinder(torch.bfloat16)
 
     def start_over(self) -> None:

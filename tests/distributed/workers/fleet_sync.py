@@ -60,7 +60,7 @@ class Policy:
         self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
         self._rank = rank
 
-    def stage_weights(self, bucket_bytes, in_place=False):
+    def stage_weights(self, bucket_bytes, most_bytes=None):
         import torch
 
         from dapo_mega.rollout.engine import StageBucket

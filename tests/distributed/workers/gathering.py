@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -132,19 +133,27 @@ def check_pieces(gatherer, bucket_bytes, expected, processes):
     from dapo_mega.weight_sync.buckets import named_tensors
 
     own = {p.untyped_storage().data_ptr() for p in gatherer._parameters.values()}
-    is_exact, num_own, layouts = True, 0, []
-    for bucket in gatherer.stage_buckets(bucket_bytes, in_place=True):
+    is_exact, num_own, layouts, largest = True, 0, [], (0, 0)
+    most_bytes = 4 * bucket_bytes
+    for bucket in gatherer.stage_buckets(bucket_bytes, most_bytes):
         layouts.append(bucket.piece_lengths)
         if bucket.pieces is not None:
-            num_own += sum(piece.untyped_storage().data_ptr() in own for piece in bucket.pieces)
-            is_exact &= all(torch.equal(expected[name], tensor) for name, tensor in named_tensors(bucket))
-            is_exact &= len(bucket.pieces) == len(bucket.piece_lengths)
+            pieces = list(bucket.pieces)
+            are_own = [piece.untyped_storage().data_ptr() in own for piece in pieces]
+            num_own += sum(are_own)
+            sizes = (sum(map(len, pieces)), sum(len(piece) for piece, o in zip(pieces, are_own, strict=True) if not o))
+            largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
+            named = named_tensors(replace(bucket, pieces=pieces))
+            is_exact &= all(torch.equal(expected[name], tensor) for name, tensor in named)
+            is_exact &= len(pieces) == len(bucket.piece_lengths)
     everyones: list = [None] * processes.world_size
-    dist.all_gather_object(everyones, (is_exact, num_own, layouts), group=processes.control)
+    dist.all_gather_object(everyones, (is_exact, num_own, layouts, largest), group=processes.control)
     return {
         "exact": all(each[0] for each in everyones),
         "own_pieces": sum(each[1] for each in everyones),
         "same_everywhere": all(each[2] == layouts for each in everyones),
+        "largest": max(each[3][0] for each in everyones),
+        "most_copied": max(each[3][1] for each in everyones),
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dapo_mega.rollout.engine import StageBucket
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.sglang_plugin.receiving import ChangedWeights
 from dapo_mega.weight_sync.changes import ChangeFinder
 from dapo_mega.weight_sync.wire import checksum, find_changes, pack_changes, tensor_specs, unpack_changes
 
@@ -195,23 +195,3 @@ def test_what_is_packed_comes_out_at_every_size(dtype):
         assert torch.equal(got.values, values)
         assert got.places is None if places is None else torch.equal(got.places, places)
         assert got.checksum == int(checksum(tensor))
-
-
-def test_arriving_pieces_are_waited_for_one_by_one_and_can_be_read_again():
-    _, new = old_and_new()
-    bucket = bucket_of(new)
-    waits = []
-
-    class Slow(Received):
-        def broadcast(self, tensor, root):
-            super().broadcast(tensor, root)
-            number = len(SHAPES) - len(self._pieces)
-            return type("Work", (), {"wait": lambda _: waits.append(number)})()
-
-    specs = tensor_specs(bucket.names, bucket.dtypes, bucket.shapes)
-    weights = ArrivingWeights(Slow(bucket.pieces), "cpu", specs, bucket.piece_lengths)
-    assert waits == []
-    for number, (name, tensor) in enumerate(weights, start=1):
-        assert waits[-1] == number
-        assert torch.equal(tensor, new[name])
-    assert [name for name, _ in weights] == list(NAMES)

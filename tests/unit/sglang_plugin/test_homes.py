@@ -5,7 +5,7 @@ import torch
 
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.wire import tensor_specs
+from dapo_mega.weight_sync.wire import PiecesFormat, tensor_specs
 
 SHAPE = (6, 6)
 
@@ -65,7 +65,7 @@ def update(model, homes, version, piece_lengths=(1, 1, 1, 1)):
     group = Group(version)
     names = list(values_of(version))
     specs = tensor_specs(names, ["float32"] * len(names), [SHAPE] * len(names))
-    weights = ArrivingWeights(group, "cpu", specs, piece_lengths, homes)
+    weights = ArrivingWeights(group, "cpu", specs, PiecesFormat(piece_lengths, 0), homes)
     model.load(weights)
     firsts = [sum(piece_lengths[:number]) for number in range(len(piece_lengths))]
     return dict(zip((names[first] for first in firsts), group.places, strict=True))
@@ -153,5 +153,5 @@ def test_closed_homes_give_the_loader_plain_tensors():
     homes = Homes()
     homes.close()
     specs = tensor_specs(["gate"], ["float32"], [SHAPE])
-    ((_, tensor),) = ArrivingWeights(Group(0), "cpu", specs, [1], homes)
+    ((_, tensor),) = ArrivingWeights(Group(0), "cpu", specs, PiecesFormat((1,), 0), homes)
     assert type(tensor) is torch.Tensor

@@ -15,7 +15,7 @@ from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, Eng
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import connect_store, join_group
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, parse_pieces_format, tensor_specs
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat, tensor_specs
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing
@@ -127,8 +127,8 @@ class ScriptedEngine:
             assert not changes.faults(changes.written())
             return
         is_flat = load_format == "flattened_bucket"
-        piece_lengths = [len(specs)] if is_flat else parse_pieces_format(load_format)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, piece_lengths):
+        pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
+        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces):
             self.weights[name] = tensor.clone()
 
 

@@ -36,7 +36,8 @@ class Policy:
         self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
         return self
 
-    def stage_weights(self, bucket_bytes, in_place=False):
+    def stage_weights(self, bucket_bytes, most_bytes=None):
+        self.most_bytes = most_bytes
         names = list(self.tensors)
         for start in (0, 2, 4):
             bucket = {name: self.tensors[name] for name in names[start : start + 2]}
@@ -46,8 +47,8 @@ class Policy:
                 names=tuple(bucket),
                 dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()),
                 shapes=tuple(tuple(tensor.shape) for tensor in bucket.values()),
-                piece_lengths=(1,) * len(bucket) if in_place else (len(bucket),),
-                pieces=tuple(pieces) if in_place else (torch.cat(pieces),),
+                piece_lengths=(1,) * len(bucket) if most_bytes else (len(bucket),),
+                pieces=iter(pieces) if most_bytes else (torch.cat(pieces),),
                 is_last=start == 4,
             )
 
@@ -133,9 +134,15 @@ def test_engines_with_the_plugin_get_pieces_and_all_get_one_when_one_engine_has_
     fleet.without_plugin = set()
     sync.push(policy, 1)
     assert holders(fleet, policy) == URLS
-    assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {("dapo_mega_pieces:1,1",) * 3}
+    assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {
+        ("dapo_mega_pieces:536870912:1,1",) * 3
+    }
+    # What needs no memory at the trainer needs none at an engine from the second update on.
+    assert policy.most_bytes == 2**29
+    sync.push(policy.advance(), 2)
+    assert policy.most_bytes == 2**32
     fleet.without_plugin = {URLS[1]}
-    metrics = sync.push(policy.advance(), 2)
+    metrics = sync.push(policy.advance(), 3)
     assert holders(fleet, policy) == URLS
     assert metrics["weight_sync/bytes"] == NUM_BYTES
     assert {engine.load_formats[-1] for engine in fleet.engines.values()} == {"flattened_bucket"}
@@ -162,7 +169,7 @@ class SlowlyChanging:
         self.tensors["w"][self.version] = self.version
         return self
 
-    def stage_weights(self, bucket_bytes, in_place=False):
+    def stage_weights(self, bucket_bytes, most_bytes=None):
         pieces = (self.tensors["w"].flatten().view(torch.uint8),)
         yield StageBucket(0, ("w",), ("bfloat16",), ((100, 30),), (1,), pieces, True)
 

@@ -1,0 +1,158 @@
+"""Pieces of a bucket are received as there is memory for them, and handed on as they come."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dapo_mega import sglang_plugin
+from dapo_mega.sglang_plugin.homes import Homes
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights
+from dapo_mega.weight_sync.wire import PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
+
+NAMES = ("a", "b", "c", "d")
+SHAPE = (4, 4)
+NUM_BYTES = 4 * 4 * 4
+
+
+class Group:
+    """Keeps a record of what was begun and waited for; its third broadcast never comes if it `breaks`."""
+
+    def __init__(self, breaks=False):
+        self.begun = 0
+        self.waited = []
+        self._breaks = breaks
+
+    def broadcast(self, tensor, root):
+        tensor.view(torch.float32).fill_(self.begun)
+        self.begun += 1
+        return Work(self, self.begun)
+
+
+class Work:
+    def __init__(self, group, number):
+        self._group, self._number = group, number
+
+    def wait(self):
+        self._group.waited.append(self._number)
+        if self._group._breaks and self._number == 3:
+            raise RuntimeError("connection closed by peer")
+
+
+def arriving(group, window_bytes, homes=None):
+    specs = tensor_specs(NAMES, ["float32"] * len(NAMES), [SHAPE] * len(NAMES))
+    return ArrivingWeights(group, "cpu", specs, PiecesFormat((1,) * len(NAMES), window_bytes), homes)
+
+
+@pytest.mark.parametrize(("window_bytes", "ahead"), [(0, 1), (NUM_BYTES, 1), (3 * NUM_BYTES - 1, 2), (10**6, 4)])
+def test_no_more_pieces_are_on_their_way_than_the_window_holds_and_each_is_waited_for_alone(window_bytes, ahead):
+    group = Group()
+    weights = arriving(group, window_bytes)
+    assert (group.begun, group.waited) == (ahead, [])
+    for number, (name, tensor) in enumerate(weights, start=1):
+        assert name == NAMES[number - 1]
+        assert torch.equal(tensor, torch.full(SHAPE, number - 1.0))
+        assert group.waited == list(range(1, number + 1))
+        assert group.begun == min(ahead + number - 1, len(NAMES))
+    assert group.begun == len(NAMES)
+
+
+def test_pieces_that_are_received_at_home_need_no_room():
+    homes = Homes()
+    for name in ("b", "c"):
+        homes.settle(name, torch.zeros(SHAPE))
+    group = Group()
+    weights = arriving(group, NUM_BYTES, homes)
+    assert group.begun == 3  # a, which takes the window, and the two.
+    assert [name for name, _ in weights] == list(NAMES)
+
+
+def test_a_piece_that_does_not_come_is_told_from_a_loader_that_stops():
+    weights = arriving(Group(breaks=True), 10**6)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        list(weights)
+    assert weights.is_broken
+    whole = arriving(Group(), 10**6)
+    next(iter(whole))
+    assert not whole.is_broken
+
+
+def test_what_a_loader_leaves_behind_is_received_all_the_same():
+    group = Group()
+    weights = arriving(group, NUM_BYTES)
+    next(iter(weights))  # It stops in the middle of the first piece.
+    assert group.begun == 1
+    weights.drain()
+    assert group.waited == [1, 2, 3, 4]
+    broken = Group(breaks=True)
+    arriving(broken, NUM_BYTES).drain()
+    assert broken.waited == [1, 2, 3]
+
+
+def test_what_is_no_longer_there_cannot_be_loaded_again():
+    weights = arriving(Group(), 10**6)
+    assert len(list(weights)) == len(NAMES)
+    with pytest.raises(RuntimeError, match="no longer there"):
+        list(weights)
+
+
+class Model:
+    pass
+
+
+class Updater:
+    """As much of SGLang's as the hooks use."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self._model = Model()
+        self._model_update_group = {"g": Group()}
+
+    def get_model(self):
+        return self._model
+
+    def request(self):
+        pieces = PiecesFormat((1,) * len(NAMES), NUM_BYTES)
+        dtypes = ["float32"] * len(NAMES)
+        return {
+            "names": NAMES,
+            "dtypes": dtypes,
+            "shapes": [SHAPE] * len(NAMES),
+            "group_name": "g",
+            "load_format": str(pieces),
+        }
+
+
+def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_tensors():
+    updater = Updater()
+    group = updater._model_update_group["g"]
+    kinds = []
+
+    def load(updater, weights):
+        for _, tensor in weights:
+            kinds.append(type(tensor))
+            if tensor.__class__ is not torch.Tensor:
+                return False, "no tensor of mine"
+        return True, ""
+
+    weights = sglang_plugin._receive(None, updater, **updater.request())
+    assert sglang_plugin._load(load, updater, weights) == (False, "no tensor of mine")
+    assert group.waited == [1, 2, 3, 4]
+    weights = sglang_plugin._receive(None, updater, **updater.request())
+    assert sglang_plugin._load(load, updater, weights) == (True, "")
+    assert kinds[1:] == [torch.Tensor] * 4
+
+
+@pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])
+def test_an_engine_with_a_draft_model_that_would_load_the_same_again_is_without_the_plugin(algorithm, announced):
+    state = SimpleNamespace(internal_state={})
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    sglang_plugin._announce(state, scheduler, "request")
+    assert state.internal_state == announced
+
+
+def test_the_format_says_the_same_at_both_ends():
+    sent = PiecesFormat((3, 1, 7), 2**40)
+    assert PiecesFormat.parse(str(sent)) == sent
+    assert PiecesFormat.parse("flattened_bucket") is None
