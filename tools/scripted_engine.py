@@ -43,6 +43,7 @@ Fault = Literal[
     "abort",
     "lost",
     "twice",
+    "stranger",
 ]
 
 _DRIP_S = 0.05
@@ -263,6 +264,10 @@ class ScriptedEngine:
         elif fault == "malformed_json":
             await _send_event(response, json.dumps(answer)[:40])
         elif fault != "lost":
+            if fault == "stranger":
+                await _send_event(
+                    response, json.dumps({**answer, "meta_info": {**answer["meta_info"], "id": "other."}})
+                )
             for _ in range(2 if fault == "twice" else 1):
                 await _send_event(response, json.dumps(answer))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from dapo_mega.rollout.dispatcher import Dispatcher
 from dapo_mega.rollout.engine_client import EngineClient
@@ -59,6 +60,20 @@ def assert_exact(answer: Answer, request: GenerationRequest) -> None:
     assert answer.logprobs.dtype == np.float32
     assert answer.token_ids.tolist() == expected_tokens(request)
     assert answer.logprobs.tolist() == [logprob_of(token) for token in expected_tokens(request)]
+
+
+async def serve(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], state: Mapping[web.AppKey[Any], Any] | None = None
+) -> tuple[web.AppRunner, str]:
+    """A server with one handler for everything, which finds `state` in its app; returns its runner and URL."""
+    app = web.Application()
+    for key, value in (state or {}).items():
+        app[key] = value
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 @asynccontextmanager

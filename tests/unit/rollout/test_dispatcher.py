@@ -74,7 +74,7 @@ def test_a_fault_is_retried_on_another_engine_and_never_becomes_an_answer(fault)
     within_deadline(body)
 
 
-CAUSE_IN_A_BATCH = {**CAUSE_OF_FAULT, "lost": "malformed", "twice": None}
+CAUSE_IN_A_BATCH = {**CAUSE_OF_FAULT, "lost": "malformed", "twice": None, "stranger": None}
 
 
 @pytest.mark.parametrize("fault", CAUSE_IN_A_BATCH)
@@ -97,7 +97,7 @@ def test_a_fault_within_a_shared_call_is_made_good_and_never_becomes_an_answer(f
         assert metrics["rollout/requests_answered"] == 12
         # Shorter ones had been answered before; an error of the whole call fails what is left of it.
         ends_the_call = fault in ("malformed_json", "not_an_object", "error_500", "reset")
-        expected = 0 if fault == "twice" else 6 if ends_the_call else 1
+        expected = 0 if fault in ("twice", "stranger") else 6 if ends_the_call else 1
         assert metrics["rollout/failed_calls"] == expected
         if cause := CAUSE_IN_A_BATCH[fault]:
             assert metrics[f"rollout/failed_calls_{cause}"] == expected
@@ -343,14 +343,16 @@ def test_a_call_that_takes_too_long_is_aborted_and_made_elsewhere():
     within_deadline(body)
 
 
-def test_the_work_of_an_engine_that_leaves_moves_at_once_and_costs_no_attempt():
+@pytest.mark.parametrize("supports_batches", [False, True])
+def test_the_work_of_an_engine_that_leaves_moves_at_once_and_costs_no_attempt(supports_batches):
     async def body():
         stuck, good = engines(2)
         stuck.fault = lambda payload: "hang"
-        async with fleet_of(stuck, good, max_attempts=1, backoff_s=60.0) as fleet:
+        options = {"max_attempts": 1, "backoff_s": 60.0, "supports_batches": supports_batches}
+        async with fleet_of(stuck, good, **options) as fleet:
             requests = [make_request([5, i]) for i in range(20)]
             fleet.dispatcher.submit(requests)
-            await until(lambda: stuck.calls["/generate"] == 10)
+            await until(lambda: len(stuck.payloads) == 10)
             fleet.dispatcher.remove_engine(stuck.url, "hung")
             for request, answer in zip(requests, await fleet.answers(requests), strict=True):
                 assert_exact(answer, request)
@@ -383,16 +385,17 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
     within_deadline(body)
 
 
-def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
+@pytest.mark.parametrize("supports_batches", [False, True])
+def test_held_requests_do_not_start_and_drain_waits_for_those_that_have(supports_batches):
     async def body():
         (engine,) = engines(1, tokens_per_s=100)
-        async with fleet_of(engine, requests_per_engine=3) as fleet:
+        async with fleet_of(engine, requests_per_engine=3, supports_batches=supports_batches) as fleet:
             requests = [make_request([5, i], max_new_tokens=10 + 15 * i) for i in range(5)]
             fleet.dispatcher.submit(requests)
             await until(lambda: engine.in_flight == 3)
             fleet.dispatcher.hold()
             await fleet.dispatcher.drain()
-            assert fleet.queue.qsize() == engine.calls["/generate"] == 3
+            assert fleet.queue.qsize() == len(engine.payloads) == 3
             assert engine.in_flight == 0
             fleet.dispatcher.resume()
             await fleet.answers(requests)
@@ -400,11 +403,12 @@ def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
     within_deadline(body)
 
 
-def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was():
+@pytest.mark.parametrize("supports_batches", [False, True])
+def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was(supports_batches):
     async def body():
         two = engines(2, tokens_per_s=300)
         stop = 77
-        async with fleet_of(*two, version=4, max_attempts=1) as fleet:
+        async with fleet_of(*two, version=4, max_attempts=1, supports_batches=supports_batches) as fleet:
             requests = [make_request([5, i], max_new_tokens=200, stop_token_ids=(stop,)) for i in range(12)]
             fleet.dispatcher.submit(requests)
             await until(lambda: sum(engine.in_flight for engine in two) == 12)
@@ -528,20 +532,23 @@ def test_thousands_of_requests_are_in_flight_at_once():
     within_deadline(body)
 
 
+@pytest.mark.parametrize("supports_batches", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_account_balances_in_a_storm_of_faults(seed):
+def test_the_account_balances_in_a_storm_of_faults(seed, supports_batches):
     """Faults, engines that come and go, cancellations and weight updates all at once: every request that is not
     cancelled is answered once, and every response is exact."""
     draw = random.Random(seed)
-    faults = [fault for fault in CAUSE_OF_FAULT if fault not in ("hang", "drip")]
+    causes = CAUSE_IN_A_BATCH if supports_batches else CAUSE_OF_FAULT
+    faults = [fault for fault in causes if fault not in ("hang", "drip")]
 
     async def body():
         four = engines(4, tokens_per_s=1000)
         for engine in four:
             engine.fault = lambda payload: draw.choice(faults) if draw.random() < 0.15 else None
-        async with fleet_of(*four, requests_per_engine=16, max_attempts=4) as fleet:
+        options = {"requests_per_engine": 16, "max_attempts": 4, "supports_batches": supports_batches}
+        async with fleet_of(*four, **options) as fleet:
             requests = [make_request([5, draw.randrange(30)], max_new_tokens=draw.randint(1, 40)) for _ in range(400)]
-            disturbing = asyncio.create_task(disturb(fleet, four, draw))
+            disturbing = asyncio.create_task(disturb(fleet, four, draw, supports_batches))
             for i in range(0, 400, 50):
                 fleet.dispatcher.submit(requests[i : i + 50])
                 await asyncio.sleep(0.03)
@@ -557,7 +564,7 @@ def test_the_account_balances_in_a_storm_of_faults(seed):
     within_deadline(body)
 
 
-async def disturb(fleet, engines, draw):
+async def disturb(fleet, engines, draw, supports_batches):
     """Remove, return and update engines until it is cancelled."""
     clients = dict(zip(engines, fleet.clients, strict=True))
     present, version = set(engines), 0
@@ -570,7 +577,7 @@ async def disturb(fleet, engines, draw):
         elif engine not in present:
             present.add(engine)
             engine.version = str(version)
-            fleet.dispatcher.add_engine(clients[engine], version)
+            fleet.dispatcher.add_engine(clients[engine], version, supports_batches)
         else:
             version += 1
             fleet.dispatcher.hold()

@@ -16,7 +16,14 @@ from dapo_mega.rollout.engine_client import (
     EngineUnreachable,
 )
 from dapo_mega.rollout.sglang_api import generate_payload
-from tests.unit.rollout.scripted_server import VOCAB_SIZE, make_request, serving, until, within_deadline
+from tests.unit.rollout.scripted_server import (
+    VOCAB_SIZE,
+    make_request,
+    serve,
+    serving,
+    until,
+    within_deadline,
+)
 from tools.scripted_engine import ScriptedEngine
 
 COMMANDS = [
@@ -76,16 +83,6 @@ COMMANDS = [
         {"serialized_named_tensors": ["AA=="], "weight_version": "7", "flush_cache": True, "load_format": None},
     ),
 ]
-
-
-async def serve(handler):
-    """A server with one handler for everything; returns its runner and URL."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 def answered_by(handler, call):
@@ -232,3 +229,38 @@ def test_a_server_that_is_not_sglang_is_told_so():
     error = answered_by(handler, lambda c: c.info())
     assert isinstance(error, EngineGarbled)
     assert "/server_info" in error.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "supports"),
+    [
+        ("0.5.22", False),
+        ("0.4.99", False),
+        ("0.5.23", True),
+        ("0.5.23.post1", True),
+        ("0.5.100", True),
+        ("0.6.0", True),
+        ("1.0.0", True),
+        ("unknown", False),
+        (None, False),
+    ],
+)
+def test_a_server_gets_batches_from_the_version_on_that_understands_them(version, supports):
+    assert info_with(version=version).supports_batches == supports
+
+
+def test_a_server_whose_outputs_are_pieces_gets_no_batches():
+    assert not info_with(version="0.5.23", incremental_streaming_output=True).supports_batches
+    assert info_with(version="0.5.23", incremental_streaming_output=False).supports_batches
+
+
+def info_with(**settings):
+    async def body():
+        engine = ScriptedEngine(VOCAB_SIZE)
+        engine.settings = settings
+        async with serving(engine) as (client,):
+            found.append(await client.info())
+
+    found = []
+    within_deadline(body)
+    return found[0]

@@ -126,6 +126,17 @@ def wait_until(condition, timeout_s=20):
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize(("version", "num_calls"), [("0.5.23", 1), ("0.5.22", 6)])
+def test_requests_share_calls_of_engines_whose_version_understands_that(servers, drive, version, num_calls):
+    group = servers(1)
+    group.engines[0].settings = {"version": version}
+    driver = drive(group.urls)
+    give_weights(driver)
+    driver.submit(requests(6))
+    assert len(answers(driver, 6)) == 6
+    assert group.engines[0].calls["/generate"] == num_calls
+
+
 def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive):
     group = servers(2)
     driver = drive(group.urls, min_engines=2)
