@@ -117,10 +117,10 @@ def _measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Measure
 def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) -> Measurement:
     from megatron.core import parallel_state
 
+    from dapo_mega.policy.gathering import WeightGatherer
     from dapo_mega.policy.megatron_policy import ScoringModel
     from dapo_mega.policy.model import unwrapped
     from dapo_mega.policy.processes import start_processes
-    from dapo_mega.policy.weights import WeightGatherer
 
     processes = start_processes(parallel, 0)
     model = ScoringModel(ModelConfig(path=str(path), dtype="bf16"), parallel, processes, 1.0)

@@ -133,10 +133,10 @@ def _serving(options: argparse.Namespace) -> Iterator[str]:
 
 def run(options: argparse.Namespace, url: str) -> list[str]:
     """The report's lines."""
+    from dapo_mega.policy.gathering import WeightGatherer
     from dapo_mega.policy.megatron_policy import ScoringModel
     from dapo_mega.policy.model import unwrapped
     from dapo_mega.policy.processes import start_processes, stop_processes
-    from dapo_mega.policy.weights import WeightGatherer
 
     cpu_accelerator.install()
     torch.set_num_threads(1)

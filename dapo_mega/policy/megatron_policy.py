@@ -24,13 +24,14 @@ from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, Parall
 from dapo_mega.handover import leaving_together
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
 from dapo_mega.packing import MicroBatch, SampleColumns, context_slice, plan_micro_batches
+from dapo_mega.policy.gathering import WeightGatherer
 from dapo_mega.policy.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
 from dapo_mega.policy.model import build_chunks, transformer_config, unwrapped, with_gradients
 from dapo_mega.policy.objectives import Objective, TokenBatch
 from dapo_mega.policy.output_layer import ChosenTokens
 from dapo_mega.policy.packed_attention import packed_segments
 from dapo_mega.policy.processes import Processes
-from dapo_mega.policy.weights import ChunkLayout, WeightGatherer, load_hf_weights
+from dapo_mega.policy.weights import ChunkLayout, load_hf_weights
 from dapo_mega.rollout.engine import StageBucket
 
 

@@ -232,7 +232,7 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
 
 
 def test_large_weights_are_received_where_they_belong(tmp_path, two_engines, monkeypatch):
-    monkeypatch.setattr("dapo_mega.policy.weights._OWN_PIECE_BYTES", 1024)
+    monkeypatch.setattr("dapo_mega.policy.gathering._OWN_PIECE_BYTES", 1024)
     with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=4)) as pipeline:
         run(pipeline)
 

@@ -34,7 +34,7 @@ def run_case(case):
     from safetensors.torch import load_file
 
     from dapo_mega.config import ModelConfig, ParallelConfig
-    from dapo_mega.policy import weights
+    from dapo_mega.policy import gathering
     from dapo_mega.policy.megatron_policy import ScoringModel
     from dapo_mega.policy.model import unwrapped
     from dapo_mega.policy.processes import start_processes
@@ -52,7 +52,7 @@ def run_case(case):
             for name, parameter in chunk.named_parameters():
                 if "norm" in name:
                     parameter.data = parameter.data.float()
-    gatherer = weights.WeightGatherer(chunks, model.layout, processes)
+    gatherer = gathering.WeightGatherer(chunks, model.layout, processes)
     buckets = list(gatherer.buckets(case["bucket_bytes"]))
     got = dict(pair for bucket in buckets for pair in bucket)
     if processes.is_leader:
@@ -71,7 +71,7 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
-    weights._OWN_PIECE_BYTES = 1024
+    gathering._OWN_PIECE_BYTES = 1024
     pieces = check_pieces(gatherer, case["bucket_bytes"], expected, processes)
     parallel_state.destroy_model_parallel()
     return {
