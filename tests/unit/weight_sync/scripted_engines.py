@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class ScriptedEngine:
         self.groups = {}
         self.is_open = False
         self.num_buckets = 0
+        self.load_s = 0.0  # Per tensor.
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(1)
 
@@ -130,6 +132,7 @@ class ScriptedEngine:
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
         for name, tensor in ArrivingWeights(group, "cpu", specs, pieces):
             self.weights[name] = tensor.clone()
+            time.sleep(self.load_s)
 
 
 class ScriptedFleet:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import StageBucket
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
@@ -119,6 +120,36 @@ def test_the_call_for_a_bucket_waits_in_an_engine_that_loads_the_one_before(sync
     engine.update_weights_from_distributed = load_until_the_next_call_is_there
     assert sync.push(Policy().advance(), 1)["weight_sync/engines"] == 3
     assert [version for version, _ in engine.versions] == [None, None, "1"]
+
+
+def test_nothing_of_a_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, monkeypatch):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)  # Engines receive one piece at a time.
+    transport = BroadcastTransport(processes, config)
+    broadcast = transport._broadcast
+    sent = []
+
+    def watched(key, bucket):
+        assert all(work.is_completed() for work in sent)
+        works, num_bytes = broadcast(key, bucket)
+        sent.extend(work for each in works.values() for work in each)
+        return works, num_bytes
+
+    monkeypatch.setattr(transport, "_broadcast", watched)
+    sync = FleetWeightSync(processes, fleet, config, transport)
+    fleet.without_plugin = set()
+    fleet.engines[URLS[1]].load_s = 0.2
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    assert holders(fleet, policy) == URLS
+    assert len(sent) == 3 * 6  # The call for the next bucket is there when half of this one is.
+    sync.close()
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_pieces_have_come_only_when_all_have(missing):
+    works = [SimpleNamespace(is_completed=lambda n=n: n != missing, wait=lambda: None) for n in range(3)]
+    assert not _have_succeeded(works)
+    assert _have_succeeded(works[:missing] + works[missing + 1 :])
 
 
 def test_groups_last_from_update_to_update(sync, fleet):
