@@ -1,7 +1,10 @@
 """What SGLang is told: a share of the GPUs each, the run's precision, and nothing that loses the protection."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +19,7 @@ from dapo_mega.rollout.engine_commands import (
     command,
     environment,
     router_command,
+    router_environment,
     share_of_gpus,
 )
 from tests.distributed.launching import free_port
@@ -85,6 +89,25 @@ def test_the_router_listens_on_the_nodes_interface_only_and_reaches_all_engines(
     arguments = json.loads(router_command(NODE, 8000)[-1])
     assert (arguments["host"], arguments["prometheus_host"]) == (NODE.host, NODE.host)
     assert arguments["worker_urls"] == ["http://10.0.0.7:30000", "http://10.0.0.7:30001"]
+
+
+def test_the_router_gets_the_key_where_no_list_of_processes_shows_it(tmp_path):
+    """With a stand-in for the router's package that says what it was given."""
+    package = tmp_path / "sglang_router"
+    package.mkdir()
+    package.joinpath("router_args.py").write_text("RouterArgs = dict")
+    package.joinpath("launch_router.py").write_text(
+        "import json, os\n"
+        "def launch_router(arguments):\n"
+        "    print(json.dumps([arguments['api_key'], arguments['port'], dict(os.environ)]))\n"
+    )
+    arguments = router_command(replace(NODE, python=Path(sys.executable)), 8000)
+    assert "the-key" not in " ".join(arguments)
+    variables = router_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, "the-key")
+    said = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=True, timeout=60).stdout
+    key, port, environment = json.loads(said)
+    assert (key, port) == ("the-key", 8000)
+    assert "the-key" not in environment.values()
 
 
 def test_sglang_does_not_log_its_arguments_among_which_the_key_is():

@@ -98,6 +98,17 @@ def test_an_engine_waits_longer_after_each_failure_and_not_forever(make_engine, 
     assert engine._group is None
 
 
+def test_an_engine_that_failed_is_not_started_before_its_time(make_engine, monkeypatch):
+    monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 60.0)
+    engine = make_engine("well")
+    advance_until(engine, lambda: engine.registration is not None)
+    os.kill(engine._group.pid, signal.SIGKILL)
+    advance_until(engine, lambda: engine._group is None)
+    failed = time.monotonic()
+    advance_until(engine, lambda: engine._group is not None)
+    assert time.monotonic() - failed > 0.9
+
+
 def test_an_engine_that_served_again_waits_no_longer_than_the_first_time(make_engine, monkeypatch, capsys):
     monkeypatch.setattr(serving, "_LONGEST_BACK_OFF_S", 60.0)
     engine = make_engine("well")
@@ -237,6 +248,17 @@ def test_an_engine_that_answers_probes_or_may_hang_is_left_alone(make_engine, mo
     served, deadline = engine.registration, time.monotonic() + 2.0
     advance_until(engine, lambda: time.monotonic() > deadline)
     assert engine.registration is served
+
+
+def test_an_engine_that_ended_is_not_probed_any_more(make_engine, monkeypatch):
+    monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.01)
+    before = set(threading.enumerate())
+    engine = make_engine("well", restart_hung_after_s=60.0)
+    advance_until(engine, lambda: engine.registration is not None)
+    (watch,) = set(threading.enumerate()) - before
+    engine.end(time.monotonic())
+    watch.join(LIMIT_S)
+    assert not watch.is_alive()
 
 
 def test_a_router_that_ends_is_started_again_after_a_while(tmp_path, monkeypatch, capsys):
