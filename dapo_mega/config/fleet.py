@@ -79,7 +79,9 @@ class WeightSyncConfig(Section):
         description="Delta sync: all weights are sent every so many updates and whenever an engine joins, otherwise "
         "only what has changed in bf16 since the last update. Needs dapo_mega in the engines' environments.",
     )
-    timeout_s: float = Field(default=600.0, gt=0, description="Limit of each step of an update.")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Limit of each step of an update; one step may bring eight buckets."
+    )
     folder: str | None = Field(
         default=None, description="Where transport=disk writes; null is output_dir/weight_sync. Engines must see it."
     )
