@@ -112,15 +112,13 @@ class BroadcastTransport:
         buckets = map(wire.prepare, policy.stage_weights(self._bucket_bytes, wire.most_bytes))
         for number, bucket in enumerate(buckets):
             key = f"{update.number}/{number}"
-            if session and self._are_received(works):
-                session.finish(all_but=1)
+            if not (are_received := self._are_received(works)):
+                self._finish(works)
+            if session:
+                session.finish(all_but=1 if are_received else 0)
                 self._call(bucket, wire.load_format(bucket), update, session)
+            if are_received:
                 self._finish(works)
-            else:
-                self._finish(works)
-                if session:
-                    session.finish()
-                    self._call(bucket, wire.load_format(bucket), update, session)
             if session:
                 self._signals.announce(key, [target.url for target in session.targets])
             works, bucket_bytes = self._broadcast(key, bucket)
