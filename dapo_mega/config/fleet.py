@@ -16,7 +16,11 @@ class FleetConfig(Section):
         default=(), description="Engines that run already, such as http://10.0.0.7:30000; a list, or with commas."
     )
     rendezvous: str | None = Field(
-        default=None, description="host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts."
+        default=None,
+        description=(
+            "host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; a port below those "
+            "that the system gives to connections (from 32768 on Linux)."
+        ),
     )
     api_key_env: str = Field(
         default="DAPO_MEGA_API_KEY", description="Environment variable that holds the engines' API key."

@@ -7,12 +7,14 @@ announcements, not make one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +31,7 @@ _QUEUE = "dapo_mega/announcements"
 _MAX_AGE_S = 300.0
 _MAX_PER_POLL = 1000
 _CONNECT_TIMEOUT_S = 2.0
+_LISTEN_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def parse_address(address: str) -> tuple[str, int]:
 class EngineRegistry:
     """The trainer's side: listens at `address` (this interface only) for engines that hold the API key.
 
-    Raises InputError where the address cannot be listened at.
+    An address in use is waited for for a while: what the trainer before left may still hold it. Raises InputError where
+    the address cannot be listened at.
     """
 
     def __init__(self, address: str, api_key: str) -> None:
@@ -72,11 +76,11 @@ class EngineRegistry:
         self._refusals: set[str] = set()
         host, port = parse_address(address)
         try:
-            listener = socket.create_server((host, port))
+            listener = _listen(host, port)
         except OSError as error:
             raise InputError(
                 f"rollout.fleet.rendezvous={address} cannot be listened at ({error.strerror}); give an address of "
-                "this machine and a free port"
+                "this machine and a free port, below those that the system gives to connections (from 32768 on Linux)"
             ) from error
         self._store: TCPStore | None = TCPStore(
             host,
@@ -118,12 +122,28 @@ class EngineRegistry:
             self._registered[registration.url] = registration
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + _LISTEN_PATIENCE_S
+    while True:
+        try:
+            return socket.create_server((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 def announce(address: str, api_key: str, registrations: Sequence[Registration], *, leaving: bool = False) -> bool:
     """The engines' side: tell the trainer at `address` of engines that serve, or leave. False: no trainer is there."""
     host, port = parse_address(address)
     try:
         # The store's own client would retry for long and log each attempt.
-        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
+            # A connection that the system gives this very port meets itself where nobody listens. An ordinary close
+            # would keep the trainer from the port for a minute.
+            if connection.getsockname() == connection.getpeername():
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return False
         store = TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
         )

@@ -8,15 +8,56 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+class _Ports:
+    """Hands out ports of this machine, none twice.
+
+    They lie below those that the system gives to connections of its own, one of which could take a port between the
+    moment it was found free and the moment a test listens at it.
+    """
+
+    _FIRST, _LAST = 20000, 32000
+
+    def __init__(self) -> None:
+        self._next = self._FIRST + os.getpid() % 500 * 16
+
+    def take(self, num_ports: int) -> int:
+        """The first of consecutive free ports."""
+        for _ in range(self._LAST - self._FIRST):
+            first, self._next = self._next, self._next + num_ports
+            if self._next > self._LAST:
+                self._next = self._FIRST
+            elif _are_free(range(first, first + num_ports)):
+                return first
+        raise AssertionError("no free ports")
+
+
+def _are_free(ports: Sequence[int]) -> bool:
+    with ExitStack() as stack:
+        try:
+            for port in ports:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        except OSError:
+            return False
+    return True
+
+
+_ports = _Ports()
+
+
+def free_ports(num_ports: int) -> int:
+    """The first of consecutive ports at which a test may listen at any later time."""
+    return _ports.take(num_ports)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which a test may listen at any later time."""
+    return free_ports(1)
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:

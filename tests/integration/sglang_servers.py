@@ -7,12 +7,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.distributed.launching import REPOSITORY
+from tests.distributed.launching import REPOSITORY, free_ports
 from tests.distributed.tiny import save_random
 
 SERVE = REPOSITORY / "launch" / "serve_rollouts.py"
@@ -61,19 +60,6 @@ def tiny_model(folder: Path) -> Path:
     )
     build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
     return save_random(config, folder)
-
-
-def free_ports(num_ports: int) -> int:
-    """The first of consecutive free ports below those that the system hands out by itself."""
-    for first in range(21000 + os.getpid() % 500 * 16, 32000, num_ports):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + num_ports):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | None = API_KEY) -> tuple[int, Any]:

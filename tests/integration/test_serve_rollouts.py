@@ -16,8 +16,9 @@ from dapo_mega.rollout.engine_commands import Node, router_command, router_envir
 from dapo_mega.rollout.registry import EngineRegistry
 from dapo_mega.rollout.serving import ProcessGroup
 from launch import serve_rollouts
+from tests.distributed.launching import free_ports
 
-from .sglang_servers import API_KEY, Launcher, call, free_ports, sglang_python, tiny_model
+from .sglang_servers import API_KEY, Launcher, call, sglang_python, tiny_model
 
 pytestmark = pytest.mark.integration
 

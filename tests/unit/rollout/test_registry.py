@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -114,11 +115,44 @@ def test_the_registry_listens_on_the_given_interface_only(trainer, address):
     assert listening == ["127.0.0.1"]
 
 
-def test_an_address_that_cannot_be_listened_at_is_an_input_error():
+def test_an_address_in_use_is_waited_for(address):
+    taken = socket.create_server(parse_address(address))
+    threading.Timer(0.5, taken.close).start()
+    trainer = EngineRegistry(address, KEY)
+    assert announce(address, KEY, [ENGINE])
+    assert trainer.poll() == [ENGINE]
+    trainer.close()
+
+
+def test_a_connection_that_meets_itself_is_no_trainer(address, monkeypatch):
+    host, port = parse_address(address)
+
+    def connect_to_itself(target, timeout):
+        connection = socket.socket()
+        connection.bind((host, port))
+        connection.connect(target)
+        return connection
+
+    monkeypatch.setattr(registry.socket, "create_connection", connect_to_itself)
+    monkeypatch.setattr(registry, "TCPStore", lambda *_, **__: pytest.fail("no store is there"))
+    assert not announce(address, KEY, [ENGINE])
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "_LISTEN_PATIENCE_S", 0.0)
+    EngineRegistry(address, KEY).close()
+
+
+def test_an_address_that_stays_in_use_is_an_input_error(monkeypatch):
+    monkeypatch.setattr(registry, "_LISTEN_PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"rollout.fleet.rendezvous={address} cannot be listened at"):
             EngineRegistry(address, KEY)
+
+
+def test_an_address_of_another_machine_is_an_input_error_at_once(monkeypatch):
+    monkeypatch.setattr(registry.time, "sleep", lambda _: pytest.fail("waiting makes no address this machine's"))
+    with pytest.raises(InputError, match="cannot be listened at"):
+        EngineRegistry("203.0.113.7:29600", KEY)
 
 
 @pytest.mark.parametrize("address", ["", "29600", "host:", ":29600", "host:0", "host:70000", "host:port"])
