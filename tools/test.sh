@@ -18,13 +18,6 @@ export CUDA_VISIBLE_DEVICES=
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-# Tests of several processes wait for each other much of the time: those of a single process run beside them.
-log=$(mktemp)
-"$PYTHON" -m pytest tests/unit tests/numerics > "$log" 2>&1 &
-single=$!
-trap 'kill "$single" 2> /dev/null || true; rm -f "$log"' EXIT
-status=0
-"$PYTHON" -m pytest tests/distributed tests/integration tests/gpu || status=$?
-wait "$single" || status=$?
-cat "$log"
-exit "$status"
+# Two at a time; those that take long come first. What shares engines or a run stays together (tests/conftest.py).
+exec "$PYTHON" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+    tests/integration tests/distributed tests/numerics tests/gpu tests/unit

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONPATH": str(REPOSITORY),
+}
 
 
 class _Ports:
@@ -60,6 +72,28 @@ def free_port() -> int:
     return free_ports(1)
 
 
+@cache
+def _forkserver() -> ForkServerContext:
+    """Its processes are forks of one that has imported the package, which takes longer than what most of them do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    with patch.dict(os.environ, _SETTINGS):
+        forkserver.ensure_running()
+    return context
+
+
+def _run(script: str, arguments: list[str], variables: dict[str, str], log: str) -> None:
+    """What `python script *arguments` does, with these environment variables and its output in a file."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         **os.environ,
@@ -68,49 +102,41 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(REPOSITORY),
+        **_SETTINGS,
     }
 
 
-def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path) -> list[subprocess.Popen]:
+def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path) -> list[BaseProcess]:
     """Start the processes; what rank r prints goes to `log_dir/rank_r.log`."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     workers = []
     for rank in range(world_size):
-        with (log_dir / f"rank_{rank}.log").open("w") as log:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    env=environment(rank, world_size, port),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        variables = environment(rank, world_size, port)
+        log = str(log_dir / f"rank_{rank}.log")
+        worker = _forkserver().Process(target=_run, args=(str(script), list(arguments), variables, log))
+        worker.start()
+        workers.append(worker)
     return workers
 
 
-def wait_for(workers: Sequence[subprocess.Popen], timeout_s: float) -> list[int]:
+def wait_for(workers: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
     """Exit statuses. When one fails, or time is up, the others are killed."""
     deadline = time.monotonic() + timeout_s
-    while any(worker.poll() is None for worker in workers):
-        failed = any(worker.poll() not in (None, 0) for worker in workers)
+    while any(worker.exitcode is None for worker in workers):
+        failed = any(worker.exitcode not in (None, 0) for worker in workers)
         if failed or time.monotonic() > deadline:
             time.sleep(1.0 if failed else 0.0)
             kill(workers)
         time.sleep(0.05)
-    return [worker.wait() for worker in workers]
+    return [worker.exitcode for worker in workers]
 
 
-def kill(workers: Sequence[subprocess.Popen]) -> None:
+def kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
+        worker.kill()
     for worker in workers:
-        worker.wait()
+        worker.join()
 
 
 def run_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path, timeout_s: float = 300) -> str:

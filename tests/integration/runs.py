@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -66,23 +67,23 @@ def prepare(folder: Path) -> Path:
     return file
 
 
-def start(config: Path, world_size: int, output_dir: Path, *overrides: str) -> list[subprocess.Popen]:
+def start(config: Path, world_size: int, output_dir: Path, *overrides: str) -> list[BaseProcess]:
     arguments = ["--config", str(config), f"output_dir={output_dir}", *overrides]
     return start_workers(TRAIN, world_size, arguments, output_dir.parent / f"{output_dir.name}_logs")
 
 
-def finish(workers: list[subprocess.Popen], output_dir: Path, timeout_s: float = 240) -> None:
+def finish(workers: list[BaseProcess], output_dir: Path, timeout_s: float = 240) -> None:
     statuses = wait_for(workers, timeout_s)
     logs = output_dir.parent / f"{output_dir.name}_logs"
     assert statuses == [0] * len(workers), "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.log")))
 
 
-def kill_when(workers: list[subprocess.Popen], condition: Callable[[], bool], timeout_s: float = 240) -> None:
+def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout_s: float = 240) -> None:
     """SIGKILL every process as soon as the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the moment to kill at did not come"
-        assert all(worker.poll() is None for worker in workers), "the run ended before it could be killed"
+        assert all(worker.exitcode is None for worker in workers), "the run ended before it could be killed"
         time.sleep(0.002)
     children = [child for worker in workers for child in psutil.Process(worker.pid).children(recursive=True)]
     kill(workers)

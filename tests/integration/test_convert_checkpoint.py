@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.models.hf_writer import shard_files, write_index
-from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 from tests.distributed.tiny import make_model, make_moe_model
 
 pytestmark = pytest.mark.integration
@@ -197,7 +197,8 @@ def test_a_killed_conversion_continues_to_the_same_bits(tmp_path):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.001)
-    kill([process])
+    process.kill()
+    process.wait()
     assert not (tmp_path / "target").exists()
     records = tmp_path / ".target.partial" / "records"
     kept = {file.name: file.stat().st_mtime_ns for file in records.glob("*.json")}

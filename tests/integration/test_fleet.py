@@ -196,8 +196,8 @@ def test_a_killed_trainer_finds_its_engines_again_and_ends_with_every_group_once
     values = restarted_values(tmp_path, two_engines, 4)
     workers = start_run(tmp_path, values, 1)
     try:
-        wait_until(lambda: steps_done(tmp_path / "run") >= 2 or workers[0].poll() is not None)
-        assert workers[0].poll() is None, (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
+        wait_until(lambda: steps_done(tmp_path / "run") >= 2 or workers[0].exitcode is not None)
+        assert workers[0].exitcode is None, (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
     finally:
         kill(workers)
     finish_run(start_run(tmp_path, values, 1), tmp_path, RESTART_LIMIT_S)

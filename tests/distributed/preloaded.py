@@ -1,0 +1,11 @@
+"""What workers import, loaded once: they are forks of a process that has done so."""
+
+import torch
+
+from dapo_mega.policy import cpu_accelerator
+
+cpu_accelerator.install()
+
+import dapo_mega.run  # noqa: E402, F401
+
+torch.set_num_threads(1)
