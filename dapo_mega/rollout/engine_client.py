@@ -134,9 +134,9 @@ class EngineClient:
         """Generate again."""
         await self._request("POST", "/continue_generation", {}, timeout_s)
 
-    async def flush_cache(self) -> None:
-        """Forget the keys and values of all prefixes; refused while anything runs."""
-        await self._request("POST", "/flush_cache", {})
+    async def flush_cache(self, wait_s: float = 0.0) -> None:
+        """Forget the keys and values of all prefixes; refused while anything runs and not done within `wait_s`."""
+        await self._request("POST", f"/flush_cache?timeout={wait_s:g}", {})
 
     async def begin_weight_update(self) -> None:
         await self._command("/begin_weight_update", {})

@@ -29,7 +29,8 @@ from tools.scripted_engine import ScriptedEngine
 COMMANDS = [
     ("/pause_generation", lambda c: c.pause("retract"), {"mode": "retract"}),
     ("/continue_generation", lambda c: c.resume(), {}),
-    ("/flush_cache", lambda c: c.flush_cache(), {}),
+    ("/flush_cache?timeout=0", lambda c: c.flush_cache(), {}),
+    ("/flush_cache?timeout=2.5", lambda c: c.flush_cache(2.5), {}),
     ("/abort_request", lambda c: c.abort("r-1."), {"rid": "r-1.", "abort_all": False}),
     ("/abort_request", lambda c: c.abort(all=True), {"rid": "", "abort_all": True}),
     ("/begin_weight_update", lambda c: c.begin_weight_update(), {}),
@@ -107,7 +108,7 @@ def test_every_call_carries_the_key_and_says_what_the_server_reads():
     seen = []
 
     async def handler(request):
-        seen.append((request.path, request.headers["Authorization"], await request.json()))
+        seen.append((request.path_qs, request.headers["Authorization"], await request.json()))
         return web.json_response({"success": True, "message": ""})
 
     async def all_calls(client):
