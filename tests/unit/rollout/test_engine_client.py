@@ -30,7 +30,6 @@ COMMANDS = [
     ("/pause_generation", lambda c: c.pause("retract"), {"mode": "retract"}),
     ("/continue_generation", lambda c: c.resume(), {}),
     ("/flush_cache?timeout=0", lambda c: c.flush_cache(), {}),
-    ("/flush_cache?timeout=2.5", lambda c: c.flush_cache(2.5), {}),
     ("/abort_request", lambda c: c.abort("r-1."), {"rid": "r-1.", "abort_all": False}),
     ("/abort_request", lambda c: c.abort(all=True), {"rid": "", "abort_all": True}),
     ("/begin_weight_update", lambda c: c.begin_weight_update(), {}),
@@ -83,6 +82,7 @@ COMMANDS = [
         lambda c: c.update_weights_from_tensor(["AA=="], "7", True),
         {"serialized_named_tensors": ["AA=="], "weight_version": "7", "flush_cache": True, "load_format": None},
     ),
+    ("/flush_cache?timeout=2.5", lambda c: c.flush_cache(2.5), {}),
 ]
 
 
