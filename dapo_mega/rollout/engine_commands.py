@@ -164,6 +164,8 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
     if node.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(engine * node.tp_size, (engine + 1) * node.tp_size)
+        # SGLang compiles the lookup in a part of the vocabulary, which takes a compiler that a CPU's environment lacks.
+        variables.setdefault("TORCHDYNAMO_DISABLE", "1")
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return variables
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
@@ -35,6 +38,8 @@ class SharedMemoryTransport:
         self._processes = processes
         self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
         self._bucket_bytes = config.bucket_bytes
+        if processes.device.type == "cpu":
+            start_memory_manager()
         self._stage_size = processes.world_size // processes.pipeline_size
         hosts: list[Any] = [None] * processes.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
@@ -81,6 +86,24 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Memory is shared for the length of a call."""
+
+
+@cache
+def start_memory_manager() -> None:
+    """Start the process with which torch looks after memory that is shared by name.
+
+    Engines keep it alive past the end of the trainer, and it keeps the stderr it was started with: where that is a
+    pipe, whoever reads it would wait for the engines.
+    """
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), 2)
+        with _sharing_by_name():
+            torch.zeros(1).share_memory_()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _handle(bucket: StageBucket) -> str:

@@ -70,6 +70,25 @@ def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_upd
 
 
 @pytest.fixture(scope="module")
+def split_engine(tmp_path_factory):
+    """An engine of two tensor-parallel processes."""
+    folder = tmp_path_factory.mktemp("split")
+    model = tiny_model(folder / "model")
+    with serving_engines(model, folder / "served", 1, "--tensor-parallel", "2") as launcher:
+        yield SharedEngines(launcher, model, rendezvous="")
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk"])
+def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engine, transport):
+    values = fleet_values(
+        tmp_path, split_engine, rollout={"fleet": {"min_engines": 1}}, weight_sync={"transport": transport}
+    )
+    with pipeline_of(values) as pipeline:
+        run(pipeline)
+    assert call(split_engine.launcher.urls[0], "/model_info")[1]["weight_version"] == "3"
+
+
+@pytest.fixture(scope="module")
 def uncached_engine(tmp_path_factory):
     """An engine without prefix cache, as pause=in_place needs it."""
     folder = tmp_path_factory.mktemp("uncached")

@@ -76,6 +76,10 @@ def test_engines_on_the_cpu_have_cores_of_their_own_where_there_are_enough(monke
     node = replace(NODE, gpus=(), dtype="fp32")
     bound = [environment(node, engine, {})["SGLANG_CPU_OMP_THREADS_BIND"] for engine in (0, 1)]
     assert bound == ["0|1", "2|3"]
+    assert environment(node, 0, {})["TORCHDYNAMO_DISABLE"] == "1"
+    assert environment(node, 0, {"TORCHDYNAMO_DISABLE": "0"})["TORCHDYNAMO_DISABLE"] == "0"
+    assert "TORCHDYNAMO_DISABLE" not in environment(replace(node, tp_size=1), 0, {})
+    assert "TORCHDYNAMO_DISABLE" not in environment(NODE, 0, {})
     assert environment(node, 0, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
