@@ -13,12 +13,7 @@ torch.set_num_threads(1)
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shares a fixture that takes long stays in one process where the suite runs in several."""
-    for item in items:
-        uses_engines = "two_engines" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("engines" if uses_engines else item.nodeid.partition("::")[0]))
     if torch.cuda.is_available():
         return
     for item in items:
