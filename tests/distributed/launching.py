@@ -27,25 +27,26 @@ _SETTINGS = {
 
 
 class _Ports:
-    """Hands out ports of this machine, none twice.
+    """Hands out ports of this machine, none twice, and none that another process of the same suite (pytest-xdist) does.
 
     They lie below those that the system gives to connections of its own, one of which could take a port between the
     moment it was found free and the moment a test listens at it.
     """
 
-    _FIRST, _LAST = 20000, 32000
+    _FIRST, _NUM_PORTS, _NUM_RANGES = 20000, 3000, 4
 
     def __init__(self) -> None:
-        self._next = self._FIRST + os.getpid() % 500 * 16
+        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        first = self._FIRST + number % self._NUM_RANGES * self._NUM_PORTS
+        start = os.getpid() * 16 % self._NUM_PORTS  # Suites that run at a time begin at different places.
+        self._ports = [*range(first + start, first + self._NUM_PORTS), *range(first, first + start)]
 
     def take(self, num_ports: int) -> int:
         """The first of consecutive free ports."""
-        for _ in range(self._LAST - self._FIRST):
-            first, self._next = self._next, self._next + num_ports
-            if self._next > self._LAST:
-                self._next = self._FIRST
-            elif _are_free(range(first, first + num_ports)):
-                return first
+        while len(self._ports) >= num_ports:
+            taken, self._ports = self._ports[:num_ports], self._ports[num_ports:]
+            if taken[-1] - taken[0] == num_ports - 1 and _are_free(taken):
+                return taken[0]
         raise AssertionError("no free ports")
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -69,13 +70,19 @@ def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_upd
         assert call(url, "/model_info")[1]["weight_version"] == "3"
 
 
+@contextmanager
+def one_engine(folder, *options):
+    """A single engine that nobody else uses."""
+    model = tiny_model(folder / "model")
+    with serving_engines(model, folder / "served", 1, *options) as launcher:
+        yield SharedEngines(launcher, model, rendezvous="")
+
+
 @pytest.fixture(scope="module")
 def split_engine(tmp_path_factory):
     """An engine of two tensor-parallel processes."""
-    folder = tmp_path_factory.mktemp("split")
-    model = tiny_model(folder / "model")
-    with serving_engines(model, folder / "served", 1, "--tensor-parallel", "2") as launcher:
-        yield SharedEngines(launcher, model, rendezvous="")
+    with one_engine(tmp_path_factory.mktemp("split"), "--tensor-parallel", "2") as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("transport", ["distributed", "tensor", "disk"])
@@ -91,10 +98,8 @@ def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engi
 @pytest.fixture(scope="module")
 def uncached_engine(tmp_path_factory):
     """An engine without prefix cache, as pause=in_place needs it."""
-    folder = tmp_path_factory.mktemp("uncached")
-    model = tiny_model(folder / "model")
-    with serving_engines(model, folder / "served", 1, "--", "--disable-radix-cache") as launcher:
-        yield SharedEngines(launcher, model, rendezvous="")
+    with one_engine(tmp_path_factory.mktemp("uncached"), "--", "--disable-radix-cache") as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
