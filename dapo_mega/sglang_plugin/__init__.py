@@ -36,7 +36,7 @@ def register() -> None:
         return
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
@@ -50,16 +50,21 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
         return ChangedWeights(group, updater.device, specs)
-    homes = _homes.setdefault(updater.get_model(), Homes())
+    model = updater.get_model()
+    homes = _homes.setdefault(model, Homes())
+    homes.start(model.parameters())
     return ArrivingWeights(group, updater.device, specs, pieces, homes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
     success, message = load(updater, weights)
     if isinstance(weights, ArrivingWeights):
-        if not success and not weights.is_broken:
+        homes = _homes[updater.get_model()]
+        if success:
+            homes.loaded()
+        elif not weights.is_broken:
             # The loader may not like tensors of ours. It gets plain ones when the trainer comes back with the weights.
-            _homes[updater.get_model()].close()
+            homes.close()
         weights.drain()
     if not isinstance(weights, ChangedWeights):
         return success, message
@@ -74,10 +79,12 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     return success, message
 
 
-def _end(_: None, updater: Any, **__: Any) -> None:
+def _end(end: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
     model = updater.get_model()
-    if homes := _homes.get(model):
-        homes.keep(model.parameters())
+    homes = _homes.get(model)
+    end(updater, run_post_load=run_post_load or (homes is not None and homes.is_past_loader))
+    if homes:
+        homes.end_update(model.parameters())
 
 
 def _announce(state: Any, scheduler: Any, *_: Any) -> None:

@@ -97,7 +97,11 @@ def test_what_is_no_longer_there_cannot_be_loaded_again():
 
 
 class Model:
-    pass
+    def __init__(self):
+        self.held = {name: torch.zeros(SHAPE) for name in NAMES}
+
+    def parameters(self):
+        return list(self.held.values())
 
 
 class Updater:
@@ -142,6 +146,29 @@ def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_
     weights = sglang_plugin._receive(None, updater, **updater.request())
     assert sglang_plugin._load(load, updater, weights) == (True, "")
     assert kinds[1:] == [torch.Tensor] * 4
+
+
+def test_what_a_model_derives_is_derived_after_an_update_that_went_past_its_loader():
+    updater = Updater()
+    runs = []
+
+    def load(updater, weights):
+        for name, tensor in weights:
+            updater.get_model().held[name].copy_(tensor)
+        return True, ""
+
+    def end(updater, *, run_post_load):
+        runs.append(run_post_load)
+
+    for _ in range(4):
+        weights = sglang_plugin._receive(None, updater, **updater.request())
+        assert sglang_plugin._load(load, updater, weights) == (True, "")
+        sglang_plugin._end(end, updater, run_post_load=False)
+    assert runs == [False, False, True, True]
+    sglang_plugin._end(end, updater, run_post_load=False)  # Nothing came.
+    sglang_plugin._end(end, updater, run_post_load=True)
+    assert runs[4:] == [False, True]
+    assert updater.get_model().held["d"].unique().tolist() == [15.0]
 
 
 @pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])

@@ -40,8 +40,15 @@ class Model:
         self.down = torch.zeros(6, 6)
         self.wide = torch.zeros(SHAPE, dtype=torch.bfloat16)
 
+        self.given = []
+
+    def parameters(self):
+        return [self.gate_up, self.down, self.wide]
+
     def load(self, weights):
+        self.given = []
         for name, tensor in weights:
+            self.given.append(name)
             if name == "gate":
                 self.gate_up[:6].copy_(tensor)
             elif name == "up":
@@ -65,8 +72,10 @@ def update(model, homes, version, piece_lengths=(1, 1, 1, 1)):
     group = Group(version)
     names = list(values_of(version))
     specs = tensor_specs(names, ["float32"] * len(names), [SHAPE] * len(names))
+    homes.start(model.parameters())
     weights = ArrivingWeights(group, "cpu", specs, PiecesFormat(piece_lengths, 0), homes)
     model.load(weights)
+    homes.loaded()
     firsts = [sum(piece_lengths[:number]) for number in range(len(piece_lengths))]
     return dict(zip((names[first] for first in firsts), group.places, strict=True))
 
@@ -79,6 +88,21 @@ def test_whole_contiguous_tensors_arrive_in_their_parameters_from_the_second_upd
     assert [each["gate"] == model.gate_up.data_ptr() for each in places] == [False, True, True]
     assert [each["up"] == half for each in places] == [False, True, True]
     assert all(each["down"] != model.down.data_ptr() and each["wide"] != model.wide.data_ptr() for each in places)
+
+
+def test_a_loader_is_given_a_tensor_until_it_has_only_copied_it_from_its_home_to_itself():
+    model, homes = Model(), Homes()
+    given, are_past = [], []
+    for version in range(4):
+        update(model, homes, version)
+        given.append(model.given)
+        are_past.append(homes.is_past_loader)
+        homes.end_update(model.parameters())
+        assert model.holds(version)
+    everything = list(values_of(0))
+    assert given == [everything, everything, ["down", "wide"], ["down", "wide"]]
+    assert are_past == [False, False, True, True]
+    assert not homes.is_past_loader
 
 
 @pytest.mark.parametrize(("piece_lengths", "goes_home"), [((2, 1, 1), True), ((3, 1), False), ((1, 2, 1), False)])
@@ -96,11 +120,15 @@ def test_a_piece_of_several_tensors_goes_home_where_these_lie_in_a_row(piece_len
 def test_parameters_that_have_moved_still_get_their_values():
     model, homes = Model(), Homes()
     update(model, homes, 0)
-    model.gate_up = torch.zeros(12, 6)
-    update(model, homes, 1)
-    assert model.holds(1)
-    assert update(model, homes, 2)["gate"] == model.gate_up.data_ptr()
-    assert model.holds(2)
+    is_given = []
+    for version in range(1, 7):
+        moved = version in (1, 4)
+        if moved:
+            model.gate_up = torch.zeros(12, 6)
+        assert (update(model, homes, version)["gate"] == model.gate_up.data_ptr()) != moved
+        assert model.holds(version)
+        is_given.append("gate" in model.given)
+    assert is_given == [True, True, False] * 2
 
 
 def test_memory_that_is_no_parameter_any_more_is_given_up():
@@ -108,27 +136,94 @@ def test_memory_that_is_no_parameter_any_more_is_given_up():
     update(model, homes, 0)
     loaded = model.gate_up
     model.gate_up = loaded.clone()  # As a server does that packs what it has loaded.
-    homes.keep([model.gate_up, model.down, model.wide])
+    homes.end_update(model.parameters())
     places = update(model, homes, 1)
     assert loaded.data_ptr() not in (places["gate"], places["up"])
     assert model.holds(1)
-    homes.keep([model.gate_up, model.down, model.wide])
+    homes.end_update(model.parameters())
     assert update(model, homes, 2)["gate"] == model.gate_up.data_ptr()
 
 
-def test_a_tensor_that_goes_to_two_parameters_reaches_both():
-    class Tied(Model):
-        def load(self, weights):
-            self.output = getattr(self, "output", torch.zeros(SHAPE))
-            weights = list(weights)
-            super().load(weights)
-            self.output.copy_(dict(weights)["gate"])
+def test_a_parameter_that_is_another_view_of_its_memory_is_loaded_anew():
+    class Turning(Model):
+        """Turns what it has loaded around, as a server does for its kernels, and back before the next update."""
 
-    model, homes = Tied(), Homes()
+        def turn(self):
+            self.gate_up = self.gate_up.t()
+
+    model, homes = Turning(), Homes()
     for version in range(4):
         update(model, homes, version)
         assert model.holds(version)
-        assert torch.equal(model.output, values_of(version)["gate"])
+        assert "gate" in model.given
+        model.turn()
+        homes.end_update(model.parameters())
+        model.turn()
+
+
+class Using(Model):
+    """Does something with the tensors besides."""
+
+    def __init__(self, use):
+        super().__init__()
+        self._use = use
+        self.output = torch.zeros(SHAPE)
+        self.used = None
+
+    def parameters(self):
+        return [*super().parameters(), self.output]
+
+    def load(self, weights):
+        weights = dict(weights)
+        super().load(weights.items())
+        self.used = self._use(weights, self.output)
+
+
+def copied(weights, output):
+    output.copy_(weights["gate"])
+    return output
+
+
+def copied_in_part(weights, output):
+    output[:2].copy_(weights["gate"][:2])
+    return output[:2]
+
+
+USES = {
+    "copied": copied,
+    "copied in part": copied_in_part,
+    "fused": lambda weights, _: torch.stack([weights["down"], weights["gate"]]).content[1],
+    "computed with": lambda weights, _: (weights["gate"] * 2).content / 2,
+    "a number": lambda weights, _: torch.tensor([[weights["gate"][0, 0].item()]]),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_loader_that_uses_a_tensor_in_any_other_way_is_always_given_it(use):
+    model, homes = Using(use), Homes()
+    (spec,) = tensor_specs(["gate"], ["float32"], [SHAPE])
+    for version in range(4):
+        update(model, homes, version)
+        assert model.holds(version)
+        rows, columns = model.used.shape
+        assert torch.equal(model.used, values_of(version)["gate"][:rows, :columns])
+        assert "gate" in model.given
+        assert version == 0 or homes.find(spec) is None
+    assert "up" not in model.given
+
+
+def test_an_update_that_breaks_off_decides_nothing():
+    model, homes = Model(), Homes()
+    update(model, homes, 0)
+    homes.start(model.parameters())
+    names = list(values_of(1))
+    specs = tensor_specs(names, ["float32"] * len(names), [SHAPE] * len(names))
+    next(iter(ArrivingWeights(Group(1), "cpu", specs, PiecesFormat((1, 1, 1, 1), 0), homes)))
+    update(model, homes, 2)
+    assert "gate" in model.given
+    update(model, homes, 3)
+    assert "gate" not in model.given
+    assert model.holds(3)
 
 
 def test_a_loader_that_clears_before_it_copies_is_found_out_before_it_serves():
