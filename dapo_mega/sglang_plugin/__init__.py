@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
 from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,17 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     pieces = PiecesFormat.parse(load_format)
     if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    group = updater._model_update_group[request["group_name"]]
+    groups = [
+        updater._model_update_group[name]
+        for name in lane_names(request["group_name"], pieces.num_lanes if pieces else 1)
+    ]
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
-        return ChangedWeights(group, updater.device, specs)
+        return ChangedWeights(groups[0], updater.device, specs)
     model = updater.get_model()
     homes = _homes.setdefault(model, Homes())
     homes.start(model.parameters())
-    return ArrivingWeights(group, updater.device, specs, pieces, homes)
+    return ArrivingWeights(Lanes(groups), updater.device, specs, pieces, homes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
-from dapo_mega.weight_sync.engine_groups import EngineGroup
+from dapo_mega.weight_sync.engine_groups import Broadcasting
 from dapo_mega.weight_sync.wire import PiecesFormat, TensorSpec, split_specs, unpack_changes, unpacked
 
 
@@ -33,7 +33,7 @@ class ArrivingWeights:
 
     def __init__(
         self,
-        group: EngineGroup,
+        group: Broadcasting,
         device: str,
         specs: Sequence[TensorSpec],
         pieces: PiecesFormat,
@@ -102,7 +102,7 @@ class ArrivingWeights:
 class ChangedWeights:
     """What has changed since the last update, as tensors that write just that into an engine's parameters."""
 
-    def __init__(self, group: EngineGroup, device: str, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, group: Broadcasting, device: str, specs: Sequence[TensorSpec]) -> None:
         """Receives."""
         length = torch.empty(1, dtype=torch.int64, device=device)
         group.broadcast(length.view(torch.uint8), 0).wait()

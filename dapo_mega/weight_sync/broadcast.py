@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,13 @@ from dapo_mega.rollout.engine import StageBucket, WeightSource
 from dapo_mega.rollout.engine_client import EngineClient, EngineError
 from dapo_mega.weight_sync.engine_groups import (
     EngineGroup,
+    Lanes,
     backend_name,
     connect_store,
     join_group,
+    lane_names,
     local_address,
+    most_lanes,
     open_store,
 )
 from dapo_mega.weight_sync.update import Session, Update
@@ -65,6 +69,17 @@ class _Signals:
         return self._store.check([f"failed/{update}/{url}"])
 
 
+@dataclass(frozen=True)
+class _GroupNames:
+    """Of an engine's groups."""
+
+    prefix: str
+    num_lanes: int
+
+    def of_stage(self, stage: int) -> list[str]:
+        return lane_names(f"{self.prefix}-{stage}", self.num_lanes)
+
+
 class BroadcastTransport:
     """Implements `Transport` with NCCL on GPUs and gloo on the CPU."""
 
@@ -76,7 +91,8 @@ class BroadcastTransport:
         """Collective. Engines reach the trainer by its addresses on the way to the host `towards`; `dtype` is what they
         compute in: fp32, bf16 or fp8."""
         self._processes = processes
-        self._wires = Wires(config, dtype)
+        self._most_lanes = most_lanes(processes.device)
+        self._wires = Wires(config, dtype, self._most_lanes)
         self._bucket_bytes = config.bucket_bytes
         self._timeout_s = config.timeout_s
         self._stage_size = processes.world_size // processes.pipeline_size
@@ -95,15 +111,15 @@ class BroadcastTransport:
         else:
             self._signals = _Signals(connect_store(*self._listening[0], 4 * self._timeout_s))
         self._update = 0
-        self._names: dict[str, str] = {}
+        self._names: dict[str, _GroupNames] = {}
         self._joined: set[str] = set()
-        self._groups: dict[str, EngineGroup] = {}
-        self._abandoned: list[tuple[EngineGroup, Sequence[dist.Work]]] = []
+        self._groups: dict[str, Sequence[EngineGroup]] = {}
+        self._abandoned: list[tuple[Sequence[EngineGroup], Sequence[dist.Work]]] = []
 
     def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
         """See `Transport`."""
         # Buffers of a broadcast that never ended are free once gloo has given it up.
-        self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
+        self._abandoned = [(groups, works) for groups, works in self._abandoned if not _are_completed(works)]
         self._update = update.number
         self._join_groups(update, session)
         works: Mapping[str, Sequence[dist.Work]] = {}
@@ -121,7 +137,7 @@ class BroadcastTransport:
                 self._finish(works)
             if session:
                 self._signals.announce(key, [target.url for target in session.targets])
-            works, bucket_bytes = self._broadcast(key, bucket)
+            works, bucket_bytes = self._broadcast(key, bucket, wire.num_lanes)
             num_bytes += bucket_bytes
         self._finish(works)
         if session:
@@ -138,7 +154,7 @@ class BroadcastTransport:
                 names=bucket.names,
                 dtypes=bucket.dtypes,
                 shapes=bucket.shapes,
-                group_name=self._group_name(client.url, bucket.stage),
+                group_name=self._names[client.url].of_stage(bucket.stage)[0],
                 version=str(update.version) if bucket.is_last else None,
                 flush_cache=update.flush_cache and bucket.is_last,
                 load_format=load_format,
@@ -146,17 +162,19 @@ class BroadcastTransport:
 
         session.start(receive)
 
-    def _broadcast(self, key: str, bucket: StageBucket) -> tuple[Mapping[str, Sequence[dist.Work]], int]:
+    def _broadcast(
+        self, key: str, bucket: StageBucket, num_lanes: int
+    ) -> tuple[Mapping[str, Sequence[dist.Work]], int]:
         """The leader's broadcasts by engine, to those that are announced to receive the bucket; and its bytes."""
         if bucket.pieces is None:
             return {}, 0
-        works: dict[str, list[dist.Work]] = {
-            url: [] for url in self._signals.await_announcement(key) if url in self._groups
-        }
+        urls = [url for url in self._signals.await_announcement(key) if url in self._groups]
+        lanes = {url: Lanes(self._groups[url][:num_lanes]) for url in urls}
+        works: dict[str, list[dist.Work]] = {url: [] for url in urls}
         num_bytes = 0
         for piece in bucket.pieces:
             for url, each in works.items():
-                each.append(self._groups[url].broadcast(piece, 0))
+                each.append(lanes[url].broadcast(piece, 0))
             num_bytes += piece.nbytes
         return works, num_bytes
 
@@ -196,7 +214,8 @@ class BroadcastTransport:
         lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
         old_names, self._names = self._names, dict(self._names)
         for index, target in enumerate(lacking):
-            self._names[target.url] = f"dapo-mega-{self._run_id}-{update.number}-{index}"
+            prefix = f"dapo-mega-{self._run_id}-{update.number}-{index}"
+            self._names[target.url] = _GroupNames(prefix, self._most_lanes if target.has_plugin else 1)
             self._groups.pop(target.url, None)
             self._joined.add(target.url)
         if not lacking:
@@ -207,7 +226,8 @@ class BroadcastTransport:
 
             async def join(client: EngineClient) -> None:
                 if client.url in sizes:
-                    await self._destroy_groups(client, old_names.get(client.url))
+                    if names := old_names.get(client.url):
+                        await self._destroy_groups(client, names)
                     await self._join(client, sizes[client.url])
 
             session.start(join)
@@ -221,46 +241,47 @@ class BroadcastTransport:
 
     async def _join(self, client: EngineClient, size: int) -> None:
         for stage, (address, port) in enumerate(self._listening):
-            await client.init_weights_update_group(
-                address=address,
-                port=port,
-                rank_offset=1,
-                world_size=size,
-                name=self._group_name(client.url, stage),
-                backend=backend_name(self._processes.device),
-            )
+            for name in self._names[client.url].of_stage(stage):
+                await client.init_weights_update_group(
+                    address=address,
+                    port=port,
+                    rank_offset=1,
+                    world_size=size,
+                    name=name,
+                    backend=backend_name(self._processes.device),
+                )
 
-    async def _destroy_groups(self, client: EngineClient, name: str | None) -> None:
-        """Of all stages, those named `name` in an earlier update, if any."""
-        for stage in range(self._processes.pipeline_size if name else 0):
-            with contextlib.suppress(EngineError):  # A server that was started anew does not know it.
-                await client.destroy_weights_update_group(f"{name}-{stage}")
+    async def _destroy_groups(self, client: EngineClient, names: _GroupNames) -> None:
+        for stage in range(self._processes.pipeline_size):
+            for name in names.of_stage(stage):
+                with contextlib.suppress(EngineError):  # A server that was started anew does not know it.
+                    await client.destroy_weights_update_group(name)
 
     def _found_groups(self, sizes: Mapping[str, int]) -> None:
         if not sizes:
             return
         executor = ThreadPoolExecutor(len(sizes))
-        joining = {url: executor.submit(self._found_group, url, size) for url, size in sizes.items()}
+        joining = {url: executor.submit(self._found_lanes, url, size) for url, size in sizes.items()}
         self._wait({url: future.done for url, future in joining.items()})
         executor.shutdown(wait=False)
         for url, future in joining.items():
             if future.done() and not future.exception():
                 self._groups[url] = future.result()
 
-    def _found_group(self, url: str, size: int) -> EngineGroup:
+    def _found_lanes(self, url: str, size: int) -> list[EngineGroup]:
         stage = self._processes.pipeline_rank
         # A connection of its own: waiting on one keeps everyone else from using it.
         store = connect_store(*self._listening[stage], self._timeout_s)
-        name = self._group_name(url, stage)
-        return join_group(store, name, size, self._processes.device, self._address, self._timeout_s)
-
-    def _group_name(self, url: str, stage: int) -> str:
-        return f"{self._names[url]}-{stage}"
+        return [
+            join_group(store, name, size, self._processes.device, self._address, self._timeout_s)
+            for name in self._names[url].of_stage(stage)
+        ]
 
     def _abandon(self, url: str, works: Sequence[dist.Work]) -> None:
-        group = self._groups.pop(url)
-        group.abort()
-        self._abandoned.append((group, works))
+        groups = self._groups.pop(url)
+        for group in groups:
+            group.abort()
+        self._abandoned.append((groups, works))
 
     def report_failure(self, url: str) -> None:
         """See `Transport`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -16,12 +17,42 @@ import torch
 import torch.distributed as dist
 
 
-class EngineGroup(Protocol):
-    """What is used of torch's groups; its stubs leave it out."""
-
+class Broadcasting(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
 
+
+class EngineGroup(Broadcasting, Protocol):
+    """What is used of torch's groups; its stubs leave it out."""
+
     def abort(self) -> None: ...
+
+
+class Lanes:
+    """Several groups of the same processes, between which broadcasts are shared out: each goes through the one that has
+    had the fewest bytes. All processes must broadcast the same sizes in the same order.
+
+    A connection stands still for a moment between two of gloo's broadcasts, in which another one can be busy.
+    """
+
+    def __init__(self, groups: Sequence[EngineGroup]) -> None:
+        self._groups = groups
+        self._num_bytes = [0] * len(groups)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        lane = self._num_bytes.index(min(self._num_bytes))
+        self._num_bytes[lane] += tensor.nbytes
+        return self._groups[lane].broadcast(tensor, root)
+
+
+def most_lanes(device: torch.device) -> int:
+    """How many groups each stage has with an engine that has the plugin. NCCL fills the network with one, and two that
+    are used in different orders at both ends would wait for each other for ever."""
+    return 1 if device.type == "cuda" else 2
+
+
+def lane_names(name: str, num_lanes: int) -> list[str]:
+    """Of groups that are used together; a single one has the `name` itself."""
+    return [name, *(f"{name}-lane-{lane}" for lane in range(1, num_lanes))]
 
 
 def local_address(towards: str) -> str:

@@ -1,6 +1,6 @@
 """How buckets of weights look on their way to engines that have `dapo_mega.sglang_plugin`; used at both ends.
 
-pieces     several broadcasts of runs of bytes, each of some of the bucket's tensors
+pieces     several broadcasts of runs of bytes, each of some of the bucket's tensors, through one group or several
 changes    two broadcasts: the number of bytes, and these: per tensor how many values follow and the checksum of the
            whole tensor, then per tensor either all its values or places and values of those that have changed
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PROTOCOL = 2
+PROTOCOL = 3
 """To be counted up whenever one end would no longer understand the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """Where a server with the plugin says so, in its internal state."""
@@ -30,21 +30,23 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class PiecesFormat:
     """Of a bucket whose pieces hold `lengths` tensors. An engine receives so many ahead of the one it loads as
-    `window_bytes` hold, one at least, not counting those that it receives where it keeps them."""
+    `window_bytes` hold, one at least, not counting those that it receives where it keeps them. They come through
+    `num_lanes` groups."""
 
     lengths: tuple[int, ...]
     window_bytes: int
+    num_lanes: int = 1
 
     def __str__(self) -> str:
-        return f"{_PIECES_FORMAT}{self.window_bytes}:{','.join(map(str, self.lengths))}"
+        return f"{_PIECES_FORMAT}{self.num_lanes}:{self.window_bytes}:{','.join(map(str, self.lengths))}"
 
     @classmethod
     def parse(cls, load_format: str) -> PiecesFormat | None:
         """Of `str(PiecesFormat)`; None when it is another format."""
         if not load_format.startswith(_PIECES_FORMAT):
             return None
-        window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
-        return cls(tuple(map(int, lengths.split(","))), int(window_bytes))
+        num_lanes, window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
+        return cls(tuple(map(int, lengths.split(","))), int(window_bytes), int(num_lanes))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class Wire(Protocol):
 
     most_bytes: int | None
     """See `WeightSource.stage_weights`."""
+    num_lanes: int
+    """How many of an engine's groups a bucket goes through."""
 
     def prepare(self, bucket: StageBucket) -> StageBucket:
         """The bucket as it is sent."""
@@ -33,12 +35,13 @@ class Wire(Protocol):
 class Wires:
     """Chooses the form, on every process the same."""
 
-    def __init__(self, config: WeightSyncConfig, dtype: str) -> None:
-        """`dtype`: what engines compute in, fp32, bf16 or fp8."""
+    def __init__(self, config: WeightSyncConfig, dtype: str, most_lanes: int) -> None:
+        """`dtype`: what engines compute in, fp32, bf16 or fp8; `most_lanes`: how many groups those with the plugin have
+        of each stage."""
         is_fp8 = dtype == "fp8"
         self._flat = _Flat(is_fp8)
-        self._first_pieces = _Pieces(is_fp8, config.bucket_bytes, 1)
-        self._pieces = _Pieces(is_fp8, config.bucket_bytes, 1 if is_fp8 else _MOST_BUCKETS)
+        self._first_pieces = _Pieces(is_fp8, config.bucket_bytes, 1, most_lanes)
+        self._pieces = _Pieces(is_fp8, config.bucket_bytes, 1 if is_fp8 else _MOST_BUCKETS, most_lanes)
         self._changes = _Changes(config.bucket_bytes)
         self._full_every = config.full_every
         self._since_full = 0
@@ -61,6 +64,7 @@ class _Flat:
     """SGLang's own: one piece."""
 
     most_bytes: int | None = None
+    num_lanes = 1
 
     def __init__(self, is_fp8: bool) -> None:
         self._is_fp8 = is_fp8
@@ -73,16 +77,19 @@ class _Flat:
 
 
 class _Pieces(_Flat):
-    def __init__(self, is_fp8: bool, bucket_bytes: int, most_buckets: int) -> None:
+    def __init__(self, is_fp8: bool, bucket_bytes: int, most_buckets: int, num_lanes: int) -> None:
         super().__init__(is_fp8)
         self._bucket_bytes = bucket_bytes
         self.most_bytes = most_buckets * bucket_bytes
+        self.num_lanes = num_lanes
 
     def load_format(self, bucket: StageBucket) -> str:
-        return str(PiecesFormat(bucket.piece_lengths, self._bucket_bytes))
+        return str(PiecesFormat(bucket.piece_lengths, self._bucket_bytes, self.num_lanes))
 
 
 class _Changes:
+    num_lanes = 1
+
     def __init__(self, bucket_bytes: int) -> None:
         self.most_bytes: int | None = bucket_bytes
         self._finder = ChangeFinder(torch.bfloat16)

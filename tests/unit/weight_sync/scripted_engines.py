@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, EngineRefused
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import connect_store, join_group
+from dapo_mega.weight_sync.engine_groups import Lanes, connect_store, join_group, lane_names
 from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat, tensor_specs
 
 _READER = """
@@ -121,16 +121,16 @@ class ScriptedEngine:
         self.versions.append((version, flush_cache))
 
     def _receive(self, specs, group_name, load_format):
-        group = self.groups[group_name]
         if load_format == CHANGES_FORMAT:
-            changes = ChangedWeights(group, "cpu", specs)
+            changes = ChangedWeights(self.groups[group_name], "cpu", specs)
             for spec, (name, tensor) in zip(specs, changes, strict=True):
                 self.weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
         is_flat = load_format == "flattened_bucket"
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces):
+        lanes = Lanes([self.groups[name] for name in lane_names(group_name, pieces.num_lanes)])
+        for name, tensor in ArrivingWeights(lanes, "cpu", specs, pieces):
             self.weights[name] = tensor.clone()
             time.sleep(self.load_s)
 

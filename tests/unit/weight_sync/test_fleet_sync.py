@@ -15,6 +15,7 @@ from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import StageBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.engine_groups import Lanes, most_lanes
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
 from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
@@ -52,6 +53,17 @@ class Policy:
                 pieces=iter(pieces) if most_bytes else (torch.cat(pieces),),
                 is_last=start == 4,
             )
+
+
+class Counting:
+    def __init__(self, group):
+        self._group = group
+        self.num_broadcasts = self.num_bytes = 0
+
+    def broadcast(self, tensor, root):
+        self.num_broadcasts += 1
+        self.num_bytes += tensor.nbytes
+        return self._group.broadcast(tensor, root)
 
 
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -128,9 +140,9 @@ def test_nothing_of_a_bucket_is_sent_before_all_of_the_one_before_has_come(proce
     broadcast = transport._broadcast
     sent = []
 
-    def watched(key, bucket):
+    def watched(*arguments):
         assert all(work.is_completed() for work in sent)
-        works, num_bytes = broadcast(key, bucket)
+        works, num_bytes = broadcast(*arguments)
         sent.extend(work for each in works.values() for work in each)
         return works, num_bytes
 
@@ -160,13 +172,44 @@ def test_groups_last_from_update_to_update(sync, fleet):
     assert [engine.calls.count("init") for engine in fleet.engines.values()] == [1, 1, 1]
 
 
+def test_engines_with_the_plugin_receive_through_two_groups_of_each_trainer_and_others_through_one(processes, fleet):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
+    transport = BroadcastTransport(processes, config)
+    sync = FleetWeightSync(processes, fleet, config, transport)
+    fleet.without_plugin = {URLS[0]}
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    assert {url: len(fleet.engines[url].groups) for url in URLS} == {URLS[0]: 1, URLS[1]: 2, URLS[2]: 2}
+    fleet.without_plugin = set()
+    fleet.failed(URLS[0], "started anew")
+    fleet.return_all()
+    transport._groups[URLS[1]] = lanes = [Counting(group) for group in transport._groups[URLS[1]]]
+    sync.push(policy.advance(), 2)
+    assert holders(fleet, policy) == URLS
+    assert [lane.num_broadcasts for lane in lanes] == [3, 3]
+    assert len(fleet.engines[URLS[0]].groups) == 2  # The one of before is gone.
+    sync.close()
+
+
+def test_a_broadcast_takes_the_lane_that_has_had_the_fewest_bytes():
+    groups = [Counting(SimpleNamespace(broadcast=lambda tensor, root: None)) for _ in range(3)]
+    lanes = Lanes(groups)
+    for num_bytes in (8, 2, 3, 1, 1, 1, 3):
+        lanes.broadcast(torch.zeros(num_bytes, dtype=torch.uint8), 0)
+    assert [group.num_bytes for group in groups] == [8, 7, 4]
+
+
+def test_nccl_gets_a_single_group():
+    assert most_lanes(torch.device("cuda")) == 1
+
+
 def test_engines_with_the_plugin_get_pieces_and_all_get_one_when_one_engine_has_it_not(sync, fleet):
     policy = Policy().advance()
     fleet.without_plugin = set()
     sync.push(policy, 1)
     assert holders(fleet, policy) == URLS
     assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {
-        ("dapo_mega_pieces:536870912:1,1",) * 3
+        ("dapo_mega_pieces:2:536870912:1,1",) * 3
     }
     # What needs no memory at the trainer needs none at an engine from the second update on.
     assert policy.most_bytes == 2**29
