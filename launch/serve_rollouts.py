@@ -2,7 +2,7 @@
 
     export DAPO_MEGA_API_KEY=...           # the same secret for the trainer and all engines
     python launch/serve_rollouts.py --model MODEL_FOLDER --num-engines 4 --tensor-parallel 2 --host 10.0.0.7 \\
-        --rendezvous 10.0.0.1:29600 -- --context-length 32768
+        --rendezvous 10.0.0.1:21600 -- --context-length 32768
 
 With `--rendezvous` (the trainer's rollout.fleet.rendezvous) the trainer finds the engines by itself, also after either
 starts anew; without, give it the URLs that are printed. Arguments after `--` go to SGLang as they are. An engine's

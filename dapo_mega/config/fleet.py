@@ -18,8 +18,8 @@ class FleetConfig(Section):
     rendezvous: str | None = Field(
         default=None,
         description=(
-            "host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; a port below those "
-            "that the system gives to connections (from 32768 on Linux)."
+            "host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; a port that neither "
+            "engines (22000 to 29999) nor the system (on Linux from 32768) take for themselves."
         ),
     )
     api_key_env: str = Field(

@@ -58,7 +58,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`. Raises InputError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:29600")
+        raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:21600")
     return host, int(port)
 
 
@@ -80,7 +80,8 @@ class EngineRegistry:
         except OSError as error:
             raise InputError(
                 f"rollout.fleet.rendezvous={address} cannot be listened at ({error.strerror}); give an address of "
-                "this machine and a free port, below those that the system gives to connections (from 32768 on Linux)"
+                "this machine and a free port, none that engines (22000 to 29999) or the system (on Linux from 32768) "
+                "take for themselves"
             ) from error
         self._store: TCPStore | None = TCPStore(
             host,

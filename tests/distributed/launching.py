@@ -29,11 +29,11 @@ _SETTINGS = {
 class _Ports:
     """Hands out ports of this machine, none twice, and none that another process of the same suite (pytest-xdist) does.
 
-    They lie below those that the system gives to connections of its own, one of which could take a port between the
-    moment it was found free and the moment a test listens at it.
+    They lie below those that SGLang (22000 to 29999) and the system (from 32768) take for themselves, which could be a
+    test's between the moment it was found free and the moment the test listens at it.
     """
 
-    _FIRST, _NUM_PORTS, _NUM_RANGES = 20000, 3000, 4
+    _FIRST, _NUM_PORTS, _NUM_RANGES = 10000, 3000, 4
 
     def __init__(self) -> None:
         number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

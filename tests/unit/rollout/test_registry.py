@@ -152,10 +152,10 @@ def test_an_address_that_stays_in_use_is_an_input_error(monkeypatch):
 def test_an_address_of_another_machine_is_an_input_error_at_once(monkeypatch):
     monkeypatch.setattr(registry.time, "sleep", lambda _: pytest.fail("waiting makes no address this machine's"))
     with pytest.raises(InputError, match="cannot be listened at"):
-        EngineRegistry("203.0.113.7:29600", KEY)
+        EngineRegistry("203.0.113.7:21600", KEY)
 
 
-@pytest.mark.parametrize("address", ["", "29600", "host:", ":29600", "host:0", "host:70000", "host:port"])
+@pytest.mark.parametrize("address", ["", "21600", "host:", ":21600", "host:0", "host:70000", "host:port"])
 def test_an_address_without_host_or_port_is_an_input_error(address):
     with pytest.raises(InputError, match="give host:port"):
         parse_address(address)
