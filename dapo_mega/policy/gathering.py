@@ -259,8 +259,9 @@ class WeightGatherer:
         if device.type == "cuda":
             return [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes[:2]]
         # On the CPU it is kept for the next update: touching fresh pages takes longer than filling them.
-        if sum(len(buffer) for buffer in self._kept) != len(sizes[:2]) * max(sizes, default=0):
-            self._kept = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes[:2]]
+        wanted = [max(sizes)] * min(len(sizes), 2) if sizes else []
+        if [len(buffer) for buffer in self._kept] != wanted:
+            self._kept = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in wanted]
         return self._kept
 
     def _leads(self, stage: int) -> bool:

@@ -37,7 +37,7 @@ def register() -> None:
         return
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
@@ -56,7 +56,7 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
         return ChangedWeights(groups[0], updater.device, specs)
     model = updater.get_model()
     homes = _homes.setdefault(model, Homes())
-    homes.start(model.parameters())
+    homes.keep(model.parameters())
     return ArrivingWeights(Lanes(groups), updater.device, specs, pieces, homes)
 
 
@@ -64,9 +64,9 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     success, message = load(updater, weights)
     if isinstance(weights, ArrivingWeights):
         homes = _homes[updater.get_model()]
-        if success:
-            homes.loaded()
-        elif not weights.is_broken:
+        if success and (left := homes.loaded()):
+            success, message = False, f"the model's loader no longer copies {', '.join(left)}"
+        if not success and not weights.is_broken:
             # The loader may not like tensors of ours. It gets plain ones when the trainer comes back with the weights.
             homes.close()
         weights.drain()
@@ -83,12 +83,10 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     return success, message
 
 
-def _end(end: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:
+def _end(_: None, updater: Any, **__: Any) -> None:
     model = updater.get_model()
-    homes = _homes.get(model)
-    end(updater, run_post_load=run_post_load or (homes is not None and homes.is_past_loader))
-    if homes:
-        homes.end_update(model.parameters())
+    if homes := _homes.get(model):
+        homes.keep(model.parameters())
 
 
 def _announce(state: Any, scheduler: Any, *_: Any) -> None:

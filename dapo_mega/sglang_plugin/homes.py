@@ -1,13 +1,10 @@
 """Receives weights where the engine keeps them, once it is known where that is.
 
-1. In the first update a tensor arrives in memory of its own and the model's loader copies it to its parameters. If that
-   is one copy of the whole to a place that can be received into, that place is its home from then on.
-2. In the next one it arrives there, and the loader is still given it: a copy from a place to itself is left out.
-3. If that copy was all that the loader did with it, it is not given the tensor any more. What a model derives from its
-   parameters it does after an update then, as for weights that SGLang receives past the loader (`post_load_weights`).
-   Otherwise the tensor has no home from then on.
-
-All of it begins anew for parameters whose memory or form has changed.
+In the first update a tensor arrives in memory of its own and the model's loader copies it to its parameters. Where it
+makes a single copy, of the whole to a place that can be received into, that place is the tensor's home from then on.
+The loader is still given it, for it may do more than copy; a copy from a place to itself is left out. A loader that
+does not make just this one copy of a tensor at home, for instance because it keeps an expert in another place by now,
+has failed: what it would overwrite there may be another tensor that has arrived.
 """
 
 from __future__ import annotations
@@ -28,37 +25,28 @@ class Homes:
     """Where tensors of one model are received, by name."""
 
     def __init__(self) -> None:
-        self.is_past_loader = False
-        """Whether a tensor has come since the last `end_update` that the loader has not been given."""
         self._is_closed = False
         self._forms: dict[int, set[_Form]] = {}
         self._places: dict[str, Tensor] = {}
-        self._settled: set[str] = set()
-        self._homeless: set[str] = set()
-        self._on_trial: list[_Journey] = []
+        self._trusted: set[str] = set()
+        self._journeys: list[_Journey] = []
 
     def close(self) -> None:
         """Give the model's loader plain tensors from now on, received in memory of their own."""
         self._is_closed = True
         self._places.clear()
+        self._journeys.clear()
 
-    def start(self, parameters: Iterable[Tensor]) -> None:
-        """Tensors are about to come for these parameters.
-
-        Gives up places in memory that none of them has, or has in another form than at the last call of this or of
-        `end_update`: an engine may make new parameters of those that were loaded.
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Give up places in memory that none of these has, or has in another form than when this was last called: an
+        engine may make new parameters of those that were loaded. To be called before tensors come, and when all have.
         """
         before, self._forms = self._forms, {}
         for parameter in parameters:
             self._forms.setdefault(_memory(parameter), set()).add(_form(parameter))
         kept = {memory for memory, forms in self._forms.items() if forms == before.get(memory)}
         self._places = {name: place for name, place in self._places.items() if _memory(place) in kept}
-        self._on_trial.clear()
-
-    def end_update(self, parameters: Iterable[Tensor]) -> None:
-        """All tensors have come, and these are the parameters now; see `start`."""
-        self.is_past_loader = False
-        self.start(parameters)
+        self._journeys.clear()
 
     def find(self, spec: TensorSpec) -> Tensor | None:
         """The tensor's home; None while it has none."""
@@ -73,96 +61,77 @@ class Homes:
 
     def settle(self, name: str, place: Tensor) -> None:
         """The tensor as a whole belongs here."""
-        if name in self._homeless:
-            return
-        before = self._places.get(name)
-        if before is None or _form(before) != _form(place):
-            self._settled.discard(name)
         self._places[name] = place
 
-    def arrived(self, spec: TensorSpec, content: Tensor) -> Tensor | None:
-        """What the loader is given of a tensor that has been received to `content`; None: nothing, for it is done."""
+    def arrived(self, spec: TensorSpec, content: Tensor) -> Tensor:
+        """What the loader is given of a tensor that has been received to `content`.
+
+        When it does so for the first time at home it is on trial: a loader that clears a parameter before it copies
+        would clear what has just arrived there.
+        """
         if self._is_closed:
             return content
-        if self.find(spec) is not content:
-            return Arrival.of(_Journey(spec.name, content, self, None))
-        if spec.name in self._settled:
-            self.is_past_loader = True
-            return None
-        journey = _Journey(spec.name, content, self, checksum(content))
-        self._on_trial.append(journey)
-        return Arrival.of(journey)
+        is_home = self.find(spec) is content
+        on_trial = checksum(content) if is_home and spec.name not in self._trusted else None
+        journey = _Journey(spec.name, is_home, on_trial)
+        self._journeys.append(journey)
+        return Arrival.of(content, content, journey)
 
-    def loaded(self) -> None:
-        """The loader is done with what it has been given since `start`."""
-        for journey in self._on_trial:
-            if journey.goes_home_alone:
-                self._settled.add(journey.name)
-            else:
-                self._homeless.add(journey.name)
-                self._places.pop(journey.name, None)
-        self._on_trial.clear()
+    def loaded(self) -> list[str]:
+        """The loader is done with the tensors that have come. Names of those at home that it did not copy."""
+        left = []
+        for journey in self._journeys:
+            if journey.is_home:
+                self._trusted.add(journey.name)
+                left += [] if journey.copies else [journey.name]
+            elif len(journey.copies) == 1 and journey.copies[0] is not None:
+                self.settle(journey.name, journey.copies[0])
+        self._journeys.clear()
+        return left
 
 
 @dataclass
 class _Journey:
-    """Where a tensor comes from, all of it, and what the loader does with it. At home its checksum must still be
-    `on_trial` when it is copied: a loader that clears a parameter before would clear what has just arrived there."""
+    """What a loader does with a tensor. At home its checksum must still be `on_trial` when it is copied, if given;
+    `copies` are the places that could be its home, None for a copy to any other or of a part."""
 
     name: str
-    whole: Tensor
-    homes: Homes
+    is_home: bool
     on_trial: Tensor | None
-    copies_home: list[bool] = field(default_factory=list)
-    """Of each copy made of it, whether it was one of the whole to where that is already."""
-    is_read: bool = False
-    """Whether something was computed of it."""
-
-    @property
-    def goes_home_alone(self) -> bool:
-        """Whether the loader has done nothing that is not done when the tensor has arrived."""
-        return self.copies_home == [True] and not self.is_read
-
-    def copied(self, content: Tensor, parameter: Tensor) -> None:
-        """Copy this much of it."""
-        if self.on_trial is not None and not torch.equal(checksum(self.whole), self.on_trial):
-            raise RuntimeError(f"the model's loader changes the parameter of {self.name} before it copies to it")
-        is_whole = _form(content) == _form(self.whole)
-        self.copies_home.append(is_whole and _form(parameter) == _form(self.whole))
-        if self.copies_home[-1]:
-            return
-        parameter.copy_(content)
-        if is_whole and parameter.is_contiguous() and parameter.device == content.device:
-            self.homes.settle(self.name, parameter.detach())
+    copies: list[Tensor | None] = field(default_factory=list)
 
 
 class Arrival(Wrapper):
-    """A tensor that has arrived, or a part of it."""
+    """A tensor that has arrived, the `whole`, or a part of it."""
 
+    whole: Tensor
     journey: _Journey
 
     @classmethod
-    def of(cls, journey: _Journey) -> Arrival:
-        arrival = cls.wrapping(journey.whole)
+    def of(cls, content: Tensor, whole: Tensor, journey: _Journey) -> Self:
+        arrival = cls.wrapping(content)
+        arrival.whole = whole
         arrival.journey = journey
         return arrival
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
         """See `Wrapper`."""
-        for each in (self, *others):
-            if _memory(content) != _memory(each.content):
-                each.read()
-        arrival = self.wrapping(content)
-        arrival.journey = self.journey
-        return arrival
-
-    def read(self) -> None:
-        """See `Wrapper`."""
-        self.journey.is_read = True
+        return self.of(content, self.whole, self.journey)
 
     def write_to(self, parameter: Tensor) -> None:
         """See `Wrapper`."""
-        self.journey.copied(self.content, parameter)
+        journey = self.journey
+        if journey.on_trial is not None and not torch.equal(checksum(self.whole), journey.on_trial):
+            raise RuntimeError(f"the model's loader changes the parameter of {journey.name} before it copies to it")
+        is_whole = _form(self.content) == _form(self.whole)
+        if journey.is_home:
+            if not is_whole or _form(parameter) != _form(self.whole):
+                raise RuntimeError(f"the model's loader no longer copies {journey.name} to the same place only")
+            journey.copies.append(parameter)
+            return
+        parameter.copy_(self.content)
+        can_be_home = is_whole and parameter.is_contiguous() and parameter.device == self.content.device
+        journey.copies.append(parameter.detach() if can_be_home else None)
 
 
 _Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]

@@ -29,7 +29,7 @@ class _Piece:
 
 class ArrivingWeights:
     """Tensors on their way. Iterating waits for a piece when it comes to its tensors, so that those that are there are
-    loaded while the others arrive; once only. Those that need no loading are left out."""
+    loaded while the others arrive; once only."""
 
     def __init__(
         self,
@@ -87,9 +87,7 @@ class ArrivingWeights:
         self._is_read = True
         while piece := self._next():
             for spec, tensor in zip(piece.specs, piece.tensors, strict=True):
-                given = self._homes.arrived(spec, tensor) if self._homes else tensor
-                if given is not None:
-                    yield spec.name, given
+                yield spec.name, self._homes.arrived(spec, tensor) if self._homes else tensor
             self._free_bytes += piece.new_bytes
 
     def drain(self) -> None:

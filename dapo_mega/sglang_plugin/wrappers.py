@@ -36,9 +36,6 @@ class Wrapper(Tensor):
         """Wraps what was made of this, and possibly of others."""
         raise NotImplementedError
 
-    def read(self) -> None:
-        """Something was made of it that is no tensor."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Nothing special: operations come to `__torch_dispatch__`."""
@@ -53,11 +50,6 @@ class Wrapper(Tensor):
             content = func(args[0].content, *args[1:])  # By far the most; the rest takes ten times as long.
             if type(content) is Tensor:
                 return args[0].derived(content, [])
-        wrappers = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+        first, *others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
         args, kwargs = tree_map_only(Wrapper, lambda wrapper: wrapper.content, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        if not all(isinstance(value, Tensor) for value in tree_leaves(result)):
-            for wrapper in wrappers:
-                wrapper.read()
-        first, *others = wrappers
-        return tree_map_only(Tensor, lambda tensor: first.derived(tensor, others), result)
+        return tree_map_only(Tensor, lambda tensor: first.derived(tensor, others), func(*args, **kwargs))

@@ -39,27 +39,27 @@ def sglang_python() -> Path:
     return folder / "bin" / "python"
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, **changes: Any) -> Path:
     """A random float32 Qwen2 of VOCAB_SIZE tokens (end of sequence: 1) with a character tokenizer."""
     from transformers import Qwen2Config
 
     from dapo_mega.data.tokenizer import build_character_tokenizer
 
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
-    return save_random(config, folder)
+    return save_random(Qwen2Config(**{**sizes, **changes}), folder)
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | None = API_KEY) -> tuple[int, Any]:

@@ -71,9 +71,9 @@ def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_upd
 
 
 @contextmanager
-def one_engine(folder, *options):
-    """A single engine that nobody else uses."""
-    model = tiny_model(folder / "model")
+def one_engine(folder, *options, **changes):
+    """A single engine that nobody else uses, of a model with these changes."""
+    model = tiny_model(folder / "model", **changes)
     with serving_engines(model, folder / "served", 1, *options) as launcher:
         yield SharedEngines(launcher, model, rendezvous="")
 
@@ -93,6 +93,21 @@ def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engi
     with pipeline_of(values) as pipeline:
         run(pipeline)
     assert call(split_engine.launcher.urls[0], "/model_info")[1]["weight_version"] == "3"
+
+
+def test_what_an_engine_derives_from_weights_that_it_receives_in_its_parameters_is_new_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
+    with one_engine(tmp_path / "wide", hidden_size=512, intermediate_size=1024) as engine:
+        values = fleet_values(
+            tmp_path,
+            engine,
+            num_steps=4,
+            rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
+            weight_sync={"bucket_mib": 64},
+        )
+        with pipeline_of(values) as pipeline:
+            run(pipeline)
+        assert call(engine.launcher.urls[0], "/model_info")[1]["weight_version"] == "4"
 
 
 @pytest.fixture(scope="module")

@@ -109,15 +109,16 @@ class Updater:
 
     device = "cpu"
 
-    def __init__(self):
+    def __init__(self, num_lanes=1):
         self._model = Model()
-        self._model_update_group = {"g": Group()}
+        self._num_lanes = num_lanes
+        self._model_update_group = {"g": Group(), "g-lane-1": Group()}
 
     def get_model(self):
         return self._model
 
     def request(self):
-        pieces = PiecesFormat((1,) * len(NAMES), NUM_BYTES)
+        pieces = PiecesFormat((1,) * len(NAMES), NUM_BYTES, self._num_lanes)
         dtypes = ["float32"] * len(NAMES)
         return {
             "names": NAMES,
@@ -126,6 +127,30 @@ class Updater:
             "group_name": "g",
             "load_format": str(pieces),
         }
+
+
+@pytest.mark.parametrize(("num_lanes", "begun"), [(1, [4, 0]), (2, [2, 2])])
+def test_pieces_come_through_as_many_groups_as_the_trainer_says(num_lanes, begun):
+    updater = Updater(num_lanes)
+    list(sglang_plugin._receive(None, updater, **updater.request()))
+    assert [group.begun for group in updater._model_update_group.values()] == begun
+
+
+def test_a_loader_that_fails_says_why_though_it_has_left_out_what_had_come_to_its_parameters():
+    updater = Updater()
+
+    def load(updater, weights):
+        for name, tensor in weights:
+            updater.get_model().held[name].copy_(tensor)
+        return True, ""
+
+    def fail(updater, weights):
+        list(weights)
+        return False, "no memory"
+
+    for loader, answer in ((load, (True, "")), (fail, (False, "no memory"))):
+        weights = sglang_plugin._receive(None, updater, **updater.request())
+        assert sglang_plugin._load(loader, updater, weights) == answer
 
 
 def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_tensors():
@@ -148,27 +173,32 @@ def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_
     assert kinds[1:] == [torch.Tensor] * 4
 
 
-def test_what_a_model_derives_is_derived_after_an_update_that_went_past_its_loader():
+def test_a_loader_that_leaves_out_what_has_come_to_its_parameters_fails_and_gets_plain_tensors():
     updater = Updater()
-    runs = []
+    left_out = set()
 
     def load(updater, weights):
         for name, tensor in weights:
-            updater.get_model().held[name].copy_(tensor)
+            if name not in left_out:
+                updater.get_model().held[name].copy_(tensor)
         return True, ""
 
-    def end(updater, *, run_post_load):
-        runs.append(run_post_load)
-
-    for _ in range(4):
+    def update():
         weights = sglang_plugin._receive(None, updater, **updater.request())
-        assert sglang_plugin._load(load, updater, weights) == (True, "")
-        sglang_plugin._end(end, updater, run_post_load=False)
-    assert runs == [False, False, True, True]
-    sglang_plugin._end(end, updater, run_post_load=False)  # Nothing came.
-    sglang_plugin._end(end, updater, run_post_load=True)
-    assert runs[4:] == [False, True]
-    assert updater.get_model().held["d"].unique().tolist() == [15.0]
+        answer = sglang_plugin._load(load, updater, weights)
+        sglang_plugin._end(None, updater, run_post_load=False)
+        return answer
+
+    for _ in range(3):
+        assert update() == (True, "")
+    assert updater.get_model().held["d"].unique().tolist() == [11.0]
+    updater.get_model().held["b"] = torch.zeros(SHAPE)  # As a server does that unpacks it for the update.
+    assert update() == (True, "")
+    left_out |= {"a", "c"}
+    success, message = update()
+    assert not success
+    assert message.endswith("no longer copies a, c")
+    assert update() == (True, "")
 
 
 @pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])

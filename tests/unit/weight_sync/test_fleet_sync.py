@@ -58,7 +58,11 @@ class Policy:
 class Counting:
     def __init__(self, group):
         self._group = group
-        self.num_broadcasts = self.num_bytes = 0
+        self.num_broadcasts = self.num_bytes = self.num_aborts = 0
+
+    def abort(self):
+        self.num_aborts += 1
+        self._group.abort()
 
     def broadcast(self, tensor, root):
         self.num_broadcasts += 1
@@ -188,6 +192,25 @@ def test_engines_with_the_plugin_receive_through_two_groups_of_each_trainer_and_
     assert holders(fleet, policy) == URLS
     assert [lane.num_broadcasts for lane in lanes] == [3, 3]
     assert len(fleet.engines[URLS[0]].groups) == 2  # The one of before is gone.
+    fleet.failed(URLS[1], "too slow")
+    fleet.return_all()
+    sync.push(policy, 3)
+    assert len(fleet.engines[URLS[1]].groups) == 2
+    sync.close()
+
+
+def test_all_groups_of_an_engine_that_dies_are_given_up(processes, fleet):
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
+    transport = BroadcastTransport(processes, config)
+    sync = FleetWeightSync(processes, fleet, config, transport)
+    fleet.without_plugin = set()
+    policy = Policy().advance()
+    sync.push(policy, 1)
+    transport._groups[URLS[1]] = lanes = [Counting(group) for group in transport._groups[URLS[1]]]
+    fleet.engines[URLS[1]].faults["update", 1] = "die"
+    sync.push(policy.advance(), 2)
+    assert holders(fleet, policy) == [URLS[0], URLS[2]]
+    assert [lane.num_aborts for lane in lanes] == [1, 1]
     sync.close()
 
 

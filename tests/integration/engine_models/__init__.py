@@ -1,0 +1,1 @@
+"""Models that SGLang serves in tests only (SGLANG_EXTERNAL_MODEL_PACKAGE)."""
