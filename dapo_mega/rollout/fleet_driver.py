@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.1
+_ABORT_EVERY_S = 0.1
+_ABORT_TIMEOUT_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _REGISTRATION_GRACE_S = 30.0
 _ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
@@ -212,9 +214,18 @@ class FleetDriver:
             await self._dispatcher.drain()
             return
         limit_s = min(sync.timeout_s, self._fleet.hung_after_s)
-        await self._call(self._targets(urls), lambda client: client.pause(sync.pause), limit_s)
         if sync.pause == "abort":
-            await self._dispatcher.take_back()
+            await self._take_back(urls, limit_s)
+        await self._call(self._targets(urls), lambda client: client.pause(sync.pause), limit_s)
+
+    async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
+        """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing
+        would do it too, but looks only once a second whether all have ended, and keeps calls that come meanwhile."""
+        returning = asyncio.create_task(self._dispatcher.take_back(limit_s))
+        while not returning.done():
+            await self._call(self._targets(urls), lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
+            await asyncio.wait([returning], timeout=_ABORT_EVERY_S)
+        await returning
 
     def release(self, targets: Sequence[SyncTarget]) -> None:
         """Undo `hold`."""

@@ -3,6 +3,7 @@
 The engines are scripted servers; tests/integration has real ones.
 """
 
+import asyncio
 import time
 
 import numpy as np
@@ -302,6 +303,28 @@ def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause
         assert [version for version, _ in answer.version_spans] == [0, 1]
         assert answer.version_spans[-1][1] == len(answer.token_ids) == 60
         assert answer.weight_version == 0
+
+
+def test_a_call_that_comes_while_others_are_aborted_does_not_keep_the_update_waiting(servers, drive):
+    group = servers(1, tokens_per_s=50)
+    (engine,) = group.engines
+    begin = engine._stream
+
+    async def begin_late(request, batch):
+        await asyncio.sleep(0.5)
+        return await begin(request, batch)
+
+    engine._stream = begin_late
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"})
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=60))
+    wait_until(lambda: engine.calls["/generate"] == 1)
+    assert engine.in_flight == 0
+    started = time.monotonic()
+    give_weights(driver, 1)
+    assert time.monotonic() - started < 3.0
+    assert driver.pop_metrics()["rollout/requests_taken_back"] == 4
+    assert {len(answer.token_ids) for answer in answers(driver, 4)} == {60}
 
 
 def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(servers, drive, caplog):
