@@ -214,9 +214,11 @@ class FleetDriver:
             await self._dispatcher.drain()
             return
         limit_s = min(sync.timeout_s, self._fleet.hung_after_s)
-        if sync.pause == "abort":
+        mode = sync.pause
+        if mode == "abort":
             await self._take_back(urls, limit_s)
-        await self._call(self._targets(urls), lambda client: client.pause(sync.pause), limit_s)
+            mode = "retract"  # There is nothing left, and SGLang's own `abort` takes a second to see that.
+        await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
 
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
         """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing

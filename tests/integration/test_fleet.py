@@ -124,7 +124,7 @@ def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request,
         tmp_path,
         engines,
         num_steps=4,
-        rollout={"partial": True, "max_response_tokens": 200, "fleet": {"min_engines": len(engines.launcher.urls)}},
+        rollout={"partial": True, "max_response_tokens": 400, "fleet": {"min_engines": len(engines.launcher.urls)}},
         batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
         weight_sync={"in_flight": "continue", "pause": pause},
     )
