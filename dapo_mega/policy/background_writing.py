@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import MutableMapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
+
+from dapo_mega.policy.checkpoint_folders import checksum
 
 
 class BackgroundWriting(AsyncCallsQueue):
@@ -33,11 +36,12 @@ def keep_results_in_process() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def from_snapshot(request: AsyncRequest, live: Set[int]) -> AsyncRequest:
+def from_snapshot(request: AsyncRequest, live: Set[int], checksums: MutableMapping[str, int]) -> AsyncRequest:
     """The request with its data copied to host memory and its files written without further processes.
 
-    `live` are the addresses of the storages that the data was taken from. Megatron copies what lies on a GPU or is a
-    view; other tensors in host memory it would write as they are by then.
+    The checksum of each file goes into `checksums`, by its name, when it is on disk. `live` are the addresses of the
+    storages that the data was taken from. Megatron copies what lies on a GPU or is a view; other tensors in host memory
+    it would write as they are by then.
     """
     if request.async_fn is None:
         return request
@@ -49,7 +53,7 @@ def from_snapshot(request: AsyncRequest, live: Set[int]) -> AsyncRequest:
         for path, key, (blobs, tensors) in staged
     ]
     return request._replace(
-        async_fn=functools.partial(_write, transforms, snapshot, results), async_fn_args=(), preload_fn=None
+        async_fn=functools.partial(_write, transforms, snapshot, results, checksums), async_fn_args=(), preload_fn=None
     )
 
 
@@ -57,13 +61,21 @@ def _copied(tensor: torch.Tensor, live: Set[int]) -> torch.Tensor:
     return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
 
-def _write(transforms: list[Any], buckets: Sequence[WriteBucket], results: queue.Queue[Any]) -> None:
-    """What Megatron's `write_preloaded_data_multiproc` does, one file after the other."""
+def _write(
+    transforms: list[Any],
+    buckets: Sequence[WriteBucket],
+    results: queue.Queue[Any],
+    checksums: MutableMapping[str, int],
+) -> None:
+    """What Megatron's `write_preloaded_data_multiproc` does, one file after the other, and their checksums."""
     reports: queue.Queue[Any] = queue.Queue()
     unfinished: queue.Queue[int] = queue.Queue()
     for number, bucket in enumerate(buckets):
         unfinished.put(number)
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, reports, unfinished, use_fsync=True)
+        file = Path(bucket[0])
+        if file.is_file():
+            checksums[file.name] = checksum(file)
     written = dict(reports.get() for _ in buckets)
     failure = next((report for report in written.values() if isinstance(report, Exception)), None)
     results.put(failure or written)

@@ -1,8 +1,8 @@
 """The folders of a run's checkpoints: which is the newest complete one, and which may go.
 
-A checkpoint is written into `.step_N.partial`. When everything else is on disk, `manifest.json` with the name and size
-of every file is added, the folder is renamed to `step_N`, the file `latest` is replaced, and old checkpoints go. A
-crash at any moment leaves the checkpoints before as they were.
+A checkpoint is written into `.step_N.partial`. When everything else is on disk, `manifest.json` with the name, size and
+checksum of every file is added, the folder is renamed to `step_N`, the file `latest` is replaced, and old checkpoints
+go. A crash at any moment leaves the checkpoints before as they were.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_mega.files import replace_file
@@ -18,6 +20,15 @@ from dapo_mega.files import replace_file
 _STEP = re.compile(r"step_(\d+)")
 MANIFEST_FILE = "manifest.json"
 _LATEST = "latest"
+_PIECE_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file; checkpoints of older versions have no checksums. `crc32` is zlib's."""
+
+    size: int
+    crc32: int | None = None
 
 
 class CheckpointFolders:
@@ -46,6 +57,15 @@ class CheckpointFolders:
             sentences.append(f"{self.root / _LATEST} names {named}, which does not exist")
         return sentences
 
+    def complete_ones(self) -> list[Path]:
+        """The folders whose files are all there with their sizes, the newest first. Their contents are not read."""
+        return list(self._complete())
+
+    def discard_partials(self) -> None:
+        """Remove what killed runs left of checkpoints that they were writing; no other run may be writing."""
+        for partial in self.root.glob(".step_*.partial"):
+            shutil.rmtree(partial)
+
     def partial(self, step: int) -> Path:
         """The folder that the checkpoint of `step` is written into."""
         return self.root / f".{_name(step)}.partial"
@@ -59,25 +79,29 @@ class CheckpointFolders:
         """Remove what was written of the checkpoint of `step`."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def complete(self, step: int) -> None:
-        """Give the checkpoint of `step` its name, all its files being on disk, and remove those no longer kept."""
+    def complete(self, step: int, checksums: Mapping[str, int] | None = None) -> None:
+        """Give the checkpoint of `step` its name, all its files being on disk, and remove those no longer kept.
+
+        `checksums` are those of files that whoever wrote them has read again, by name; the others are read here.
+        """
         partial = self.partial(step)
-        write_manifest(partial)
+        write_manifest(partial, checksums)
         final = self.root / _name(step)
-        if final.exists():
-            shutil.rmtree(final)
+        _make_way(final)
         partial.rename(final)
-        replace_file(self.root / _LATEST, final.name)
+        latest = self.root / _LATEST
+        if latest.is_dir():
+            _make_way(latest)
+        replace_file(latest, final.name)
         self._rotate()
 
     def _rotate(self) -> None:
         last = [folder for folder, _ in zip(self._complete(), range(self._keep_last), strict=False)]
         for folder in self._steps():
-            is_kept = self._keep_every is not None and _step_of(folder) % self._keep_every == 0
+            is_kept = self._keep_every is not None and step_of(folder) % self._keep_every == 0
             if folder < last[-1] and not is_kept:
                 shutil.rmtree(folder)
-        for partial in self.root.glob(".step_*.partial"):
-            shutil.rmtree(partial)
+        self.discard_partials()
 
     def _complete(self) -> Iterator[Path]:
         """Complete checkpoints, the newest first."""
@@ -89,36 +113,94 @@ class CheckpointFolders:
         return sorted(found)
 
     def _named_latest(self) -> str | None:
-        file = self.root / _LATEST
-        return file.read_text().strip() if file.is_file() else None
+        try:
+            return (self.root / _LATEST).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
 
 
-def write_manifest(folder: Path) -> None:
-    """List what is in the folder of a checkpoint, whose other files are all on disk."""
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
-    replace_file(folder / MANIFEST_FILE, json.dumps(sizes, indent=1))
+def write_manifest(folder: Path, checksums: Mapping[str, int] | None = None) -> None:
+    """List what is in the folder of a checkpoint, whose other files are all on disk. `checksums` as in `complete`."""
+    known = checksums or {}
+    files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    records = {
+        name: {"size": file.stat().st_size, "crc32": known[name] if name in known else checksum(file)}
+        for name, file in files.items()
+    }
+    replace_file(folder / MANIFEST_FILE, json.dumps(records, indent=1))
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file, as zlib computes it."""
+    value = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def find_damage(folder: Path) -> str | None:
     """Why the folder is not a complete checkpoint; None where every file has the size it was written with."""
     try:
-        sizes = json.loads((folder / MANIFEST_FILE).read_text())
+        records = read_manifest(folder)
     except FileNotFoundError:
         return f"{MANIFEST_FILE} is missing"
-    except ValueError:
+    except json.JSONDecodeError:
         return f"{MANIFEST_FILE} is cut off"
-    for name, size in sizes.items():
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{MANIFEST_FILE} {error}"
+    for name, record in records.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} of {size} bytes"
+        if file.stat().st_size != record.size:
+            return f"{name} has {file.stat().st_size} of {record.size} bytes"
     return None
+
+
+def find_changed_bytes(folder: Path, names: Sequence[str]) -> str | None:
+    """Which of these files of a complete checkpoint does not hold what was written; None where all do, as far as there
+    are checksums. Reads the files whole."""
+    records = read_manifest(folder)
+    for name in names:
+        expected = records[name].crc32
+        try:
+            if expected is not None and checksum(folder / name) != expected:
+                return f"{name} holds other bytes than were written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """What the manifest says, by file name. Raises OSError, and ValueError for what no checkpoint's manifest is."""
+    content = json.loads((folder / MANIFEST_FILE).read_text())
+    if not isinstance(content, dict) or not content:
+        raise ValueError("lists no files")
+    return {name: _file_record(name, values) for name, values in content.items()}
+
+
+def _file_record(name: str, values: object) -> FileRecord:
+    if type(values) is int:
+        return FileRecord(values)
+    match values:
+        case {"size": int(size), "crc32": int(crc32)}:
+            return FileRecord(size, crc32)
+    raise ValueError(f"says of {name} neither size nor checksum")
+
+
+def _make_way(path: Path) -> None:
+    """Remove what stands where a folder is to be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """The step that the folder of a checkpoint is named after."""
     return int(folder.name.removeprefix("step_"))

@@ -6,9 +6,12 @@ processes together at the end of a later step; see `checkpoint_folders` for what
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
+import platform
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +34,23 @@ from dapo_mega.files import replace_file
 from dapo_mega.handover import leaving_together
 from dapo_mega.models.hf_writer import copy_companions
 from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
-from dapo_mega.policy.checkpoint_folders import CheckpointFolders
+from dapo_mega.policy.checkpoint_folders import (
+    MANIFEST_FILE,
+    CheckpointFolders,
+    find_changed_bytes,
+    read_manifest,
+)
 from dapo_mega.policy.megatron_files import write_vocabulary
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
+from dapo_mega.policy.processes import Processes
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 # The optimizer's shards are stored per parameter, so that any TP x PP x DP can read them.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+_FULL_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,9 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._writing = BackgroundWriting()
         self._unfinished_step: int | None = None
+        self._checksums: dict[str, int] = {}
+        self.last_step: int | None = None
+        """The step that was saved or loaded last."""
 
     @classmethod
     def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
@@ -81,6 +95,27 @@ class CheckpointStore:
         """A sentence for each damaged checkpoint that is newer than `latest()`. Local: reads only."""
         return self._folders.skipped()
 
+    def newest_intact(self, processes: Processes) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose files hold what was written, and a sentence for each that is passed over.
+
+        The processes share the reading among them; all see the same result. Removes what killed runs left of
+        checkpoints in writing: the run's lock must be held. Raises InputError, on all processes, where they see
+        different files.
+        """
+        found: list[Any] = [None, None]
+        with leaving_together(processes.control):
+            if processes.rank == 0:
+                self._folders.discard_partials()
+                found = [self._folders.complete_ones(), self._folders.skipped()]
+        dist.broadcast_object_list(found, src=0, group=processes.control)
+        folders, skipped = found
+        for folder in folders:
+            damage = _find_changed_bytes(folder, processes)
+            if damage is None:
+                return folder, skipped
+            skipped.append(f"skipping the damaged checkpoint {folder} ({damage})")
+        return None, skipped
+
     def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
         """Write `step_{step}`; `state` is asked on rank 0 only. Saving asynchronously, this returns when everything is
         copied and the policy may change; `finish` completes the checkpoint. Raises InputError when the disk refuses.
@@ -93,10 +128,13 @@ class CheckpointStore:
             failure = _attempt(lambda: self._folders.begin(step))
         self._check(policy, failure, step)
         failure = _attempt(lambda: self._write_megatron(policy, partial))
-        if policy.processes.rank == 0 and failure is None:
+        if failure is not None:
+            # The others may be in collectives of Megatron's: they learn of it when this process leaves.
+            raise self._refusal(policy, failure, step)
+        if policy.processes.rank == 0:
             failure = _attempt(lambda: _write_beside(partial, policy, state(), rng))
         self._check(policy, failure, step)
-        self._unfinished_step = step
+        self._unfinished_step = self.last_step = step
         if not self._asynchronous:
             self.finish(policy)
 
@@ -110,9 +148,9 @@ class CheckpointStore:
         if failure is None and self._writing.get_num_unfinalized_calls():
             return
         self._unfinished_step = None
-        self._check(policy, failure, step)
+        checksums = self._check(policy, failure, step)
         if policy.processes.rank == 0:
-            failure = _attempt(lambda: self._folders.complete(step))
+            failure = _attempt(lambda: self._folders.complete(step, checksums))
         self._check(policy, failure, step)
 
     def _write_megatron(self, policy: MegatronPolicy, folder: Path) -> None:
@@ -121,7 +159,9 @@ class CheckpointStore:
         live = _storages(content)
         keep_results_in_process()
         request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
-        self._writing.schedule_async_request(from_snapshot(request, live if self._asynchronous else frozenset()))
+        live = live if self._asynchronous else frozenset()
+        self._checksums = {}
+        self._writing.schedule_async_request(from_snapshot(request, live, self._checksums))
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
@@ -153,21 +193,47 @@ class CheckpointStore:
         _separate_adam_steps(policy)
         policy.scheduler.load_state_dict(loaded["scheduler"])
         _restore_rng(policy, arrays)
+        self.last_step = values["step"]
         return LoopState(values.pop("step"), values, arrays)
 
-    def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> None:
-        """Leave together when any process failed; what was written goes, earlier checkpoints stay."""
-        failures: list[Any] = [None] * policy.processes.world_size
-        dist.all_gather_object(failures, failure, group=policy.processes.control)
-        reason = next((f for f in failures if f), None)
-        if reason is None:
-            return
+    def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> dict[str, int]:
+        """Leave together when any process failed; what was written goes, earlier checkpoints stay. Returns the
+        checksums of all processes' files."""
+        outcomes: list[Any] = [None] * policy.processes.world_size
+        dist.all_gather_object(outcomes, (failure, self._checksums), group=policy.processes.control)
+        reason = next((failure for failure, _ in outcomes if failure), None)
+        if reason is not None:
+            raise self._refusal(policy, reason, step)
+        return {name: value for _, checksums in outcomes for name, value in checksums.items()}
+
+    def _refusal(self, policy: MegatronPolicy, reason: str, step: int) -> InputError:
+        if self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES:
+            reason = f"{os.strerror(errno.ENOSPC)}: {reason}"  # Writers of files in C++ do not say so.
         if policy.processes.rank == 0:
             self._folders.discard(step)
-        raise InputError(
+        return InputError(
             f"cannot write the checkpoint step_{step:08d} under {self.root} ({reason}); earlier checkpoints "
             f"are intact: free space or fix the permissions and start the same command again"
         )
+
+
+def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
+    """Collective; see `find_changed_bytes`. Large files are spread evenly."""
+    with leaving_together(processes.control):
+        if not folder.is_dir():
+            raise InputError(
+                f"process {processes.rank} on {platform.node()} does not see the checkpoint {folder}, which process 0 "
+                f"does; output_dir must be on a file system that all machines share"
+            )
+    try:
+        records = read_manifest(folder)
+        names = sorted(records, key=lambda name: records[name].size, reverse=True)
+        damage = find_changed_bytes(folder, names[processes.rank :: processes.world_size])
+    except (OSError, ValueError) as error:
+        damage = f"{MANIFEST_FILE} {_one_line(error)}"
+    damages: list[Any] = [None] * processes.world_size
+    dist.all_gather_object(damages, damage, group=processes.control)
+    return next((damage for damage in damages if damage), None)
 
 
 def _allocate_adam_state(policy: MegatronPolicy) -> None:

@@ -1,20 +1,25 @@
 """Only complete checkpoints count, and rotation keeps what it should."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from dapo_mega.policy.checkpoint_folders import CheckpointFolders
+from dapo_mega.policy.checkpoint_folders import CheckpointFolders, find_changed_bytes, read_manifest
+
+
+def begin(folders, step):
+    folders.begin(step)
+    partial = folders.partial(step)
+    (partial / "loop.json").write_text(f'{{"step": {step}}}')
+    (partial / "__0_0.distcp").write_bytes(b"x" * 100)
 
 
 def write(folders, *steps):
     for step in steps:
-        folders.begin(step)
-        partial = folders.partial(step)
-        (partial / "loop.json").write_text(f'{{"step": {step}}}')
-        (partial / "__0_0.distcp").write_bytes(b"x" * 100)
+        begin(folders, step)
         folders.complete(step)
 
 
@@ -49,6 +54,12 @@ DAMAGES = {
     "loop.json is missing": lambda folder: (folder / "loop.json").unlink(),
     "manifest.json is cut off": lambda folder: cut(folder / "manifest.json"),
     "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest.json lists no files": lambda folder: (folder / "manifest.json").write_text("[1]"),
+    "manifest.json lists no files ": lambda folder: (folder / "manifest.json").write_text("null"),
+    "manifest.json lists no files  ": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "manifest.json says of loop.json": lambda folder: (folder / "manifest.json").write_text('{"loop.json": [3]}'),
+    "manifest.json": lambda folder: (folder / "manifest.json").write_bytes(b"\xff" * 9),
+    "manifest.json maximum recursion": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
 }
 
 
@@ -60,7 +71,45 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_reason(tmp_path, problem):
     assert folders.newest().name == "step_00000004"
     (sentence,) = folders.skipped()
     assert "step_00000006" in sentence
-    assert problem in sentence
+    assert problem.strip() in sentence
+
+
+def test_changed_bytes_are_found_by_checksum(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=3, keep_every=None)
+    write(folders, 2)
+    file = tmp_path / "step_00000002" / "__0_0.distcp"
+    file.write_bytes(b"x" * 50 + b"y" + b"x" * 49)
+    assert folders.newest().name == "step_00000002"
+    names = list(read_manifest(file.parent))
+    assert "__0_0.distcp holds other bytes" in find_changed_bytes(file.parent, names)
+    assert find_changed_bytes(file.parent, ["loop.json"]) is None
+    file.write_bytes(b"x" * 100)
+    assert find_changed_bytes(file.parent, names) is None
+
+
+def test_a_checkpoint_without_checksums_counts_as_it_did(tmp_path):
+    folders = CheckpointFolders(tmp_path, keep_last=3, keep_every=None)
+    write(folders, 2)
+    folder = tmp_path / "step_00000002"
+    sizes = {name: record.size for name, record in read_manifest(folder).items()}
+    (folder / "manifest.json").write_text(json.dumps(sizes, indent=1))
+    assert folders.newest() == folder
+    assert find_changed_bytes(folder, list(sizes)) is None
+
+
+@pytest.mark.parametrize("name", ["latest", "step_00000004"])
+def test_what_stands_in_the_way_is_replaced(tmp_path, name):
+    folders = CheckpointFolders(tmp_path, keep_last=3, keep_every=None)
+    write(folders, 2)
+    if name == "latest":
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("a file")
+    assert folders.newest().name == "step_00000002"
+    write(folders, 4)
+    assert folders.newest().name == "step_00000004"
+    assert (tmp_path / "latest").read_text() == "step_00000004"
 
 
 def test_rotation_counts_complete_checkpoints_only(tmp_path):
@@ -103,7 +152,7 @@ def test_latest_naming_a_missing_folder_is_told_and_the_newest_there_is_taken(tm
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch, crash_before, newest):
     folders = CheckpointFolders(tmp_path, keep_last=1, keep_every=None)
     write(folders, 1)
-    folders.begin(2)
+    begin(folders, 2)
     operations = iter(["manifest", "rename", "latest", "removal"])
 
     def crashing(function):
