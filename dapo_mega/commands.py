@@ -1,47 +1,100 @@
-"""What every command line of the project shares: one-line errors, quiet libraries, logging."""
+"""What every command line of the project shares: one-line errors, exit statuses, quiet libraries, logging."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import subprocess
 import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
-from dapo_mega.errors import FleetError, InputError, StarvedError
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 
+EXIT_FAULT = 1
 EXIT_INPUT_ERROR = 2
 EXIT_STARVED = 3
 EXIT_FLEET = 4
+EXIT_CONTINUE = 75
+"""The run stopped before its end and the same command continues it; EX_TEMPFAIL of sysexits.h."""
+
+LAUNCHER = os.getppid()
+"""The process that started this one, which is torchrun's where RANK is set by it."""
+
+_before_leaving: list[Callable[[str, int], None]] = []
+_leaving = threading.Lock()
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Run `main`; a mistake of the user's becomes one line on standard error and a non-zero exit status.
 
-    Under torchrun one process of each machine speaks: a file may be missing on one machine only.
+    Where torchrun started several processes, one of each machine speaks, and the line is repeated when torchrun has
+    written its own report, so that it is the last one on the screen. torchrun's own exit status is 1 whatever that of
+    its processes is.
     """
     try:
         main()
     except InputError as error:
-        _fail(str(error), EXIT_INPUT_ERROR)
+        leave(str(error), EXIT_INPUT_ERROR)
     except StarvedError as error:
-        _fail(str(error), EXIT_STARVED)
+        leave(str(error), EXIT_STARVED)
     except FleetError as error:
-        _fail(str(error), EXIT_FLEET)
+        leave(str(error), EXIT_FLEET)
+    except StopRequested as error:
+        leave(str(error), EXIT_CONTINUE)
     except OSError as error:
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+            _fail_by_fault(error)
         where = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
-        _fail(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)
+        leave(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)
     except KeyboardInterrupt:
-        _fail("interrupted; start the same command again to continue", 130)
+        leave("interrupted; start the same command again to continue", 130)
+    except Exception as error:
+        _fail_by_fault(error)
+
+
+def before_leaving(action: Callable[[str, int], None]) -> None:
+    """Have `leave` call `action` with its message and status, in the thread that leaves. It must not raise."""
+    _before_leaving.append(action)
+
+
+def forget_before_leaving(action: Callable[[str, int], None]) -> None:
+    """Undo `before_leaving`."""
+    _before_leaving.remove(action)
+
+
+def leave(message: str, status: int) -> None:
+    """End this process at once, from any thread, with one line that says why.
+
+    Other processes may wait in a collective that this one will never join, so groups are not torn down.
+    """
+    if not _leaving.acquire(blocking=False):
+        threading.Event().wait()  # Another thread is leaving already.
+    line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {' '.join(message.split())}"
+    if _speaks_for_machine():
+        sys.stdout.flush()
+        print(line, file=sys.stderr, flush=True)
+        _repeat_after_launcher(line)
+    for action in _before_leaving:
+        action(message, status)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def is_rank_zero() -> bool:
     """Whether this process speaks for the run, as torchrun numbers them."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_started_by_torchrun() -> bool:
+    """Whether torchrun started this process and watches over it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def say(text: str) -> None:
@@ -50,19 +103,81 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def _fail(message: str, status: int) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stdout.flush()
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    # Other processes may wait in a collective that this one will never join: leave without tearing groups down.
-    sys.stderr.flush()
-    os._exit(status)
+def _fail_by_fault(error: Exception) -> None:
+    """A fault of the program keeps its traceback; where there are other processes, they end with it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise error
+    if isinstance(error, RuntimeError):
+        time.sleep(_PEER_PATIENCE_S)  # A broken connection: the process that broke it says why, and ends this one.
+    traceback.print_exception(error)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    leave(f"{type(error).__name__}: {first_line}; see the traceback above, or in this process's log", EXIT_FAULT)
+
+
+_PEER_PATIENCE_S = 3.0
+
+
+def _speaks_for_machine() -> bool:
+    """Whether this process prints for its machine: the first that leaves does, as torchrun ends the others then."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        # .../attempt_0/LOCAL_RANK/error.json: the folder of the attempt is shared by the machine's processes.
+        os.close(os.open(Path(error_file).parents[1] / "dapo_mega_spoke", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    return True
+
+
+# Runs apart, as torchrun ends its processes with their children. torchrun closes its store, if it is the one that keeps
+# it, when it has reported and before it ends; a process that has ended may stay as a zombie.
+_REPEAT = """
+import select, socket, sys, time
+pid, line, *store = sys.argv[1:]
+try:
+    connection = socket.create_connection((store[0], int(store[1])), timeout=1) if store else None
+except (OSError, ValueError):
+    connection = None
+for _ in range(9000):
+    if connection and select.select([connection], [], [], 0)[0]:
+        time.sleep(0.05)
+        break
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] in "ZX":
+                break
+    except OSError:
+        break
+    time.sleep(0.01)
+else:
+    sys.exit()
+print(line, file=sys.stderr, flush=True)
+"""
+
+
+def _repeat_after_launcher(line: str) -> None:
+    """Print the line once more when torchrun, which reports over some 30 lines after its processes, has done so."""
+    environment = os.environ
+    if not is_started_by_torchrun() or os.getppid() != LAUNCHER:
+        return
+    keeps_store = environment.get("GROUP_RANK") == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = [environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")] if keeps_store else []
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _REPEAT, str(LAUNCHER), line, *store],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def quiet_libraries() -> None:
     """Silence warnings about optional GPU libraries; keep ours. Call before heavy imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)(\.|$)")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("dapo_mega").setLevel(logging.INFO if is_rank_zero() else logging.ERROR)

@@ -14,3 +14,7 @@ class StarvedError(RuntimeError):
 
 class FleetError(RuntimeError):
     """The rollout engines cannot go on: too few for too long, or they do not compute what the run needs."""
+
+
+class StopRequested(RuntimeError):
+    """The run was asked to stop (SIGTERM) and can be continued by the same command."""

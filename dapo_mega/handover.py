@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.errors import FleetError, InputError, StarvedError
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.packing import SampleColumns
 
 _DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.int64, np.float32)
@@ -197,7 +197,7 @@ def leaving_together(group: dist.ProcessGroup) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except (InputError, StarvedError, FleetError, OSError) as caught:
+    except (InputError, StarvedError, FleetError, StopRequested, OSError) as caught:
         error = caught
     found: list[Exception | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, error, group=group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from dapo_mega.config import RunConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
-from dapo_mega.errors import InputError
+from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation import Evaluator
 from dapo_mega.files import replace_file
 from dapo_mega.group_state import dataset_fingerprint
@@ -25,7 +25,7 @@ from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.layer_specs import check_compute
 from dapo_mega.policy.megatron_policy import MegatronPolicy, ScoringModel
-from dapo_mega.policy.processes import start_processes
+from dapo_mega.policy.processes import Processes, start_processes
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.engine import RolloutFleet
@@ -38,20 +38,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class RunInputs:
+    """What a run reads before anything starts."""
+
+    tokenizer: Any
+    train_prompts: PromptDataset
+    evaluation_prompts: PromptDataset | None
+
+
+@dataclass
 class Driver:
-    """What only rank 0 has: the side that talks to data, rewards, disk and screen."""
+    """What only rank 0 has: the side that talks to data, rewards, disk and screen. `writer` is opened when training
+    begins, as that removes what an earlier run recorded of the steps to come."""
 
     collector: Collector
     evaluator: Evaluator | None
     verifier: AnswerVerifier
-    writer: MetricsWriter
     progress: ProgressDisplay
     dataset_fingerprint: str
+    writer: MetricsWriter | None = None
 
 
 @dataclass
 class Pipeline:
-    """Everything a run is made of. `driver` is None except on rank 0."""
+    """Everything a run is made of. `driver` is None except on rank 0. `unrecorded` is what the last step measured,
+    until it is recorded; `stop_requested` says whether the run is to end before its last step."""
 
     config: RunConfig
     policy: MegatronPolicy
@@ -60,17 +71,14 @@ class Pipeline:
     weight_sync: WeightSync
     store: CheckpointStore
     driver: Driver | None
+    stop_requested: Callable[[], bool]
     step: int = 0
+    unrecorded: dict[str, float] | None = None
     timers: StageTimers = field(default_factory=StageTimers)
 
 
-def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
-    """Start processes, load the model and everything around it. `start_step` is the last completed step.
-
-    Bad input is found on every process before the model is built, so that all leave with the same error.
-    """
-    if config.threads_per_process:
-        torch.set_num_threads(config.threads_per_process)
+def read_inputs(config: RunConfig) -> RunInputs:
+    """Read what the run needs, on every process. Raises InputError, before any process waits for another."""
     tokenizer = load_tokenizer(config.model.path)
     train_prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
     evaluation_prompts = None
@@ -81,7 +89,25 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
-    processes = start_processes(config.parallel, config.seed)
+    return RunInputs(tokenizer, train_prompts, evaluation_prompts)
+
+
+def build_pipeline(
+    config: RunConfig,
+    start_step: int = 0,
+    *,
+    inputs: RunInputs | None = None,
+    processes: Processes | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Pipeline:
+    """Load the model and build everything around it. `start_step` is the last completed step.
+
+    Inputs that are not given are read here, and processes that are not given join each other here.
+    """
+    inputs = inputs or read_inputs(config)
+    processes = processes or start_processes(config.parallel, config.seed)
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -95,11 +121,16 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
     reference = None
     if config.algorithm.kl.coefficient > 0:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
-    rollouts = start_rollouts(config, policy)
+
+    def check_stop() -> None:
+        if stop_requested():
+            raise StopRequested("the run was asked to stop")
+
+    rollouts = start_rollouts(config, policy, check_stop)
     driver = None
     with leaving_together(processes.control):
         if processes.rank == 0:
-            driver = _driver(config, rollouts, tokenizer, train_prompts, evaluation_prompts, start_step)
+            driver = _driver(config, rollouts, inputs, start_step)
     pipeline = Pipeline(
         config=config,
         policy=policy,
@@ -108,6 +139,7 @@ def build_pipeline(config: RunConfig, start_step: int) -> Pipeline:
         weight_sync=rollouts.weight_sync,
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         driver=driver,
+        stop_requested=stop_requested,
     )
     rollouts.fleet.on_stale_engines(lambda: rollouts.weight_sync.push_to_stale(policy, pipeline.step))
     return pipeline
@@ -127,11 +159,10 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
 def _driver(
     config: RunConfig,
     rollouts: Rollouts,
-    tokenizer: Any,
-    train_prompts: PromptDataset,
-    evaluation_prompts: PromptDataset | None,
+    inputs: RunInputs,
     start_step: int,
 ) -> Driver:
+    tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
     verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
     decode = decoder(tokenizer)
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
@@ -147,10 +178,6 @@ def _driver(
             max_response_tokens=config.rollout.max_response_tokens,
             seed=config.seed,
         )
-    try:
-        writer = MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0)
-    except ValueError as error:
-        raise InputError(f"{error}; move the file away, or give another output_dir") from error
     for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
         if dataset:
             logger.info(
@@ -172,10 +199,17 @@ def _driver(
         ),
         evaluator=evaluator,
         verifier=verifier,
-        writer=writer,
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
     )
+
+
+def open_writer(config: RunConfig, start_step: int) -> MetricsWriter:
+    """The record of the steps after `start_step`. Raises InputError where the file of earlier ones is unreadable."""
+    try:
+        return MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0)
+    except ValueError as error:
+        raise InputError(f"{error}; move the file away, or give another output_dir") from error
 
 
 def decoder(tokenizer: Any) -> Decode:

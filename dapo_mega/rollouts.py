@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,28 +28,32 @@ class Rollouts:
     streaming_engine: StreamingEngine | None = None
 
 
-def start_rollouts(config: RunConfig, policy: MegatronPolicy) -> Rollouts:
-    """What generates in this run, on every process.
+def start_rollouts(config: RunConfig, policy: MegatronPolicy, check_stop: Callable[[], None]) -> Rollouts:
+    """What generates in this run, on every process. `check_stop` raises StopRequested when the run is to stop.
 
     Raises InputError, on all processes, for a missing API key or a rendezvous that cannot be listened on.
     """
     if config.rollout.placement == "embedded":
-        return _embedded(config, policy.processes)
-    return _fleet(config, policy)
+        return _embedded(config, policy.processes, check_stop)
+    return _fleet(config, policy, check_stop)
 
 
-def _embedded(config: RunConfig, processes: Processes) -> Rollouts:
+def _embedded(config: RunConfig, processes: Processes, check_stop: Callable[[], None]) -> Rollouts:
     engine = None
     if processes.is_leader:
         dtype = torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32
         engine = EmbeddedEngine.from_config(
-            config.model.path, dtype, max_batch_rows=config.rollout.max_batch_rows, device=processes.device
+            config.model.path,
+            dtype,
+            max_batch_rows=config.rollout.max_batch_rows,
+            device=processes.device,
+            check_stop=check_stop,
         )
     fleet = EmbeddedFleet(processes, engine)
     return Rollouts(fleet, EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib))
 
 
-def _fleet(config: RunConfig, policy: MegatronPolicy) -> Rollouts:
+def _fleet(config: RunConfig, policy: MegatronPolicy, check_stop: Callable[[], None]) -> Rollouts:
     from dapo_mega.rollout.fleet_driver import FleetDriver
     from dapo_mega.rollout.registry import require_api_key
     from dapo_mega.rollout.sglang_fleet import SglangFleet

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dapo_mega.commands import say
+from dapo_mega.commands import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, leave, say
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.errors import FleetError, InputError, StarvedError
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.handover import leaving_together
-from dapo_mega.pipeline import Pipeline, build_pipeline, write_run_record
+from dapo_mega.pipeline import Pipeline, build_pipeline, open_writer, read_inputs, write_run_record
 from dapo_mega.plan import describe_run
+from dapo_mega.policy.checkpoint_folders import step_of
 from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.hf_export import save_hf_checkpoint
-from dapo_mega.policy.processes import stop_processes, world_size_from_environment
-from dapo_mega.trainer import restore, train
+from dapo_mega.policy.processes import Processes, start_processes, stop_processes, world_size_from_environment
+from dapo_mega.process_watch import ProcessWatch
+from dapo_mega.run_lock import RunLock
+from dapo_mega.run_status import RunStatus
+from dapo_mega.trainer import loop_state, restore, train
 
 # These may differ between a run and its continuation without changing what is learnt.
 _FREE_TO_CHANGE = (
@@ -55,53 +59,99 @@ _FREE_TO_CHANGE = (
 def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     """Train until `num_steps`, continuing from the newest checkpoint when there is one.
 
-    Raises InputError when the run's folder belongs to another configuration, unless changes are accepted.
+    Raises InputError when the run's folder belongs to another configuration, unless changes are accepted, or is in use
+    by another trainer; StopRequested after SIGTERM, when what is done is saved.
     """
+    with ProcessWatch(config.checkpoint.grace_s) as watch:
+        if not _is_finished(config, accept_changes):
+            _train(config, watch)
+
+
+def _is_finished(config: RunConfig, accept_changes: bool) -> bool:
+    """Whether there is nothing to do, which is said. Reads only; raises InputError where the run cannot start."""
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
     if not Path(config.model.path).is_dir():
         raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
     newest = store.latest()
-    start_step = int(newest.name.removeprefix("step_")) if newest else 0
+    start_step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
     if newest and not accept_changes:
         _refuse_changes(config, folder)
-    if is_exported and not newest:
-        raise InputError(
-            f"{folder} holds a trained model (hf) but no checkpoint to continue from; give another output_dir, or move "
-            f"the folder away"
-        )
+    _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and (is_exported or not config.checkpoint.save_hf_at_end):
         say(
             f"{folder} already holds a finished run of {start_step} steps; raise num_steps to continue it, or give "
             f"another output_dir"
         )
-        return
-    for sentence in store.skipped():
-        say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
-    pipeline = build_pipeline(config, start_step)
+        return True
+    return False
+
+
+def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
+    if (folder / "hf" / "config.json").is_file() and not newest:
+        raise InputError(
+            f"{folder} holds a trained model (hf) but no checkpoint to continue from; give another output_dir, or move "
+            f"the folder away"
+        )
+
+
+def _train(config: RunConfig, watch: ProcessWatch) -> None:
+    folder = Path(config.output_dir)
+    inputs = read_inputs(config)
+    processes = start_processes(config.parallel, config.seed)
+    watch.follow_peers()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_locked(folder, processes))
+        store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+        newest, skipped = store.newest_intact(processes)
+        _refuse_lost_checkpoints(folder, newest)
+        start_step = step_of(newest) if newest else 0
+        for sentence in skipped:
+            say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
+        pipeline = build_pipeline(
+            config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested
+        )
+        status = RunStatus(folder, lambda: pipeline.step)
+        before_leaving(status.left)
         stack.callback(close, pipeline)
-        control = pipeline.policy.processes.control
-        _agree_on_start(start_step, folder, control)
-        if pipeline.driver:
-            stack.enter_context(pipeline.driver.progress)
         if newest:
             restore(pipeline, pipeline.store.load(pipeline.policy, newest))
-            if pipeline.driver:
-                pipeline.driver.progress.message(f"resuming {folder} after step {start_step}")
-        with leaving_together(control):
+        with leaving_together(processes.control):
             if pipeline.driver:
                 write_run_record(config)
+                pipeline.driver.writer = open_writer(config, start_step)
+                stack.enter_context(pipeline.driver.progress)
+                status.running()
+                if newest:
+                    pipeline.driver.progress.message(f"resuming {folder} after step {start_step}")
+        watch.begin_training()
         _train_and_export(pipeline, folder)
+        if pipeline.driver:
+            status.finished()
+        watch.forget_peers()
+        dist.barrier(group=processes.control)
+        forget_before_leaving(status.left)
     stop_processes()
     say(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, processes: Processes) -> Iterator[None]:
+    """Rank 0 holds the run's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+    with contextlib.ExitStack() as held:
+        with leaving_together(processes.control):
+            if processes.rank == 0:
+                held.enter_context(RunLock(folder, on_loss=lambda reason: leave(reason, EXIT_INPUT_ERROR)))
+        yield
 
 
 def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
     try:
         train(pipeline)
+    except StopRequested:
+        raise StopRequested(_save_for_later(pipeline)) from None
     except (StarvedError, FleetError):
         # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
         pipeline.store.finish(pipeline.policy)
@@ -109,7 +159,16 @@ def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
     pipeline.store.finish(pipeline.policy)
     if pipeline.config.checkpoint.save_hf_at_end:
         save_hf_checkpoint(pipeline.policy, folder / "hf")
-    dist.barrier(group=pipeline.policy.processes.control)
+
+
+def _save_for_later(pipeline: Pipeline) -> str:
+    """Complete the checkpoint of the last completed step; returns what to say about it."""
+    store, step = pipeline.store, pipeline.step
+    if step > 0 and store.last_step != step:
+        store.save(pipeline.policy, lambda: loop_state(pipeline), step)
+    store.finish(pipeline.policy)
+    saved = f"after step {step} of {pipeline.config.num_steps}, which is saved" if step else "before its first step"
+    return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
 
 
 def close(pipeline: Pipeline) -> None:
@@ -118,18 +177,8 @@ def close(pipeline: Pipeline) -> None:
     pipeline.fleet.close()
     if pipeline.driver:
         pipeline.driver.verifier.close()
-        pipeline.driver.writer.close()
-
-
-def _agree_on_start(start_step: int, folder: Path, control: dist.ProcessGroup) -> None:
-    """Every process must see the same checkpoints."""
-    steps: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(steps, start_step, group=control)
-    if len(set(steps)) > 1:
-        raise InputError(
-            f"the processes see different checkpoints in {folder / 'checkpoints'} (last steps {sorted(set(steps))}); "
-            f"output_dir must be on a file system that all machines share"
-        )
+        if pipeline.driver.writer:
+            pipeline.driver.writer.close()
 
 
 def _refuse_changes(config: RunConfig, folder: Path) -> None:

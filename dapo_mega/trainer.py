@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dapo_mega.batching import StepBatch, hand_over_step, samples_of_groups
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.handover import HandoverGroups, broadcast_columns, leaving_together
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.mismatch import measure_mismatch, mismatch_warning
@@ -30,13 +30,20 @@ Metrics = dict[str, float]
 
 
 def train(pipeline: Pipeline) -> None:
-    """Run the remaining steps. The weights at step s have version s; version 0 starts the run."""
+    """Run the remaining steps. The weights at step s have version s; version 0 starts the run.
+
+    Raises StopRequested, on all processes, when the run was asked to stop: between steps, while responses are generated
+    or when a step's update is done. `loop_state` is then what the run continues from.
+    """
     config = pipeline.config
-    pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-    if pipeline.step == 0 and config.evaluation.at_start:
-        report(pipeline, 0, evaluate(pipeline))
+    if pipeline.unrecorded is not None:
+        complete_step(pipeline, pipeline.unrecorded)
+    else:
+        pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+        if pipeline.step == 0 and config.evaluation.at_start:
+            report(pipeline, 0, evaluate(pipeline))
     while pipeline.step < config.num_steps:
-        metrics: Metrics = {}
+        stop_if_requested(pipeline)
         with pipeline.timers.stage("rollout"):
             groups, collected = collect(pipeline)
         with pipeline.timers.stage("pack"):
@@ -48,15 +55,31 @@ def train(pipeline: Pipeline) -> None:
         with pipeline.timers.stage("update"):
             updates = update(pipeline, mini_batches)
         pipeline.step += 1
-        with pipeline.timers.stage("weight_sync"):
-            synced = pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch), **synced}
-        if evaluation_is_due(config, pipeline.step):
-            with pipeline.timers.stage("evaluation"):
-                metrics.update(evaluate(pipeline))
-        report(pipeline, pipeline.step, metrics)
-        with pipeline.timers.stage("checkpoint"):
-            export_and_save(pipeline)
+        complete_step(pipeline, {**collected, **mismatch, **updates, **packing_metrics(batch)})
+
+
+def stop_if_requested(pipeline: Pipeline) -> None:
+    """Raise StopRequested, on all processes, when one of them was asked to stop."""
+    requested = torch.tensor([float(pipeline.stop_requested())])
+    dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=pipeline.policy.processes.control)
+    if requested.item():
+        raise StopRequested("the run was asked to stop")
+
+
+def complete_step(pipeline: Pipeline, metrics: Metrics) -> None:
+    """What follows an update: weights to the engines, held-out evaluation, the step's record, exports, checkpoint."""
+    pipeline.unrecorded = metrics
+    if pipeline.step < pipeline.config.num_steps:
+        stop_if_requested(pipeline)
+    with pipeline.timers.stage("weight_sync"):
+        metrics.update(pipeline.weight_sync.push(pipeline.policy, pipeline.step))
+    if evaluation_is_due(pipeline.config, pipeline.step):
+        with pipeline.timers.stage("evaluation"):
+            metrics.update(evaluate(pipeline))
+    report(pipeline, pipeline.step, metrics)
+    pipeline.unrecorded = None
+    with pipeline.timers.stage("checkpoint"):
+        export_and_save(pipeline)
 
 
 def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
@@ -226,6 +249,7 @@ def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
     """Record the step on rank 0."""
     times = pipeline.timers.summary()
     if pipeline.driver:
+        assert pipeline.driver.writer
         tokens = metrics.get("rollout/tokens", 0.0)
         if tokens and times.get("time/step_s"):
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
@@ -265,12 +289,14 @@ def loop_state(pipeline: Pipeline) -> LoopState:
     driver = pipeline.driver
     assert driver
     values, arrays = driver.collector.state()
-    return LoopState(pipeline.step, {**values, "dataset_fingerprint": driver.dataset_fingerprint}, arrays)
+    own = {"dataset_fingerprint": driver.dataset_fingerprint, "unrecorded": pipeline.unrecorded}
+    return LoopState(pipeline.step, {**values, **own}, arrays)
 
 
 def restore(pipeline: Pipeline, state: LoopState) -> None:
     """Continue from a loaded checkpoint's loop state. Raises InputError, on all processes, for other data."""
     pipeline.step = state.step
+    pipeline.unrecorded = state.values.get("unrecorded")
     with leaving_together(pipeline.policy.processes.control):
         _restore_driver(pipeline, state)
 

@@ -177,7 +177,6 @@ def run(options: argparse.Namespace) -> list[str]:
             pipeline.fleet.close()
             if pipeline.driver:
                 pipeline.driver.verifier.close()
-                pipeline.driver.writer.close()
 
 
 def _peer_settings(

@@ -66,7 +66,6 @@ def run(options: argparse.Namespace) -> list[str]:
             pipeline.fleet.close()
             if pipeline.driver:
                 pipeline.driver.verifier.close()
-                pipeline.driver.writer.close()
 
 
 def _compare(pipeline: Pipeline, model: Path, options: argparse.Namespace) -> list[str]:

@@ -249,6 +249,12 @@ class CheckpointConfig(Section):
     hf_every: int = Field(
         default=0, ge=0, description="Steps between Hugging Face exports to output_dir/hf_step_N, all kept; 0 is off."
     )
+    grace_s: float = Field(
+        default=25.0,
+        ge=0,
+        description="Seconds after SIGTERM in which the step under way and its checkpoint are seen through. torchrun "
+        "kills its processes after 30 s, or what its --shutdown-timeout says.",
+    )
     save_hf_at_end: bool = Field(default=True, description="Export the trained model to output_dir/hf.")
 
     @model_validator(mode="after")

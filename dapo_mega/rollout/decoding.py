@@ -12,7 +12,7 @@ left unused. A finished row's place is taken over by the last row, so nothing is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -169,10 +169,11 @@ class RowBatch:
         self._is_ragged = lengths[0] != lengths[-1]
         self._layers: list[_SlotLayer] = []
 
-    def decode(self) -> Iterator[FinishedRow]:
-        """All rows, each as soon as it finishes."""
+    def decode(self, check_stop: Callable[[], None] = lambda: None) -> Iterator[FinishedRow]:
+        """All rows, each as soon as it finishes. What `check_stop`, called before every token, raises ends it."""
         logits = self._prefill()
         for step in range(self._tokens.shape[1]):
+            check_stop()
             tokens, logprobs = self._sample(logits, step)
             self._tokens[: len(tokens), step] = tokens
             self._logprobs[: len(tokens), step] = logprobs

@@ -6,7 +6,7 @@ For the quickstart and for machines without SGLang. The loop itself is in `decod
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,9 +28,11 @@ class EmbeddedEngine:
     Works for models whose layers cache keys and values (full or sliding-window attention).
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch_rows: int = 512) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_batch_rows: int = 512, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
         """Take over `model`, whose weights count as not loaded until `load_weights`; at most `max_batch_rows`
-        responses are decoded at once."""
+        responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
         layer_types = set(model.config.get_text_config().to_dict().get("layer_types") or ())
@@ -39,6 +41,7 @@ class EmbeddedEngine:
         self._model: PreTrainedModel | None = model.eval().requires_grad_(False)
         use_grouped_decode_attention(model)
         self._max_batch_rows = max_batch_rows
+        self._check_stop = check_stop
         self._weight_version = -1
         self._refusal = "no weights have been loaded; call load_weights first"
 
@@ -49,6 +52,7 @@ class EmbeddedEngine:
         dtype: torch.dtype = torch.float32,
         max_batch_rows: int = 512,
         device: torch.device | str = "cpu",
+        check_stop: Callable[[], None] = lambda: None,
     ) -> EmbeddedEngine:
         """An engine on `device` with the architecture of `config`, a Hugging Face folder or configuration object;
         the weights are left uninitialised."""
@@ -58,7 +62,7 @@ class EmbeddedEngine:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # Skipped together with the initialisation.
         _keep_in_float32(model)
-        return cls(model.to(device), max_batch_rows)
+        return cls(model.to(device), max_batch_rows, check_stop)
 
     @property
     def weight_version(self) -> int:
@@ -81,7 +85,7 @@ class EmbeddedEngine:
         responses: dict[int, Response] = {}
         for chunk in _chunks(requests, self._max_batch_rows):
             batch = RowBatch([(index, requests[index]) for index in chunk], self._model)
-            for index, tokens, logprobs, stopped in batch.decode():
+            for index, tokens, logprobs, stopped in batch.decode(self._check_stop):
                 request_id = requests[index].request_id
                 finish: FinishReason = "stop" if stopped else "length"
                 responses[index] = Response(request_id, tokens, logprobs, finish, self._weight_version)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dapo_mega.errors import StopRequested
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.embedded import EmbeddedEngine
 from dapo_mega.rollout.engine import NamedTensors
@@ -40,13 +41,18 @@ class EmbeddedFleet:
                 pass
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """Spread the requests over all replicas, groups kept together; answers in the order given. Rank 0 only."""
+        """Spread the requests over all replicas, groups kept together; answers in the order given. Rank 0 only.
+
+        Raises StopRequested when the run is to stop.
+        """
         assert self._engine
         assert self._processes.rank == 0
         shares = _split(requests, self._processes.data_size)
         share = self._scatter(shares)
         gathered: list[Any] = [None] * self._processes.data_size
-        dist.gather_object(self._engine.generate(share), gathered, dst=0, group=self._processes.leaders)
+        dist.gather_object(self._answers(share), gathered, dst=0, group=self._processes.leaders)
+        if None in gathered:
+            raise StopRequested("the run was stopped while responses were generated")
         by_id = {answer.request_id: answer for answers in gathered for answer in answers}
         return [by_id[request.request_id] for request in requests]
 
@@ -56,7 +62,15 @@ class EmbeddedFleet:
         if not self._engine:
             return
         while (share := self._scatter(None)) is not None:
-            dist.gather_object(self._engine.generate(share), dst=0, group=self._processes.leaders)
+            dist.gather_object(self._answers(share), dst=0, group=self._processes.leaders)
+
+    def _answers(self, share: Sequence[GenerationRequest]) -> list[Answer] | None:
+        """None when the run is to stop: rank 0 hears of it from whichever leader noticed."""
+        assert self._engine
+        try:
+            return list(self._engine.generate(share))
+        except StopRequested:
+            return None
 
     def release(self) -> None:
         """Send the other leaders on; rank 0 only."""

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 LAYERS = [
-    {"types", "config", "errors", "files", "metrics", "commands"},
+    {"types", "config", "errors", "files", "metrics", "commands", "run_lock", "run_status"},
     {
         "data",
         "rewards",
@@ -25,6 +25,7 @@ LAYERS = [
         "plan",
         "planning",
         "dry_run",
+        "process_watch",
     },
     {"rollout", "policy", "weight_sync", "sglang_plugin"},
     {"evaluation", "rollouts", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
