@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dapo_mega.commands import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, leave, say
+from dapo_mega.commands import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, say
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.handover import leaving_together
@@ -62,12 +62,15 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     Raises InputError when the run's folder belongs to another configuration, unless changes are accepted, or is in use
     by another trainer; StopRequested after SIGTERM, when what is done is saved.
     """
+    status = RunStatus(Path(config.output_dir))
+    before_leaving(status.left)
     with ProcessWatch(config.checkpoint.grace_s) as watch:
-        if not _is_finished(config, accept_changes):
-            _train(config, watch)
+        if not _is_finished(config, status, accept_changes):
+            _train(config, status, watch)
+    forget_before_leaving(status.left)
 
 
-def _is_finished(config: RunConfig, accept_changes: bool) -> bool:
+def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
     """Whether there is nothing to do, which is said. Reads only; raises InputError where the run cannot start."""
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
@@ -76,6 +79,7 @@ def _is_finished(config: RunConfig, accept_changes: bool) -> bool:
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
+    status.completed_step = lambda: start_step
     is_exported = (folder / "hf" / "config.json").is_file()
     if newest and not accept_changes:
         _refuse_changes(config, folder)
@@ -85,6 +89,8 @@ def _is_finished(config: RunConfig, accept_changes: bool) -> bool:
             f"{folder} already holds a finished run of {start_step} steps; raise num_steps to continue it, or give "
             f"another output_dir"
         )
+        if is_rank_zero() and not status.is_finished():
+            status.finished()
         return True
     return False
 
@@ -97,13 +103,14 @@ def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
         )
 
 
-def _train(config: RunConfig, watch: ProcessWatch) -> None:
+def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     inputs = read_inputs(config)
     processes = start_processes(config.parallel, config.seed)
     watch.follow_peers()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder, processes))
+        status.has_lock = True
         store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
         newest, skipped = store.newest_intact(processes)
         _refuse_lost_checkpoints(folder, newest)
@@ -113,8 +120,7 @@ def _train(config: RunConfig, watch: ProcessWatch) -> None:
         pipeline = build_pipeline(
             config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested
         )
-        status = RunStatus(folder, lambda: pipeline.step)
-        before_leaving(status.left)
+        status.completed_step = lambda: pipeline.step
         stack.callback(close, pipeline)
         if newest:
             restore(pipeline, pipeline.store.load(pipeline.policy, newest))
@@ -132,7 +138,6 @@ def _train(config: RunConfig, watch: ProcessWatch) -> None:
             status.finished()
         watch.forget_peers()
         dist.barrier(group=processes.control)
-        forget_before_leaving(status.left)
     stop_processes()
     say(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
 

@@ -24,7 +24,7 @@ from typing import Self
 
 import psutil
 
-from dapo_mega.commands import say
+from dapo_mega.commands import before_leaving, forget_before_leaving, say
 from dapo_mega.errors import InputError
 
 LOCK_FILE = "run.lock"
@@ -111,6 +111,7 @@ class RunLock:
                     )
                 time.sleep(_POLL_S)
         self._thread.start()
+        before_leaving(self._remove)
         return self
 
     def __exit__(
@@ -121,8 +122,8 @@ class RunLock:
     ) -> None:
         self._released.set()
         self._thread.join()
-        if self._is_ours():
-            self._file.unlink(missing_ok=True)
+        forget_before_leaving(self._remove)
+        self._remove()
         if self._made_folder and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
@@ -143,6 +144,8 @@ class RunLock:
     def _remove_of(self, holder: LockHolder | None) -> None:
         """Remove the lock of a holder that has died, unless another process has replaced it meanwhile."""
         aside = self._file.with_name(f"{LOCK_FILE}.{self._holder.token}")
+        if _read(self._file) != holder:
+            return
         try:
             self._file.rename(aside)
         except FileNotFoundError:
@@ -152,8 +155,11 @@ class RunLock:
                 os.link(aside, self._file)
         aside.unlink()
 
-    def _is_ours(self) -> bool:
-        return _read(self._file) == self._holder
+    def _remove(self, message: str = "", status: int = 0) -> None:
+        """Give the lock up; also an action for `commands.before_leaving`."""
+        with contextlib.suppress(OSError):  # Then it counts as that of a trainer that was killed.
+            if _read(self._file) == self._holder:
+                self._file.unlink()
 
     def _keep(self) -> None:
         while not self._released.wait(_TOUCH_EVERY_S):
@@ -170,6 +176,13 @@ class RunLock:
                 os.utime(self._file)
             except OSError:
                 continue  # The file system is away for a moment, or for good: writing will say so.
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a trainer may be working in the folder: one that this machine cannot see counts as working."""
+    file = folder / LOCK_FILE
+    holder = _read(file)
+    return file.exists() and (holder is None or not holder.is_gone())
 
 
 class _Observation:

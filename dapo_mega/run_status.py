@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.commands import EXIT_CONTINUE, EXIT_FLEET
+from dapo_mega.run_lock import is_locked
 
 State = Literal["running", "finished", "stopped", "failed"]
 STATUS_FILE = "status.json"
 
 
 class RunStatus:
-    """Writes `folder/status.json`; `completed_step` says the last completed step."""
+    """Writes `folder/status.json` where the folder is there. `completed_step` says the last completed step.
 
-    def __init__(self, folder: Path, completed_step: Callable[[], int]) -> None:
+    `has_lock`: this process's run holds the folder's lock. Without it, a trainer that works there keeps its record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file = folder / STATUS_FILE
-        self._completed_step = completed_step
+        self.completed_step: Callable[[], int] = lambda: 0
+        self.has_lock = False
 
     def running(self) -> None:
         """Training goes on. Found when no trainer lives, it was killed: the same command continues it."""
@@ -31,10 +37,19 @@ class RunStatus:
         """All steps are done and the model is exported."""
         self._write("finished", 0, "", can_continue=False)
 
+    def is_finished(self) -> bool:
+        """Whether the file says so."""
+        try:
+            content = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(content, dict) and content.get("state") == "finished"
+
     def left(self, message: str, status: int) -> None:
         """A process of the run ends early with this exit status. An action for `commands.before_leaving`."""
-        state: State = "stopped" if status == EXIT_CONTINUE else "failed"
-        self._write(state, status, message, can_continue=status in (EXIT_CONTINUE, EXIT_FLEET))
+        if self._folder.is_dir() and (self.has_lock or not is_locked(self._folder)):
+            state: State = "stopped" if status == EXIT_CONTINUE else "failed"
+            self._write(state, status, message, can_continue=status in (EXIT_CONTINUE, EXIT_FLEET))
 
     def _write(self, state: State, exit_status: int | None, message: str, can_continue: bool) -> None:
         """`continue`: whether the same command, started again with nothing changed, goes on."""
@@ -42,7 +57,7 @@ class RunStatus:
             "state": state,
             "exit_status": exit_status,
             "continue": can_continue,
-            "step": self._completed_step(),
+            "step": self.completed_step(),
             "message": " ".join(message.split()),
             "host": platform.node(),
             "pid": os.getpid(),

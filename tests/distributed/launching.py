@@ -121,13 +121,14 @@ def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_d
     return workers
 
 
-def wait_for(workers: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
-    """Exit statuses. When one fails, or time is up, the others are killed."""
+def wait_for(workers: Sequence[BaseProcess], timeout_s: float, patience_s: float = 1.0) -> list[int | None]:
+    """Exit statuses. `patience_s` after one has failed, or when time is up, the others are killed."""
     deadline = time.monotonic() + timeout_s
     while any(worker.exitcode is None for worker in workers):
         failed = any(worker.exitcode not in (None, 0) for worker in workers)
         if failed or time.monotonic() > deadline:
-            time.sleep(1.0 if failed else 0.0)
+            for worker in workers if failed else []:
+                worker.join(patience_s)
             kill(workers)
         time.sleep(0.05)
     return [worker.exitcode for worker in workers]

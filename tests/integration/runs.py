@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -67,9 +69,9 @@ def prepare(folder: Path) -> Path:
     return file
 
 
-def start(config: Path, world_size: int, output_dir: Path, *overrides: str) -> list[BaseProcess]:
+def start(config: Path, world_size: int, output_dir: Path, *overrides: str, script: Path = TRAIN) -> list[BaseProcess]:
     arguments = ["--config", str(config), f"output_dir={output_dir}", *overrides]
-    return start_workers(TRAIN, world_size, arguments, output_dir.parent / f"{output_dir.name}_logs")
+    return start_workers(script, world_size, arguments, output_dir.parent / f"{output_dir.name}_logs")
 
 
 def finish(workers: list[BaseProcess], output_dir: Path, timeout_s: float = 240) -> None:
@@ -89,6 +91,12 @@ def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout
     kill(workers)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive, f"processes outlived the killed trainer: {alive}"
+
+
+def read_status(output_dir: Path) -> dict[str, Any]:
+    """status.json of a run."""
+    status: dict[str, Any] = json.loads((output_dir / "status.json").read_text())
+    return status
 
 
 def steps_done(output_dir: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.run import run_training
-from tests.distributed.launching import wait_for
+from tests.distributed.launching import free_port, wait_for
 
-from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, start, steps_done
+from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, read_status, start, steps_done
 
 pytestmark = pytest.mark.integration
 
@@ -132,24 +133,57 @@ def test_a_run_folder_of_another_configuration_is_refused(task):
     assert "--accept-changes" in result.stderr
 
 
-def test_what_one_process_finds_ends_all_in_one_line(task):
-    """The training prompts changed: rank 0 alone notices, and both processes leave without a traceback."""
+def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(task):
+    """The training prompts changed: rank 0 alone notices, and both processes leave without a traceback of theirs."""
     folder, config = task
     output = folder / "other_data"
     values = yaml.safe_load(config.read_text())
     data = folder / "moving.parquet"
     shutil.copy(values["data"]["train"]["path"], data)
     finish(start(config, 2, output, "num_steps=2", f"data.train.path={data}"), output)
-    before = (output / "config.yaml").read_text()
+    before = {name: (output / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
     shutil.copy(values["data"]["evaluation"]["path"], data)
-    statuses = wait_for(start(config, 2, output, f"data.train.path={data}"), 240)
-    logs = [log.read_text() for log in sorted((folder / "other_data_logs").glob("*.log"))]
-    assert statuses == [2, 2], logs
-    assert "Traceback" not in "".join(logs)
-    errors = [line for log in logs for line in log.splitlines() if line.startswith("error:")]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    result = subprocess.run(
+        [sys.executable, *torchrun, str(TRAIN), "--config", str(config), f"output_dir={output}",
+         f"data.train.path={data}"],
+        capture_output=True, text=True, timeout=240,
+        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1, result.stderr  # torchrun's own
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(set(errors)) == 1
     assert "num_prompts=60, this run has 8" in errors[0] or "other training prompts" in errors[0]
-    assert (output / "config.yaml").read_text() == before
+    assert result.stderr.splitlines()[-1] == errors[0]
+    status = read_status(output)
+    assert (status["state"], status["exit_status"], status["continue"], status["step"]) == ("failed", 2, False, 2)
+    assert errors[0] == f"error: {status['message']}"
+    assert {name: (output / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "exit_status"),
+    [
+        ("common.pt", "cannot write the checkpoint step_00000002.*No space left on device.*earlier checkpoints", 2),
+        ("forward pass", "ArithmeticError: the first line; see the traceback", 1),
+    ],
+)
+def test_no_process_waits_for_one_that_failed(task, monkeypatch, failure, message, exit_status):
+    """torchrun is not there to end the others, as it is not for those of other machines."""
+    folder, config = task
+    output = folder / f"failure_in_{failure.replace(' ', '_')}"
+    monkeypatch.setenv("FAILURE", failure)
+    script = Path(__file__).with_name("failing_trainer.py")
+    statuses = wait_for(start(config, 2, output, script=script), 240, patience_s=60)
+    logs = [log.read_text() for log in sorted((folder / f"{output.name}_logs").glob("*.log"))]
+    assert statuses == [exit_status, exit_status], logs
+    (error,) = (line for line in logs[0].splitlines() if line.startswith("error:"))
+    assert re.search(message, error)
+    assert logs[0].count("Traceback") == 0
+    assert read_status(output)["exit_status"] == exit_status
+    assert not (output / "run.lock").exists()
 
 
 def test_a_run_killed_while_it_exports_is_exported_by_the_next_start(task):

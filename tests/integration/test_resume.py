@@ -1,13 +1,17 @@
 """Kill -9 and resume equals no interruption (property 6); the layout may change in between."""
 
+import os
 import shutil
+import signal
+import time
 
 import pytest
 from safetensors.torch import load_file
 
 from dapo_mega.metrics import read_metrics
+from tests.distributed.launching import wait_for
 
-from .runs import decisive, finish, kill_when, prepare, start, steps_done
+from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
@@ -66,6 +70,27 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
     assert_equal_runs(uninterrupted, output)
 
 
+def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(task, uninterrupted):
+    """It reaches one process, which tells the others. The run ends with the status that asks to be continued."""
+    folder, config = task
+    output = folder / "terminated"
+    workers = start(config, 2, output, *EXPORTS)
+    while steps_done(output) < 2:
+        time.sleep(0.002)
+        assert all(worker.exitcode is None for worker in workers)
+    os.kill(workers[1].pid, signal.SIGTERM)
+    assert wait_for(workers, 240, patience_s=60) == [75, 75]
+    log = (folder / "terminated_logs" / "rank_0.log").read_text()
+    status = read_status(output)
+    assert (status["state"], status["exit_status"], status["continue"]) == ("stopped", 75, True)
+    assert status["step"] >= 2
+    assert log.splitlines()[-1] == f"stopped: {status['message']}"
+    assert (output / "checkpoints" / f"step_{status['step']:08d}").is_dir()
+    assert not (output / "run.lock").exists()
+    finish(start(config, 2, output, *EXPORTS), output)
+    assert_equal_runs(uninterrupted, output)
+
+
 def assert_equal_runs(reference, output):
     expected, got = (read_metrics(run / "metrics.jsonl") for run in (reference, output))
     assert [record["step"] for record in got] == list(range(7))
@@ -86,17 +111,22 @@ def test_exports_during_training_hold_the_weights_of_their_step(uninterrupted):
     assert any((half[name] != tensor).any() for name, tensor in final.items())
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted):
+@pytest.mark.parametrize("name", ["__1_0.distcp", "loop.npz", ".metadata"])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted, name):
+    """One byte has changed, and no file its size."""
     folder, config = task
     output = folder / "damaged"
+    shutil.rmtree(output, ignore_errors=True)
     shutil.copytree(uninterrupted, output)
     shutil.rmtree(output / "hf")
-    file = output / "checkpoints" / "step_00000006" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-100])
+    file = output / "checkpoints" / "step_00000006" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
     finish(start(config, 2, output, *EXPORTS), output)
     log = (folder / "damaged_logs" / "rank_0.log").read_text()
     (warning,) = (line for line in log.splitlines() if "damaged checkpoint" in line)
-    assert "step_00000006 (__0_0.distcp has" in warning
+    assert f"step_00000006 ({name} holds other bytes" in warning
     assert "continuing after step 4" in warning
     assert_equal_runs(uninterrupted, output)
 
