@@ -111,7 +111,7 @@ def test_exports_during_training_hold_the_weights_of_their_step(uninterrupted):
     assert any((half[name] != tensor).any() for name, tensor in final.items())
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "loop.npz", ".metadata"])
+@pytest.mark.parametrize("name", ["__0_1.distcp", "loop.npz", ".metadata"])
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted, name):
     """One byte has changed, and no file its size."""
     folder, config = task
