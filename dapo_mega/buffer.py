@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,8 @@ from dapo_mega.types import Group
 
 @dataclass
 class GroupCounts:
-    """What happened to the groups offered; every drop has a name."""
+    """What happened to the groups offered; every drop has a name. `stale` are complete groups that were kept and grew
+    too old; groups that were given up before they were complete are none of these."""
 
     offered: int = 0
     kept: int = 0
@@ -35,6 +37,9 @@ class GroupBuffer:
     max_staleness: int = 1
     groups: list[Group] = field(default_factory=list)
     counts: GroupCounts = field(default_factory=GroupCounts)
+    # Of the steps before, each with half the weight of the next.
+    _recent_offered: float = 0.0
+    _recent_kept: float = 0.0
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -60,13 +65,31 @@ class GroupBuffer:
         return dropped
 
     def take(self, num_groups: int) -> Sequence[Group]:
-        """Remove and return the `num_groups` oldest groups. Raises ValueError when fewer are held."""
+        """Remove and return the `num_groups` groups of the oldest weights, of several as old those that came first.
+        Raises ValueError when fewer are held."""
         if num_groups > len(self.groups):
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
-        taken, self.groups = self.groups[:num_groups], self.groups[num_groups:]
+        by_age = sorted(self.groups, key=lambda group: group.weight_version)
+        taken, self.groups = by_age[:num_groups], by_age[num_groups:]
         return taken
 
     def pop_counts(self) -> GroupCounts:
         """Counts since the last call."""
         counts, self.counts = self.counts, GroupCounts()
+        self._recent_offered = (self._recent_offered + counts.offered) / 2
+        self._recent_kept = (self._recent_kept + counts.kept) / 2
         return counts
+
+    def recent_kept_share(self) -> float:
+        """The share of offered groups that was kept lately; 1 before any was offered."""
+        kept = self._recent_kept + self.counts.kept
+        return (kept + 1) / (self._recent_offered + self.counts.offered + 1)
+
+
+def most_offered(num_kept: int, kept_share: float) -> int:
+    """How many groups to offer so that hardly ever more than `num_kept` of them are kept, each with the probability
+    `kept_share`: the mean and three standard deviations stay below. Always at least `num_kept`."""
+    deviation = 3 * math.sqrt(kept_share * (1 - kept_share))
+    # The positive root of share n + deviation sqrt(n) = num_kept, for sqrt(n).
+    root = (math.sqrt(deviation**2 + 4 * kept_share * num_kept) - deviation) / (2 * kept_share)
+    return max(num_kept, int(root**2))

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dapo_mega.buffer import GroupBuffer
+from dapo_mega.buffer import GroupBuffer, most_offered
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.engine import RolloutEngine, StreamingEngine
-from dapo_mega.rollout.in_flight import GroupsInFlight
+from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
 
@@ -28,7 +28,11 @@ _FIRST_PROBE_ID = 1 << 61
 
 @dataclass
 class RolloutTally:
-    """What one step generated, before filtering."""
+    """What one step generated, before filtering.
+
+    A group that was asked for ends once: offered to the buffer when it is complete, `dropped` when no engine could
+    serve a request of it, or `expired` when it still lacked responses and its tokens had become too old.
+    """
 
     scored: list[ScoredResponse] = field(default_factory=list)
     rounds: int = 0
@@ -79,11 +83,11 @@ class Collector:
         if self._config.rollout.partial:
             self._collect_continuously(version, tally)
         else:
-            self._collect_in_rounds(version, tally)
+            self._collect_in_rounds(tally)
         groups = list(self.buffer.take(self._config.batch.groups_per_step))
         return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
 
-    def _collect_in_rounds(self, version: int, tally: RolloutTally) -> None:
+    def _collect_in_rounds(self, tally: RolloutTally) -> None:
         """Ask a round of prompts at a time, wait for all of its responses, and keep the surplus."""
         config = self._config
         while len(self.buffer) < config.batch.groups_per_step:
@@ -95,43 +99,60 @@ class Collector:
             if self._in_flight is None:
                 groups = self._generate(prompts, tally)
             else:
-                groups = self._stream(self._in_flight, prompts, version, tally)
+                groups = self._stream(self._in_flight, prompts, tally)
             for group in groups:
                 self.buffer.offer(group)
 
     def _collect_continuously(self, version: int, tally: RolloutTally) -> None:
-        """Partial rollouts: keep `generation_groups` groups in flight until N are held, and leave the rest in flight.
+        """Partial rollouts: keep as many groups in flight as the first round would ask until N are held, and leave the
+        rest in flight.
 
-        Those that may hold tokens too old for this step are given up first and counted as stale. A step asks no more
-        prompts than its rounds would.
+        What has arrived since the last step is read first. Then those groups are given up that have tokens too old for
+        this step and still lack responses. A step asks no more prompts than its rounds would, and only while this step
+        and the next one can use what comes of them (`_most_in_flight`).
         """
         config, in_flight = self._config, self._in_flight
         assert in_flight is not None
         started = time.perf_counter()
+        self._take_in(in_flight.arrived(), version, tally)
         tally.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
-        self.buffer.counts.stale += tally.expired_groups
         in_flight.submit_missing()
+        num_wanted = self._first_round()
         num_asked = 0
         while len(self.buffer) < config.batch.groups_per_step:
             allowed = config.algorithm.max_generation_rounds * config.generation_groups - num_asked
-            prompts = self._next_prompts(max(min(config.generation_groups - len(in_flight), allowed), 0))
+            missing = min(num_wanted, self._most_in_flight()) - len(in_flight)
+            prompts = self._next_prompts(max(min(missing, allowed), 0))
             for prompt in prompts:
-                in_flight.start(prompt, self._requests(prompt), version)
+                in_flight.start(prompt, self._requests(prompt))
             num_asked += len(prompts)
             tally.rounds = -(-num_asked // config.generation_groups)
             if not len(in_flight):
                 raise StarvedError(self._starvation(tally))
-            for group in self._next_group(in_flight, tally):
-                self.buffer.offer(group)
-                self.buffer.evict_stale(version)
+            self._take_in([in_flight.next_complete(), *in_flight.arrived()], version, tally)
         tally.seconds = time.perf_counter() - started
+
+    def _take_in(self, ended: Sequence[CompleteGroup | None], version: int, tally: RolloutTally) -> None:
+        """Score the groups that are complete and hold those that carry a signal and are not too old; None is a group
+        that was given up."""
+        complete = [group for group in ended if group is not None]
+        tally.dropped_groups += len(ended) - len(complete)
+        for group in self._score(complete, tally):
+            self.buffer.offer(group)
+        self.buffer.evict_stale(version)
 
     def _first_round(self) -> int:
         """Prompts of a step's first round: `generation_groups`, less in proportion to the surplus that the buffer
         already holds, so that surplus is used up instead of growing old."""
         config = self._config
-        missing = config.batch.groups_per_step - len(self.buffer)
+        missing = max(config.batch.groups_per_step - len(self.buffer), 0)
         return -(-config.generation_groups * missing // config.batch.groups_per_step)
+
+    def _most_in_flight(self) -> int:
+        """Groups that may be in flight so that, whichever finish first, what this step leaves of them and of the buffer
+        is no more than the next step takes: of what is left longer some would be complete and grow too old."""
+        room = 2 * self._config.batch.groups_per_step - len(self.buffer)
+        return most_offered(room, self.buffer.recent_kept_share())
 
     def probe(self, version: int) -> list[Response]:
         """One response to the first prompt, outside the run's request numbers; none when the engine failed."""
@@ -178,26 +199,18 @@ class Collector:
         seed = (self._config.seed << 64) | request_id
         return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
 
-    def _stream(
-        self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], version: int, tally: RolloutTally
-    ) -> list[Group]:
+    def _stream(self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], tally: RolloutTally) -> list[Group]:
         """Groups of one round, in the order of `prompts`; each is scored while others are still generated."""
         started = time.perf_counter()
         for prompt in prompts:
-            in_flight.start(prompt, self._requests(prompt), version)
+            in_flight.start(prompt, self._requests(prompt))
         groups: list[Group] = []
         while len(in_flight):
-            groups += self._next_group(in_flight, tally)
+            complete = in_flight.next_complete()
+            tally.dropped_groups += complete is None
+            groups += self._score([complete] if complete else [], tally)
         tally.seconds += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.responses[0].response.request_id)
-
-    def _next_group(self, in_flight: GroupsInFlight, tally: RolloutTally) -> list[Group]:
-        """The next complete group, scored; none when one was given up, which is counted."""
-        complete = in_flight.next_complete()
-        if complete is None:
-            tally.dropped_groups += 1
-            return []
-        return self._score([complete], tally)
 
     def _generate(self, prompts: Sequence[Prompt], tally: RolloutTally) -> list[Group]:
         """Groups of one round, in the order of `prompts`; those with a response that kept failing are dropped."""
@@ -214,7 +227,7 @@ class Collector:
                 break
         tally.seconds += time.perf_counter() - started
         size = self._config.batch.group_size
-        complete: list[tuple[Prompt, list[Response]]] = []
+        complete: list[CompleteGroup] = []
         for i, prompt in enumerate(prompts):
             responses = [answers.get(request.request_id) for request in requests[i * size : (i + 1) * size]]
             present = [response for response in responses if response is not None]
@@ -224,7 +237,7 @@ class Collector:
                 tally.dropped_groups += 1
         return self._score(complete, tally)
 
-    def _score(self, complete: Sequence[tuple[Prompt, list[Response]]], tally: RolloutTally) -> list[Group]:
+    def _score(self, complete: Sequence[CompleteGroup], tally: RolloutTally) -> list[Group]:
         scored = self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses])
         tally.scored.extend(scored)
         groups = []

@@ -68,6 +68,11 @@ class _Work:
     def id(self) -> int:
         return self.request.request_id
 
+    def oldest_version(self, current: int) -> int:
+        """Of the weights that have a part in it; `current` are those of a call that begins now."""
+        under_way = self.flight.version if self.flight else current
+        return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
+
 
 @dataclass(eq=False)
 class _Flight:
@@ -192,6 +197,11 @@ class Dispatcher:
                 self._forget(work)
                 self.ledger.close(request_id, "cancelled")
         self._start_calls()
+
+    def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
+        """The oldest weights that have a part in each request, by id; see `StreamingEngine`."""
+        works = [work for request_id in request_ids if (work := self._works.get(request_id))]
+        return {work.id: work.oldest_version(self._newest_version) for work in works}
 
     def hold(self) -> None:
         """Start no calls until `resume`. What an engine aborts meanwhile is kept and goes on afterwards."""

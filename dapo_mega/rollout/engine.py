@@ -34,6 +34,13 @@ class StreamingEngine(RolloutEngine, Protocol):
     def next_answer(self) -> Answer:
         """Wait for the next finished request. Raises FleetError when the engines do not come back in time."""
 
+    def poll_answer(self) -> Answer | None:
+        """A finished request that `next_answer` would give without waiting; None when there is none."""
+
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """The oldest weights that have a part in each request, by id: those that sampled its first token, or, while it
+        has none, those that it would begin with now. Requests that have ended are left out."""
+
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Give up requests in flight; they are not answered any more."""
 

@@ -77,8 +77,12 @@ class FleetDriver:
         """Give up requests in flight."""
         self._on_loop(lambda: self._dispatcher.cancel(request_ids))
 
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """See `StreamingEngine`."""
+        return self._on_loop(lambda: self._dispatcher.oldest_versions(request_ids))
+
     def next_answer(self, timeout_s: float) -> Answer | None:
-        """The next finished request; None when there is none within the time."""
+        """The next finished request; None when there is none within the time, which may be 0."""
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_mega.group_state import Arrays, Record, pack_responses, unpack_responses
 from dapo_mega.rollout.engine import StreamingEngine
-from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Response
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Prompt, Response
+
+CompleteGroup = tuple[Prompt, list[Response]]
 
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A prompt with the responses it has so far, by request id. No token of them is older than `oldest_version`."""
+    """A prompt with the responses it has so far, by request id."""
 
     prompt: Prompt
     requests: tuple[GenerationRequest, ...]
-    oldest_version: int
     responses: dict[int, Response] = field(default_factory=dict)
+
+    def complete(self) -> CompleteGroup | None:
+        """The prompt with all its responses, in the order of the requests; None while one is missing."""
+        if len(self.responses) < len(self.requests):
+            return None
+        return self.prompt, [self.responses[request.request_id] for request in self.requests]
 
 
 class GroupsInFlight:
@@ -28,13 +36,15 @@ class GroupsInFlight:
         self._engine = engine
         self._groups: list[PendingGroup] = []
         self._waiting: dict[int, PendingGroup] = {}
+        # Complete or given up, but not yet told to the caller.
+        self._ended: deque[PendingGroup] = deque()
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._groups) + len(self._ended)
 
-    def start(self, prompt: Prompt, requests: Sequence[GenerationRequest], version: int) -> None:
-        """Ask for a group; `version` is that of the engine's weights."""
-        group = PendingGroup(prompt, tuple(requests), version)
+    def start(self, prompt: Prompt, requests: Sequence[GenerationRequest]) -> None:
+        """Ask for a group."""
+        group = PendingGroup(prompt, tuple(requests))
         self._groups.append(group)
         self._submit(group)
 
@@ -43,43 +53,50 @@ class GroupsInFlight:
         for group in self._groups:
             self._submit(group)
 
-    def next_complete(self) -> tuple[Prompt, list[Response]] | None:
+    def arrived(self) -> list[CompleteGroup | None]:
+        """All that `next_complete` would give without waiting."""
+        self._read_arrived()
+        ended = [group.complete() for group in self._ended]
+        self._ended.clear()
+        return ended
+
+    def next_complete(self) -> CompleteGroup | None:
         """Wait until a group is complete; None when one is given up instead, as no engine could serve a request of it.
 
         Raises FleetError when the engines do not come back in time.
         """
-        while True:
-            answer = self._engine.next_answer()
-            group = self._waiting.pop(answer.request_id, None)
-            if group is None:
-                continue  # The answer was under way when its request was cancelled.
-            if isinstance(answer, GenerationFailure):
-                self._give_up(group)
-                return None
-            group.responses[answer.request_id] = answer
-            if len(group.responses) == len(group.requests):
-                self._groups.remove(group)
-                return group.prompt, [group.responses[request.request_id] for request in group.requests]
+        while not self._ended:
+            self._take(self._engine.next_answer())
+        return self._ended.popleft().complete()
 
     def cancel_older_than(self, version: int) -> int:
-        """Give up the groups that may hold tokens of weights before `version`; returns their number."""
-        stale = [group for group in self._groups if group.oldest_version < version]
+        """Give up the groups that lack responses and have tokens of weights before `version`, also in a response under
+        way; returns their number. When a group was asked for does not count: its requests may have waited since."""
+        oldest = self._engine.oldest_versions(list(self._waiting))
+        stale = []
+        for group in self._groups:
+            versions = [response.weight_version for response in group.responses.values()]
+            versions += [oldest[request_id] for request_id in self._waited_for(group) if request_id in oldest]
+            if versions and min(versions) < version:
+                stale.append(group)
         for group in stale:
             self._give_up(group)
         return len(stale)
 
     def state(self) -> tuple[list[Record], Arrays]:
-        """JSON records of the groups in flight, and arrays `in_flight/...` of the responses that are there."""
-        packed, arrays = pack_responses([r for group in self._groups for r in group.responses.values()], "in_flight")
+        """JSON records of the groups in flight, and arrays `in_flight/...` of the responses that are there, with those
+        that have arrived by now."""
+        self._read_arrived()
+        groups = [*self._ended, *self._groups]
+        packed, arrays = pack_responses([r for group in groups for r in group.responses.values()], "in_flight")
         responses = iter(packed)
         records = [
             {
                 "prompt": group.prompt.index,
                 "request_ids": [request.request_id for request in group.requests],
-                "oldest_version": group.oldest_version,
                 "responses": [next(responses) for _ in group.responses],
             }
-            for group in self._groups
+            for group in groups
         ]
         return records, arrays
 
@@ -97,7 +114,8 @@ class GroupsInFlight:
             prompt = prompts[record["prompt"]]
             requests = tuple(make_request(request_id, prompt) for request_id in record["request_ids"])
             present = {saved["request_id"]: next(responses) for saved in record["responses"]}
-            self._groups.append(PendingGroup(prompt, requests, record["oldest_version"], present))
+            group = PendingGroup(prompt, requests, present)
+            (self._ended if group.complete() else self._groups).append(group)
 
     def _submit(self, group: PendingGroup) -> None:
         missing = [
@@ -109,9 +127,30 @@ class GroupsInFlight:
             self._waiting.update((request.request_id, group) for request in missing)
             self._engine.submit(missing)
 
+    def _waited_for(self, group: PendingGroup) -> list[int]:
+        return [request.request_id for request in group.requests if request.request_id in self._waiting]
+
+    def _read_arrived(self) -> None:
+        while answer := self._engine.poll_answer():
+            self._take(answer)
+
+    def _take(self, answer: Answer) -> None:
+        """Give the answer to its group, which may end by it."""
+        group = self._waiting.pop(answer.request_id, None)
+        if group is None:
+            return  # The answer was under way when its request was cancelled.
+        if isinstance(answer, GenerationFailure):
+            self._give_up(group)
+            self._ended.append(group)
+            return
+        group.responses[answer.request_id] = answer
+        if group.complete():
+            self._groups.remove(group)
+            self._ended.append(group)
+
     def _give_up(self, group: PendingGroup) -> None:
         self._groups.remove(group)
-        waiting = [request.request_id for request in group.requests if request.request_id in self._waiting]
+        waiting = self._waited_for(group)
         for request_id in waiting:
             del self._waiting[request_id]
         self._engine.cancel(waiting)

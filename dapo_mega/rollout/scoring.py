@@ -30,6 +30,8 @@ class ResponseScorer:
 
     def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:
         """One scored response per pair, in order."""
+        if not asked:
+            return []  # Tokenizers make one empty text of no responses.
         texts = self._decode([response.token_ids for _, response in asked])
         if self._config.source == "random":
             correct = [self._coin(response.request_id) for _, response in asked]

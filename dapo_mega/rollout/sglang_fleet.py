@@ -51,6 +51,14 @@ class SglangFleet:
         """
         return self._set_aside.popleft() if self._set_aside else self._wait()
 
+    def poll_answer(self) -> Answer | None:
+        """A finished request that is there already; rank 0 only."""
+        return self._set_aside.popleft() if self._set_aside else self.driver.next_answer(0)
+
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """See `StreamingEngine`; rank 0 only."""
+        return self.driver.oldest_versions(request_ids)
+
     def _wait(self) -> Answer:
         while True:
             self.driver.wait_for_engines()

@@ -200,7 +200,7 @@ def responses_over_an_update(pipeline: Pipeline) -> list[tuple[Prompt, Response]
     while len(pending):
         pending.next_complete()
     for prompt in collector._next_prompts(6):
-        pending.start(prompt, collector._requests(prompt), pipeline.step)
+        pending.start(prompt, collector._requests(prompt))
     wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
     with torch.no_grad():
         for parameter in (parameter for chunk in pipeline.policy.chunks for parameter in chunk.parameters()):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.buffer import GroupBuffer
+from dapo_mega.buffer import GroupBuffer, most_offered
 from dapo_mega.group_state import dataset_fingerprint, pack_groups, unpack_groups
 from dapo_mega.types import Group, Prompt, Response, ScoredResponse
 
@@ -48,6 +48,35 @@ def test_without_dynamic_sampling_every_group_is_kept():
     buffer = GroupBuffer(dynamic_sampling=False)
     assert buffer.offer(group(0, [False, False]))
     assert buffer.counts.all_wrong == 1
+
+
+def test_groups_of_older_weights_leave_first():
+    buffer = GroupBuffer()
+    for i, version in enumerate([4, 3, 4, 3]):
+        buffer.offer(group(i, [True, False], version=version))
+    assert [g.prompt.index for g in buffer.take(3)] == [1, 3, 0]
+    assert [g.prompt.index for g in buffer.groups] == [2]
+
+
+def test_the_share_kept_lately_outlives_the_counts_of_a_step():
+    buffer = GroupBuffer()
+    assert buffer.recent_kept_share() == 1
+    for i in range(30):
+        buffer.offer(group(i, [True, i % 3 == 0]))
+    assert buffer.recent_kept_share() == pytest.approx(2 / 3, abs=0.02)
+    buffer.pop_counts()
+    assert buffer.recent_kept_share() == pytest.approx(2 / 3, abs=0.03)
+
+
+@given(st.integers(1, 600), st.floats(0.01, 1))
+def test_of_the_most_groups_offered_hardly_ever_more_are_kept_than_wanted(num_kept, share):
+    offered = most_offered(num_kept, share)
+    assert offered >= num_kept
+    if offered > num_kept:
+        assert offered * share + 3 * (offered * share * (1 - share)) ** 0.5 <= num_kept + 1e-6
+        offered += 1
+        assert offered * share + 3 * (offered * share * (1 - share)) ** 0.5 > num_kept - 1e-6
+    assert most_offered(num_kept, 1.0) == num_kept
 
 
 def test_groups_leave_in_the_order_they_came_and_surplus_stays():

@@ -434,6 +434,34 @@ def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was(suppo
     within_deadline(body)
 
 
+def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
+    async def body():
+        (engine,) = engines(1, tokens_per_s=300)
+        async with fleet_of(engine, version=4, requests_per_engine=1) as fleet:
+            begun, waits = (make_request([5, i], max_new_tokens=200) for i in range(2))
+            dispatcher = fleet.dispatcher
+            dispatcher.submit([begun, waits])
+            await until(lambda: engine.in_flight == 1)
+            ids = [begun.request_id, waits.request_id, -1]
+            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 4}
+            await asyncio.sleep(0.1)
+            dispatcher.hold()
+            await fleet.clients[0].pause("abort")
+            await dispatcher.take_back()
+            await fleet.clients[0].update_weights_from_disk("anywhere", "5")
+            dispatcher.set_version(engine.url, 5)
+            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
+            await fleet.clients[0].resume()
+            dispatcher.resume()
+            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
+            engine.tokens_per_s = 0.0
+            answers = await fleet.answers([begun, waits])
+            assert [answer.weight_version for answer in answers] == [4, 5]
+            assert dispatcher.oldest_versions(ids) == {}
+
+    within_deadline(body)
+
+
 def test_a_call_that_had_not_begun_is_taken_back_without_tokens():
     async def body():
         (engine,) = engines(1)
