@@ -2,8 +2,10 @@
 
 python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml
 python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
-python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml --engine-gpus 32 --engine-tensor 4 --gpus 96 --propose
+python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 
+Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
+beside the trainer's, colocated on the trainer's, asleep while the policy trains.
 The model's weights need not be here: model.architecture (a config.json) is enough.
 """
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _print_proposals(config: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions) -> None:
     placement = Placement(arch, config.parallel, world_size)
     proposals, num_valid = propose(config, placement, assumptions)
-    for line in proposal_lines(proposals, num_valid, world_size, assumptions):
+    for line in proposal_lines(proposals, num_valid, world_size, assumptions, config.rollout.placement):
         say(line)
 
 
@@ -77,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--gpus-per-node", int, 8, "GPUs of a node"),
         ("--memory-gbps", float, 3350.0, "GB/s of a GPU's own memory"),
         ("--memory-share", float, 0.6, "share of it that decoding reaches"),
-        ("--engine-gpus", int, 0, "GPUs of the rollout engines; 0: embedded in the trainer's processes"),
-        ("--engine-tensor", int, 1, "tensor-parallel size of an engine on GPUs of its own"),
+        ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: what rollout.fleet asks for)"),
+        ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
     )
     for name, kind, default, text in numbers:
         parser.add_argument(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
@@ -87,12 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     for name, value in vars(options).items():
-        if isinstance(value, float | int) and not isinstance(value, bool) and name != "engine_gpus" and not value > 0:
+        if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
-    if options.engine_gpus < 0 or options.engine_gpus % options.engine_tensor:
-        raise InputError(
-            f"--engine-gpus={options.engine_gpus} must be a multiple of --engine-tensor={options.engine_tensor}"
-        )
+    _check_engines(options, config)
     mean_prompt = options.mean_prompt_tokens or config.data.max_prompt_tokens / 8
     mean_response = options.mean_response_tokens or config.rollout.max_response_tokens / 4
     for name, mean, largest in (
@@ -116,6 +115,23 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     return Assumptions(
         machine, mean_prompt, mean_response, options.engine_tensor, options.engine_gpus, options.reserve_gib * GIB
     )
+
+
+def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse numbers of engines that contradict each other or `rollout.placement`."""
+    placement, num_gpus, tensor = config.rollout.placement, options.engine_gpus, options.engine_tensor
+    if placement == "embedded" and (num_gpus or tensor):
+        raise InputError(
+            "--engine-gpus and --engine-tensor are for engines of a fleet, and rollout.placement=embedded; add "
+            "rollout.placement=fleet rollout.fleet.rendezvous=HOST:PORT, or leave them out"
+        )
+    if placement == "colocated" and num_gpus:
+        raise InputError(
+            "--engine-gpus is for GPUs of the engines' own, and rollout.placement=colocated uses the trainer's; leave "
+            "it out, or add rollout.placement=fleet"
+        )
+    if num_gpus and num_gpus % (tensor or 1):
+        raise InputError(f"--engine-gpus={num_gpus} must be a multiple of --engine-tensor={tensor}")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,16 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 
 
 def _weight_sync(workload: Workload, num_parameters: int) -> Traffic:
-    """Each replica's leader receives all weights of its replica."""
-    placement = workload.placement
-    replica = placement.parallel.tensor * placement.parallel.pipeline
-    size = num_parameters * DTYPE_BYTES[workload.config.model.dtype]
+    """Embedded: each replica's leader receives all weights of its replica. Otherwise the leader of each pipeline stage
+    of one replica receives the stage's weights and sends them on, to engines on its own machine through memory."""
+    placement, config = workload.placement, workload.config
+    parallel = placement.parallel
+    replica = parallel.tensor * parallel.pipeline
+    size = num_parameters * DTYPE_BYTES[config.model.dtype]
+    if config.rollout.placement != "embedded":
+        sent = config.sync_transport != "tensor"
+        received = (parallel.tensor - 1) / parallel.tensor
+        return Traffic(
+            "weight sync (by a stage's leader)", size / parallel.pipeline * (received + sent), placement.world_size
+        )
     return Traffic("weight sync (received by a leader)", size * (replica - 1) / replica, placement.world_size)

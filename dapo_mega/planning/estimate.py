@@ -6,32 +6,50 @@ from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.communication import Traffic, step_traffic
-from dapo_mega.planning.memory import EngineLayout, StageMemory, engine_of, layer_kind, stage_memory
+from dapo_mega.planning.memory import (
+    ASLEEP_BYTES,
+    ENGINE_SHARE,
+    EngineLayout,
+    StageMemory,
+    cache_bytes_per_token,
+    engine_of,
+    engine_weight_bytes,
+    layer_kind,
+    num_engines_of,
+    smallest_engine,
+    stage_memory,
+    trainer_memory,
+)
 from dapo_mega.planning.parameters import num_parameters
 from dapo_mega.planning.placement import Placement
-from dapo_mega.planning.step_time import Machine, StepTime, step_time
+from dapo_mega.planning.step_time import Generation, Machine, StepTime, generation, step_time
 from dapo_mega.planning.workload import Workload
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the configuration does not say. `reserved_bytes` of each GPU are left to CUDA, NCCL and fragmentation."""
+    """What the configuration does not say. `reserved_bytes` of each GPU are left to CUDA, NCCL and fragmentation.
+    Without `engine_tensor` and `engine_gpus` engines are as small as is sensible and as many as the run asks for."""
 
     machine: Machine
     mean_prompt: float
     mean_response: float
-    engine_tensor: int
-    engine_gpus: int
+    engine_tensor: int | None
+    engine_gpus: int | None
     reserved_bytes: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layout's memory on every pipeline stage, traffic and time."""
+    """One layout's memory on every pipeline stage, traffic and time. An engine that is not embedded may take
+    `engine_memory` bytes of a GPU for weights and cache, and needs `least_engine_memory`: for one longest response."""
 
     assumptions: Assumptions
     workload: Workload
     engine: EngineLayout
+    engine_memory: float
+    least_engine_memory: float
+    generation: Generation
     stages: tuple[StageMemory, ...]
     traffic: tuple[Traffic, ...]
     time: StepTime
@@ -46,21 +64,51 @@ class Estimate:
         return self.assumptions.machine.memory_bytes - self.assumptions.reserved_bytes
 
     @property
+    def engine_fits(self) -> bool:
+        return self.engine.is_embedded or self.least_engine_memory <= self.engine_memory
+
+    @property
     def fits(self) -> bool:
-        return self.worst.total <= self.available
+        return self.worst.total <= self.available and self.engine_fits
 
 
 def estimate(config: RunConfig, placement: Placement, assumptions: Assumptions) -> Estimate:
     """Memory, traffic and time of `config` in the layout of `placement`."""
     workload = Workload(config, placement, assumptions.mean_prompt, assumptions.mean_response)
-    engine = engine_of(config, assumptions.engine_tensor, assumptions.engine_gpus)
     size = num_parameters(placement.arch)
     kind = layer_kind(config)
+    engine_memory = _engine_memory(workload, assumptions)
+    engine = _engine(workload, assumptions, engine_memory)
+    weights = engine_weight_bytes(engine, placement.arch)
     return Estimate(
         assumptions,
         workload,
         engine,
-        tuple(stage_memory(workload, engine, size, stage) for stage in range(config.parallel.pipeline)),
+        engine_memory,
+        weights + workload.longest * cache_bytes_per_token(placement, engine),
+        generation(workload, engine, assumptions.machine, max(0.0, engine_memory - weights)),
+        tuple(stage_memory(workload, engine, stage) for stage in range(config.parallel.pipeline)),
         tuple(step_traffic(workload, kind, size)),
         step_time(workload, assumptions.machine, kind, size),
     )
+
+
+def _engine_memory(workload: Workload, assumptions: Assumptions) -> float:
+    """Bytes of a GPU that an engine may take when it is awake; 0 for an embedded one, which has no share of its own."""
+    memory = assumptions.machine.memory_bytes
+    match workload.config.rollout.placement:
+        case "fleet":
+            return ENGINE_SHARE * memory
+        case "colocated":
+            stages = range(workload.placement.parallel.pipeline)
+            resident = max(sum(trainer_memory(workload, stage).values()) for stage in stages) + ASLEEP_BYTES
+            return max(0.0, memory - assumptions.reserved_bytes - resident)
+    return 0.0
+
+
+def _engine(workload: Workload, assumptions: Assumptions, engine_memory: float) -> EngineLayout:
+    config, placement = workload.config, workload.placement
+    gpus_per_node = assumptions.machine.gpus_per_node
+    tensor = assumptions.engine_tensor or smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
+    num_gpus = assumptions.engine_gpus or num_engines_of(config, placement.world_size, tensor) * tensor
+    return engine_of(config, tensor, num_gpus)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, RunConfig
 from dapo_mega.planning.activations import ActivationModel, LayerKind, peak_activations
-from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, stage_bytes
+from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, stage_bytes
 from dapo_mega.planning.placement import Placement
 from dapo_mega.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from dapo_mega.models import Architecture
 
 GIB = float(2**30)
 # Sizes on a GPU of `policy.fused_logprobs` and `policy.logprobs`, which cannot be imported without torch.
@@ -18,16 +22,23 @@ MIN_CHUNK_POSITIONS = 16
 MAX_CHUNK_POSITIONS = 4096
 PARTIAL_BYTES = 1 << 26
 UNFUSED_POSITIONS = 1024
+# Assumed, not measured: what a colocated engine's process keeps on a GPU asleep (CUDA context, workspaces, NCCL).
+ASLEEP_BYTES = 2 * GIB
+# Of a GPU's memory, what an engine takes for weights and cache when it has the GPU to itself (SGLang's own default is
+# near it).
+ENGINE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Where responses are generated: on each replica's leader (`num_gpus` 0), or on GPUs of their own."""
+    """Where responses are generated: on each replica's leader (`num_gpus` 0), on GPUs of their own, or on the trainer's
+    while that waits (`is_colocated`)."""
 
     tensor: int
     num_gpus: int
     dtype: str
     max_rows: int
+    is_colocated: bool = False
 
     @property
     def is_embedded(self) -> bool:
@@ -52,8 +63,27 @@ class StageMemory:
 
 def engine_of(config: RunConfig, tensor: int, num_gpus: int) -> EngineLayout:
     """The engine of a run; an embedded one is not spread over GPUs."""
-    dtype = config.model.dtype if config.rollout.dtype == "policy" else config.rollout.dtype
-    return EngineLayout(tensor if num_gpus else 1, num_gpus, dtype, config.rollout.max_batch_rows)
+    rollout = config.rollout
+    if rollout.placement == "embedded":
+        tensor, num_gpus = 1, 0
+    return EngineLayout(tensor, num_gpus, config.engine_dtype, rollout.max_batch_rows, rollout.placement == "colocated")
+
+
+def smallest_engine(config: RunConfig, arch: Architecture, memory: float, gpus_per_node: int) -> int:
+    """The smallest tensor-parallel size, up to a node's GPUs, with which the weights leave half of `memory`, the bytes
+    of a GPU that an engine may take, to the cache."""
+    size = 1
+    while size < gpus_per_node and engine_weight_bytes(engine_of(config, size, size), arch) > memory / 2:
+        size = min(2 * size, gpus_per_node)
+    return size
+
+
+def num_engines_of(config: RunConfig, world_size: int, tensor: int) -> int:
+    """Engines that the configuration names or asks for: on the trainer's GPUs as many as there is room for."""
+    fleet = config.rollout.fleet
+    if config.rollout.placement == "colocated":
+        return len(fleet.urls) or max(1, world_size // tensor)
+    return max(len(fleet.urls), fleet.min_engines)
 
 
 def layer_kind(config: RunConfig) -> LayerKind:
@@ -61,12 +91,40 @@ def layer_kind(config: RunConfig) -> LayerKind:
     return "local" if config.model.layer_implementation == "local" else "transformer_engine"
 
 
-def stage_memory(workload: Workload, engine: EngineLayout, num_parameters: int, stage: int) -> StageMemory:
-    """One process of a pipeline stage; on the first stage the one that also holds an embedded engine."""
+def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageMemory:
+    """One process of a pipeline stage; on the first stage the one that also holds an embedded engine. Engines on GPUs
+    of their own take nothing here but the buckets in which their weights are gathered."""
     config, placement = workload.config, workload.placement
-    held = stage_bytes(placement, stage, config.model, config.compute)
     model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
     kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
+    always = trainer_memory(workload, stage)
+    buckets = bucket_memory(workload)
+    either = {"activations and working set": kept + handed + working_set(model, stage), "weight sync": buckets}
+    if engine.is_embedded and stage == 0:
+        always["rollout engine"] = engine_weight_bytes(engine, placement.arch)
+        rows = min(engine.max_rows, -(-workload.generated_per_round // engine.num_engines(placement.data_size)))
+        either["KV cache"] = rows * workload.longest * cache_bytes_per_token(placement, engine)
+    if engine.is_colocated:
+        always["engine asleep"] = ASLEEP_BYTES
+        # Awake beside the policy's weights and optimizer: first its weights and the buckets, then weights and cache.
+        del either["weight sync"]
+        least = max(buckets, workload.longest * cache_bytes_per_token(placement, engine))
+        either["engine awake, at least"] = engine_weight_bytes(engine, placement.arch) + least
+    return StageMemory(stage, always, either)
+
+
+def bucket_memory(workload: Workload) -> float:
+    """The two buckets that exist at most while weights are gathered; each holds one tensor at least."""
+    config, arch = workload.config, workload.placement.arch
+    element = DTYPE_BYTES[config.model.dtype]
+    largest = max(arch.vocab_size, arch.ffn_hidden_size) * arch.hidden_size * element
+    return float(min(2 * max(config.weight_sync.bucket_bytes, largest), num_parameters(arch) * element))
+
+
+def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
+    """What a process of the trainer never gives back, part by part."""
+    config, placement = workload.config, workload.placement
+    held = stage_bytes(placement, stage, config.model, config.compute)
     always: dict[str, float] = {
         "parameters": held.parameters,
         "gradients": held.gradients,
@@ -76,12 +134,7 @@ def stage_memory(workload: Workload, engine: EngineLayout, num_parameters: int, 
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.kl.coefficient > 0:
         always["reference model"] = held.parameters
-    either: dict[str, float] = {"activations and working set": kept + handed + working_set(model, stage)}
-    if engine.is_embedded and stage == 0:
-        always["rollout engine"] = engine_weight_bytes(engine, num_parameters)
-        rows = min(engine.max_rows, -(-workload.generated_per_round // engine.num_engines(placement.data_size)))
-        either["KV cache"] = rows * workload.longest * cache_bytes_per_token(placement, engine)
-    return StageMemory(stage, always, either)
+    return always
 
 
 def activation_parts(workload: Workload, stage: int) -> tuple[float, float, float]:
@@ -114,20 +167,24 @@ def output_layer_bytes(placement: Placement, compute: ComputeConfig, element: in
     return positions * vocabulary * element + responses * hidden * element + PARTIAL_BYTES + weight
 
 
-def engine_weight_bytes(engine: EngineLayout, num_parameters: int) -> float:
-    """Weights of one GPU of an engine."""
-    return num_parameters * DTYPE_BYTES[engine.dtype] / engine.tensor
+def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
+    """Weights of one GPU of an engine. In FP8 engines keep embedding and output layer in bf16."""
+    size = num_parameters(arch)
+    if engine.dtype == "fp8":
+        outer = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
+        return (size - outer + outer * DTYPE_BYTES["bf16"]) / engine.tensor
+    return size * DTYPE_BYTES[engine.dtype] / engine.tensor
 
 
 def cache_bytes_per_token(placement: Placement, engine: EngineLayout) -> float:
     """Keys and values of one token in all layers, on one GPU of an engine, which holds at least one head of them."""
-    arch = placement.arch
+    arch, element = placement.arch, DTYPE_BYTES["bf16" if engine.dtype == "fp8" else engine.dtype]
     if arch.latent_attention:
         # The latent vectors, on each GPU all of them.
         latent = arch.latent_attention.key_value_rank + arch.latent_attention.rotated_head_dim
-        return float(arch.num_layers * latent * DTYPE_BYTES[engine.dtype])
+        return float(arch.num_layers * latent * element)
     heads = -(-arch.num_query_groups // engine.tensor)
-    return 2.0 * arch.num_layers * heads * arch.head_dim * DTYPE_BYTES[engine.dtype]
+    return 2.0 * arch.num_layers * heads * arch.head_dim * element
 
 
 def _layer_gradients(model: ActivationModel) -> float:

@@ -47,8 +47,7 @@ def propose(config: RunConfig, base: Placement, assumptions: Assumptions) -> tup
             candidate = _with_layout(config, base, parallel, recompute)
             result = estimate(candidate, Placement(base.arch, parallel, base.world_size), assumptions)
             if result.fits:
-                settings: dict[str, object] = parallel.model_dump(exclude={"world_size"}) | {"recompute": recompute}
-                proposals.append(Proposal(settings, result))
+                proposals.append(Proposal(_settings(candidate), result))
                 break
     return sorted(proposals, key=lambda proposal: proposal.estimate.time.total), num_valid
 
@@ -90,6 +89,16 @@ def _accepted(base: Placement, settings: dict[str, int | bool]) -> Iterator[Para
     except (ValidationError, InputError):
         return
     yield parallel
+
+
+def _settings(config: RunConfig) -> dict[str, object]:
+    """The layout as the configuration's keys."""
+    parallel, compute = config.parallel.model_dump(exclude={"world_size"}), config.compute
+    settings: dict[str, object] = {f"parallel.{name}": value for name, value in parallel.items()}
+    settings["compute.recompute"] = compute.recompute
+    if compute.recompute == "selective":
+        settings["compute.recompute_modules"] = f"[{','.join(compute.recompute_modules)}]"
+    return settings
 
 
 def _with_layout(config: RunConfig, base: Placement, parallel: ParallelConfig, recompute: str) -> RunConfig:

@@ -7,24 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dapo_mega.planning.activations import ActivationModel
 from dapo_mega.planning.estimate import Assumptions, Estimate
 from dapo_mega.planning.memory import (
+    ASLEEP_BYTES,
     GIB,
     activation_parts,
     cache_bytes_per_token,
     engine_weight_bytes,
     layer_kind,
 )
-from dapo_mega.planning.parameters import num_parameters
 from dapo_mega.planning.proposals import Proposal
-from dapo_mega.planning.step_time import generation_seconds
+from dapo_mega.planning.step_time import most_useful_engines
 
 _LARGEST_SHOWN = 10
+_DEFAULTS: tuple[object, ...] = (1, False, "none")
+_PLACEMENTS = {
+    "embedded": "with the embedded engine on each replica's leader",
+    "fleet": "engines on GPUs of their own",
+    "colocated": "with engines on the same GPUs",
+}
 _REMEDIES = {
     "parameters": "raise parallel.tensor or parallel.pipeline (or parallel.expert for experts)",
     "gradients": "raise parallel.tensor or parallel.pipeline (or parallel.expert for experts)",
     "optimizer": "add data-parallel replicas, or set compute.optimizer_offload",
     "activations and working set": "set compute.recompute=full, raise parallel.context or parallel.tensor with "
     "parallel.sequence=true, or lower batch.tokens_per_microbatch (not below the longest sample)",
-    "rollout engine": "keep engines on GPUs of their own (--engine-gpus plans that)",
+    "rollout engine": "generate with SGLang engines: rollout.placement=fleet or colocated",
+    "engine awake, at least": "raise --engine-tensor, or keep engines on GPUs of their own: rollout.placement=fleet",
+    "weight sync": "lower weight_sync.bucket_mib",
     "KV cache": "lower rollout.max_batch_rows or rollout.max_response_tokens",
     "reference model": "set algorithm.kl.coefficient=0",
 }
@@ -40,21 +48,28 @@ def report(plan: Estimate) -> Iterator[str]:
 
 
 def proposal_lines(
-    proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions
+    proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions, placement: str
 ) -> Iterator[str]:
-    """The fastest layouts that fit, one a line, with what their time consists of."""
+    """The fastest layouts that fit, one a line, with what their time consists of. `placement` is where engines are."""
     available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     yield (
         f"layouts of {world_size} GPUs: {num_valid} are valid for this model, {len(proposals)} of them fit into "
-        f"{available / GIB:.0f} GiB"
+        f"{available / GIB:.0f} GiB, {_PLACEMENTS[placement]}"
     )
     if not proposals:
-        yield "  add GPUs, set compute.optimizer_offload=1, or plan engines on GPUs of their own (--engine-gpus)"
+        yield "  add GPUs, set compute.optimizer_offload=1, or " + (
+            "raise --engine-tensor where the engines do not fit"
+            if placement == "fleet"
+            else "generate with engines on GPUs of their own: rollout.placement=fleet "
+            "rollout.fleet.rendezvous=HOST:PORT"
+        )
     for proposal in proposals[:_LARGEST_SHOWN]:
         settings = proposal.settings
         memory, time = proposal.estimate.worst, proposal.estimate.time
         text = " ".join(
-            f"{name}={str(value).lower()}" for name, value in settings.items() if value not in (1, False, "none")
+            f"{name}={str(value).lower()}"
+            for name, value in settings.items()
+            if value is True or value not in _DEFAULTS
         )
         data_size = proposal.estimate.workload.placement.data_size
         yield (
@@ -113,7 +128,7 @@ def _activation_lines(plan: Estimate) -> Iterator[str]:
 def _verdict(plan: Estimate) -> Iterator[str]:
     worst, memory = plan.worst, plan.assumptions.machine.memory_bytes
     text = f"{worst.total / GIB:.1f} GiB on stage {worst.stage} of {plan.available / GIB:.1f} GiB"
-    if plan.fits:
+    if worst.total <= plan.available:
         yield f"  fits: {text}"
         return
     parts = {**worst.always, **worst.either}
@@ -124,25 +139,69 @@ def _verdict(plan: Estimate) -> Iterator[str]:
 
 
 def _engine_lines(plan: Estimate) -> Iterator[str]:
-    workload, engine = plan.workload, plan.engine
+    workload, engine, generated = plan.workload, plan.engine, plan.generation
     placement = workload.placement
     per_token = cache_bytes_per_token(placement, engine)
     everything = workload.generated_per_round * workload.longest * per_token * engine.tensor
-    where = "embedded, one on each replica's leader" if engine.is_embedded else f"{engine.num_gpus} GPUs of their own"
-    size = num_parameters(placement.arch)
-    seconds, cache, rows = generation_seconds(workload, engine, plan.assumptions.machine, size)
     yield (
-        f"rollout engine: {where}, tensor {engine.tensor}, {engine.dtype}; per GPU "
-        f"{engine_weight_bytes(engine, size) / GIB:.1f} GiB weights, KV cache {per_token / 1024:.0f} KiB per token; "
-        f"a round's {workload.generated_per_round} responses at {workload.longest} tokens would hold "
+        f"rollout engine: {_where(plan)}, tensor {engine.tensor}, {engine.dtype}; per GPU "
+        f"{engine_weight_bytes(engine, placement.arch) / GIB:.1f} GiB weights, KV cache {per_token / 1024:.0f} KiB per "
+        f"token; a round's {workload.generated_per_round} responses at {workload.longest} tokens would hold "
         f"{everything / GIB:,.0f} GiB over all engines"
     )
-    yield (
-        f"  {rows} responses at once per engine"
-        + (f" in {cache / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
-        + f"; one round of decoding about {seconds:,.0f} s (assumed: reading weights and cache sets the pace; "
-        "prefill left out)"
+    if engine.is_colocated:
+        yield from _sharing_lines(plan)
+    if not engine.is_embedded:
+        yield from _engine_verdict(plan)
+    if generated.rows:
+        yield (
+            f"  {generated.rows} responses at once per engine"
+            + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
+            + f"; one round of decoding about {generated.seconds:,.0f} s (assumed: reading weights and cache sets the "
+            "pace; prefill left out)"
+        )
+        if not engine.is_embedded and not engine.is_colocated:
+            most = most_useful_engines(workload, generated.rows)
+            yield (
+                f"  with {most} engines on {most * engine.tensor} GPUs a round's longest response sets the pace; more "
+                "of them gain little"
+            )
+
+
+def _where(plan: Estimate) -> str:
+    engine, given = plan.engine, plan.assumptions
+    if engine.is_embedded:
+        return "embedded, one on each replica's leader"
+    count = engine.num_engines(plan.workload.placement.data_size)
+    tensor = "" if given.engine_tensor else "; --engine-tensor plans other sizes"
+    if engine.is_colocated:
+        return f"colocated, {count} engine(s) on the trainer's GPUs{tensor}"
+    source = "--engine-gpus" if given.engine_gpus else "rollout.fleet, --engine-gpus plans others"
+    return f"{engine.num_gpus} GPUs of their own, {count} engine(s) ({source}{tensor})"
+
+
+def _engine_verdict(plan: Estimate) -> Iterator[str]:
+    text = (
+        f"{plan.least_engine_memory / GIB:.1f} GiB per GPU for weights and the cache of one longest response, of "
+        f"{plan.engine_memory / GIB:.1f} GiB"
     )
+    yield f"  engines fit: {text}" if plan.engine_fits else f"  ENGINES DO NOT FIT: {text}; raise --engine-tensor"
+
+
+def _sharing_lines(plan: Estimate) -> Iterator[str]:
+    """Of a GPU that engines and policy share."""
+    machine, placement = plan.assumptions.machine, plan.workload.placement
+    yield (
+        f"  a GPU is shared in turns: the trainer's {max(sum(s.always.values()) for s in plan.stages) / GIB:.1f} GiB "
+        f"(with {ASLEEP_BYTES / GIB:.0f} GiB assumed for an engine asleep) stay, activations and awake engines take "
+        f"turns; start engines with --colocated --memory-fraction "
+        f"{int(100 * plan.engine_memory / machine.memory_bytes) / 100:.2f} or less"
+    )
+    if placement.world_size > machine.gpus_per_node and plan.workload.config.sync_transport == "tensor":
+        yield (
+            f"  note: colocated engines get weights through the memory of one machine (weight_sync.transport=tensor), "
+            f"and {placement.world_size} GPUs are on several: use rollout.placement=fleet or weight_sync.transport=disk"
+        )
 
 
 def _schedule_lines(plan: Estimate) -> Iterator[str]:
@@ -181,7 +240,8 @@ def _time_lines(plan: Estimate) -> Iterator[str]:
     yield (
         f"step time without generation: {time.total:,.0f} s = {time.scoring:,.0f} scoring + {time.updates:,.0f} "
         "updates "
-        f"+ {time.bubble:,.0f} bubble + {time.communication:,.0f} communication not hidden"
+        f"+ {time.bubble:,.0f} bubble + {time.communication:,.0f} communication not hidden; with one round of "
+        f"generation {time.total + plan.generation.seconds:,.0f} s"
     )
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,10 +88,18 @@ def _mlp_weights(arch: Architecture, layer: int) -> int:
     return arch.hidden_size * (experts.number + experts.gates_shared + 3 * inner)
 
 
-def generation_seconds(
-    workload: Workload, engine: EngineLayout, machine: Machine, num_parameters: int
-) -> tuple[float, float, int]:
-    """(seconds of a round's decoding, GPU memory in bytes for the cache, rows decoded at once by an engine).
+@dataclass(frozen=True)
+class Generation:
+    """A round's decoding: seconds, responses that an engine decodes at once, bytes of each GPU for their cache."""
+
+    seconds: float
+    rows: int
+    cache_bytes: float
+
+
+def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache: float) -> Generation:
+    """How a round is decoded by engines that have `cache` bytes of each GPU for keys and values; an embedded one takes
+    what its rows need.
 
     Every decoding step reads the weights and the rows' keys and values once; prefilling is left out. A round lasts as
     long as its longest response, which is taken to be of the largest length.
@@ -98,14 +107,13 @@ def generation_seconds(
     placement = workload.placement
     num_engines = engine.num_engines(placement.data_size)
     wanted = -(-workload.generated_per_round // num_engines)
-    weights = engine_weight_bytes(engine, num_parameters)
+    weights = engine_weight_bytes(engine, placement.arch)
     per_token = cache_bytes_per_token(placement, engine)
-    rows, cache = min(engine.max_rows, wanted), 0.0
+    rows = min(engine.max_rows, wanted)
     if not engine.is_embedded:
-        cache = max(0.0, 0.9 * machine.memory_bytes - weights)
         rows = min(wanted, int(cache // (per_token * workload.mean_length)))
     if rows == 0:
-        return float("inf"), cache, 0
+        return Generation(float("inf"), 0, cache)
     # Continuous batching on GPUs of their own; embedded, each batch of rows waits for its longest response.
     rounds = -(-wanted // rows) if engine.is_embedded else 1
     steps = workload.config.rollout.max_response_tokens
@@ -113,7 +121,14 @@ def generation_seconds(
         steps = max(steps, round(wanted / rows * workload.mean_response))
     rate = machine.memory_rate * machine.memory_rate_share
     read = weights + rows * per_token * (workload.mean_prompt + workload.mean_response / 2)
-    return rounds * steps * read / rate, cache, rows
+    return Generation(rounds * steps * read / rate, rows, cache)
+
+
+def most_useful_engines(workload: Workload, rows: int) -> int:
+    """Engines of `rows` responses at once with which a round's longest response takes as long as everything else: with
+    more of them it still sets the pace."""
+    in_turn = workload.config.rollout.max_response_tokens / workload.mean_response
+    return math.ceil(workload.generated_per_round / (rows * in_turn))
 
 
 def _slowest_stage(workload: Workload, machine: Machine, layer_passes: float, head_passes: float) -> float:

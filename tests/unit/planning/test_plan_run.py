@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from dapo_mega.errors import InputError
+from dapo_mega.planning.memory import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "plan_run.py"
@@ -62,15 +64,77 @@ def small(tmp_path):
     return str(tmp_path / "run.yaml")
 
 
-def test_the_papers_run_names_what_does_not_fit_and_what_to_change(tool, capsys):
-    verdict = next(line for line in lines(tool, capsys) if "FIT" in line)
+EMBEDDED = ["rollout.placement=embedded", "rollout.fleet.rendezvous=null"]
+
+
+def number(pattern, text):
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+def test_the_papers_run_fits_as_it_is_shipped_with_its_engines(tool, capsys):
+    text = "\n".join(lines(tool, capsys))
+    assert "FIT" not in text
+    assert number(r"  fits: ([\d.]+) GiB on stage 0", text) < 75
+    assert "rollout engine: 16 GPUs of their own, 8 engine(s) (rollout.fleet" in text
+    assert number(r"  engines fit: ([\d.]+) GiB", text) < 72
+    assert number(r"with (\d+) engines on", text) > 8
+    head = lines(tool, capsys, "--propose", "--gpus", "128")[0]
+    assert number(r"(\d+) of them fit", head) > 0
+
+
+def test_engines_of_its_own_take_nothing_of_the_trainer_but_buckets_of_weights(tool, capsys):
+    here, embedded = lines(tool, capsys), lines(tool, capsys, *EMBEDDED)
+    columns, of_embedded = (
+        next(line for line in text if "parameters   gradients" in line) for text in (here, embedded)
+    )
+    assert columns.split() == of_embedded.replace("rollout engine", "").replace("KV cache", "").split()
+    # Two buckets of the largest tensor, the embedding.
+    assert number(r"([\d.]+) +[\d.]+$", here[here.index(columns) + 1]) == round(2 * 152064 * 5120 * 2 / GIB, 2)
+
+
+def test_an_embedded_engine_that_does_not_fit_is_named_with_what_to_change(tool, capsys):
+    text = lines(tool, capsys, *EMBEDDED)
+    verdict = next(line for line in text if "FIT" in line)
     assert "on stage 0" in verdict
     assert "lower rollout.max_batch_rows" in verdict
+    assert "rollout.placement=fleet or colocated" in verdict
+    assert any("rollout engine: embedded" in line for line in text)
 
 
-def test_with_engines_of_its_own_and_recompute_the_papers_run_fits(tool, capsys):
+def test_engines_on_the_trainers_gpus_take_turns_with_training(tool, capsys):
+    options = ["rollout.placement=colocated", "--engine-tensor", "4"]
+    text = lines(tool, capsys, *options)
+    at = next(i for i, line in enumerate(text) if "engine asleep" in line)
+    for line in text[at + 1 : at + 5]:
+        _, parameters, gradients, optimizer, asleep, activations, awake, total = map(float, line.split())
+        resident = parameters + gradients + optimizer + asleep
+        assert total == pytest.approx(resident + max(activations, awake), abs=0.03)
+    assert any("32 engine(s) on the trainer's GPUs" in line for line in text)
+    shared = next(line for line in text if "a GPU is shared in turns" in line)
+    # 80 GiB less the reserve and what stays on the fullest GPU.
+    assert number(r"--memory-fraction ([\d.]+) or less", shared) == 0.80
+    assert any("weight_sync.transport=disk" in line for line in text), "128 GPUs are on several machines"
+    small = lines(tool, capsys, *options, "--gpu-memory-gib", "40")
+    assert any("DOES NOT FIT" in line for line in small)
+
+
+def test_engines_that_hold_no_longest_response_do_not_fit(tool, capsys):
+    text = lines(tool, capsys, "--engine-tensor", "1", "--gpu-memory-gib", "70")
+    assert any("ENGINES DO NOT FIT" in line and "--engine-tensor" in line for line in text)
+    assert any("  fits: " in line for line in text), "the trainer does"
+
+
+def test_fp8_engines_keep_embedding_and_output_layer_in_bf16(tool, capsys):
+    text = next(line for line in lines(tool, capsys, "rollout.dtype=fp8") if line.startswith("rollout engine"))
+    outer = 2 * 152064 * 5120
+    assert number(r"per GPU ([\d.]+) GiB", text) == pytest.approx((32763.9e6 + outer) / GIB, abs=0.06)
+    assert "KV cache 256 KiB" in text, "one GPU holds all heads, in bf16"
+
+
+def test_with_more_engines_and_recompute_the_papers_run_fits(tool, capsys):
     text = lines(tool, capsys, *OWN_ENGINES, "compute.recompute=full")
     assert any("  fits: " in line for line in text)
+    assert any("rollout engine: 32 GPUs of their own, 8 engine(s) (--engine-gpus), tensor 4" in line for line in text)
     assert any("not yet checked on a GPU" in line for line in text)
     local = lines(tool, capsys, *OWN_ENGINES, "model.layer_implementation=local")
     assert any("checked against real allocations on the CPU" in line for line in local)
@@ -84,11 +148,10 @@ def test_proposals_fit_are_sorted_and_accepted_as_overrides(tool, capsys, small)
     assert seconds == sorted(seconds)
     assert len(proposals) == 10
     for line in proposals:
-        given = line.split("stage ")[1].split(" ", 1)[1].split("(")[0].split()
-        settings = [pair for pair in given if "=" in pair]
-        overrides = [f"parallel.{pair}" for pair in settings if not pair.startswith("recompute")]
+        overrides = [pair for pair in line.split(" (data")[0].split() if "=" in pair]
         tool.main([small, "--gpus", "4", *overrides])
-        assert "fits: " in capsys.readouterr().out
+        total = re.search(r"[\d.]+ GiB on stage \d", line)[0]
+        assert f"  fits: {total}" in capsys.readouterr().out
 
 
 def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
@@ -108,6 +171,9 @@ def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
         (["--gpus", "100"], "not a multiple of tensor 8 x pipeline 4 = 32"),
         (["--mfu", "0"], "--mfu=0 must be larger than 0"),
         (["--engine-gpus", "6", "--engine-tensor", "4"], "must be a multiple of --engine-tensor=4"),
+        (["--engine-gpus", "0"], "--engine-gpus=0 must be larger than 0"),
+        ([*EMBEDDED, "--engine-gpus", "8"], "and rollout.placement=embedded; add rollout.placement=fleet"),
+        (["rollout.placement=colocated", "--engine-gpus", "8"], "rollout.placement=colocated uses the trainer's"),
         (["--mean-response-tokens", "30000"], "larger than the configuration's longest response, 20480"),
         (["model.architecture=null"], "give model.architecture"),
         (["batch.tokens_per_microbatch=9"], "set it to at least 22528"),
