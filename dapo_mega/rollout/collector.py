@@ -15,7 +15,7 @@ import numpy as np
 from dapo_mega.buffer import GroupBuffer, most_offered
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.engine import RolloutEngine, StreamingEngine
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
@@ -76,8 +76,22 @@ class Collector:
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is that of the engine's weights.
 
-        Raises StarvedError, naming the acceptance rate, when the allowed rounds did not yield N groups.
+        Raises StarvedError, naming the acceptance rate, when the allowed rounds did not yield N groups. When the engine
+        raises StopRequested, `state` is afterwards what the step began with, or, with partial rollouts, all that has
+        been asked and answered since.
         """
+        cursor, next_request_id, groups = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
+        try:
+            return self._collect(version)
+        except StopRequested:
+            if not self._config.rollout.partial:
+                if self._in_flight is not None:
+                    self._in_flight.cancel_all()
+                self.cursor.load_state(cursor)
+                self.next_request_id, self.buffer.groups = next_request_id, groups
+            raise
+
+    def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         tally = RolloutTally()
         self.buffer.evict_stale(version)
         if self._config.rollout.partial:

@@ -148,6 +148,12 @@ class GroupsInFlight:
             self._groups.remove(group)
             self._ended.append(group)
 
+    def cancel_all(self) -> None:
+        """Give up all groups."""
+        for group in list(self._groups):
+            self._give_up(group)
+        self._ended.clear()
+
     def _give_up(self, group: PendingGroup) -> None:
         self._groups.remove(group)
         waiting = self._waited_for(group)

@@ -9,7 +9,7 @@ import pytest
 from dapo_mega.batching import pack_step, samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.packing import columns_from_samples
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
@@ -402,3 +402,50 @@ def test_groups_in_flight_are_not_dropped_by_a_run_that_cannot_go_on_with_them()
     subject.collect(0)
     with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true goes on with"):
         collector(ScriptedEngine(every_other), config()).load_state(*subject.state())
+
+
+class StoppedEngine(ScriptedStream):
+    """Is told to stop after so many answers, in `generate` or between answers that come one by one."""
+
+    def __init__(self, is_right, after):
+        super().__init__(is_right)
+        self.left = after
+
+    def next_answer(self):
+        self.count(1)
+        return super().next_answer()
+
+    def generate(self, requests):
+        self.count(len(requests))
+        return super().generate(requests)
+
+    def count(self, num_answers):
+        if self.left < num_answers:
+            raise StopRequested("told so")
+        self.left -= num_answers
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with(streaming):
+    engine = StoppedEngine(every_third, after=10**6)
+    undisturbed, stopped = (collector(e, config()) for e in (ScriptedStream(every_third), engine))
+    if not streaming:
+        undisturbed._in_flight = stopped._in_flight = None
+    for subject in (undisturbed, stopped):
+        subject.collect(0)
+    before = stopped.state()
+    assert len(stopped.buffer) > 0
+    engine.left = 5
+    with pytest.raises(StopRequested):
+        stopped.collect(1)
+    after = stopped.state()
+    assert after[0] == before[0]
+    assert all((after[1][name] == array).all() for name, array in before[1].items())
+    assert not engine.in_flight
+    engine.left = 10**6
+    ids = [[r.response.request_id for g in c.collect(1)[0] for r in g.responses] for c in (undisturbed, stopped)]
+    assert ids[0] == ids[1]
+
+
+def every_third(prompt, request_id):
+    return request_id % 3 == 0
