@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dapo_mega.sglang_plugin.homes import Homes
+from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
 from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
@@ -30,11 +31,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     try:
-        updater = importlib.import_module(_UPDATER).WeightUpdater
+        module = importlib.import_module(_UPDATER)
+        updater = module.WeightUpdater
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
+        _ = module.init_custom_process_group
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
+    HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AFTER)

@@ -40,6 +40,7 @@ from dapo_mega.weight_sync.engine_groups import (
     open_store,
 )
 from dapo_mega.weight_sync.update import Session, Update
+from dapo_mega.weight_sync.wire import limited_group
 from dapo_mega.weight_sync.wires import Wires
 
 _POLL_S = 0.001
@@ -214,7 +215,7 @@ class BroadcastTransport:
         lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
         old_names, self._names = self._names, dict(self._names)
         for index, target in enumerate(lacking):
-            prefix = f"dapo-mega-{self._run_id}-{update.number}-{index}"
+            prefix = limited_group(f"dapo-mega-{self._run_id}-{update.number}-{index}", self._timeout_s)
             self._names[target.url] = _GroupNames(prefix, self._most_lanes if target.has_plugin else 1)
             self._groups.pop(target.url, None)
             self._joined.add(target.url)

@@ -10,6 +10,7 @@ Numbers are int64, places int32, each starts at a multiple of 8 bytes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,21 @@ PROTOCOL_FIELD = "dapo_mega_protocol"
 """Where a server with the plugin says so, in its internal state."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
+_LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
 _ALIGNMENT = 8
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def limited_group(name: str, limit_s: float) -> str:
+    """The name of a process group that an engine joins within the limit or not at all. SGLang has no field for it."""
+    return f"{name}-within-{max(1, round(1000 * limit_s))}ms"
+
+
+def limit_of_group(name: str) -> float | None:
+    """In seconds, of a name that begins with `limited_group`; None where there is none."""
+    found = _LIMIT.search(name)
+    return int(found[1]) / 1000 if found else None
 
 
 @dataclass(frozen=True)

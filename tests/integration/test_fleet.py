@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from dapo_mega.weight_sync.wire import limited_group
 from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
 
 from .conftest import SharedEngines
@@ -93,6 +95,29 @@ def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engi
     with pipeline_of(values) as pipeline:
         run(pipeline)
     assert call(split_engine.launcher.urls[0], "/model_info")[1]["weight_version"] == "3"
+
+
+@pytest.mark.parametrize("engines", ["two_engines", "split_engine"])
+@pytest.mark.parametrize("store", ["nobody listens", "accepts and never answers"])
+def test_an_engine_gives_a_trainer_up_that_dies_while_it_joins(request, engines, store):
+    url = request.getfixturevalue(engines).launcher.urls[0]
+    num_processes = 2 if engines == "split_engine" else 1
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        if store == "nobody listens":
+            listening.close()
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + num_processes,
+            "group_name": limited_group(f"trainer-that-dies-{port}", 2.0),
+            "backend": "gloo",
+        }
+        status, answer = call(url, "/init_weights_update_group", body)
+        assert status == 400
+        assert "did not come within 2 s" in answer["message"]
+        assert call(url, "/health")[0] == 200
 
 
 def test_what_an_engine_derives_from_weights_that_it_receives_in_its_parameters_is_new_too(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, Eng
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import Lanes, connect_store, join_group, lane_names
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat, tensor_specs
+from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat, limit_of_group, tensor_specs
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing
@@ -79,6 +79,7 @@ class ScriptedEngine:
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
         await self._meet("init")
         assert (rank_offset, world_size, backend) == (1, 2, "gloo")
+        assert limit_of_group(name) == self._timeout_s
         await self._in_thread(self._join, address, port, name)
 
     def _join(self, address, port, name):

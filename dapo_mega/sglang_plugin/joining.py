@@ -1,0 +1,48 @@
+"""Joins the trainer's process groups within a limit of time.
+
+An engine does nothing else while it joins, and a trainer that was killed meanwhile never comes. torch would try to
+connect to its store for half an hour, and wait without any limit for a store that has accepted and does not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from dapo_mega.weight_sync.wire import limit_of_group
+
+_SGLANGS_LIMIT_S = 1800.0
+
+
+def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
+    """`join` of a group; TimeoutError after the limit that its name states, if any.
+
+    The thread that joins cannot be interrupted. It ends by itself once torch gives up or the store's machine is gone.
+    """
+    limit_s = limit_of_group(str(group.get("group_name")))
+    if limit_s is None:
+        return join(*arguments, **group)
+    # gloo gives a broadcast up at this limit. At NCCL's torch ends the process: the trainer must give up before.
+    gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
+    group["timeout"] = timedelta(seconds=gives_up_s)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    joined: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # Each thread has its own.
+            joined.set_result(join(*arguments, **group))
+        except Exception as error:  # Raised where the result is waited for.
+            joined.set_exception(error)
+
+    threading.Thread(target=run, name="joining a group", daemon=True).start()
+    try:
+        return joined.result(limit_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"the trainer at {group.get('init_method')} did not come within {limit_s:g} s") from error
