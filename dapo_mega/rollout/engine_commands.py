@@ -133,9 +133,9 @@ def _has_fp8_blocks(model: Path) -> bool:
     return bool(quantization.get("weight_block_size") == [128, 128])
 
 
-def command(node: Node, engine: int, key_file: Path) -> list[str]:
-    """What starts the engine. The key is in `key_file`, for all users of a machine see its command lines."""
-    arguments = ["--config", str(key_file), "--model-path", str(node.model), "--tp-size", str(node.tp_size)]
+def command(node: Node, engine: int, key_path: Path) -> list[str]:
+    """What starts the engine. The key is read at `key_path`, for all users of a machine see its command lines."""
+    arguments = ["--config", str(key_path), "--model-path", str(node.model), "--tp-size", str(node.tp_size)]
     arguments += ["--host", node.host, "--port", str(node.port + engine), *_DTYPE_ARGUMENTS[node.dtype]]
     # At level info SGLang logs its arguments, the key among them.
     arguments += ["--log-level", "warning"]

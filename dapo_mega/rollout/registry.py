@@ -1,45 +1,41 @@
 """Where engines of other machines become known: they announce themselves at the trainer's rendezvous address.
 
-The address is a TCPStore of the trainer's rank 0. Announcements are signed with the API key and repeated, so that a
-trainer that starts again finds its engines. The store itself is open to everyone who can reach it: strangers can delay
-announcements, not make one.
+Announcements are signed with the API key and repeated, so that a trainer that starts again finds its engines. Strangers
+can delay them, and nothing else: nothing of what they send is kept.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import hmac
-import json
 import logging
 import os
-import socket
-import struct
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-
-from torch.distributed import DistError, QueueEmptyError, TCPStore
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 
 from dapo_mega.errors import InputError
+from dapo_mega.rollout.announcements import (
+    MAX_AGE_S,
+    MAX_MESSAGE_BYTES,
+    MAX_REGISTRATIONS,
+    RefusedAnnouncement,
+    Registration,
+    signed_announcement,
+    signed_reply,
+    verified_announcement,
+    verified_reply,
+)
+from dapo_mega.rollout.rendezvous import PostServer, post
 
 logger = logging.getLogger(__name__)
 
 _MIN_KEY_LENGTH = 16
-_QUEUE = "dapo_mega/announcements"
-_MAX_AGE_S = 300.0
-_MAX_PER_POLL = 1000
-_CONNECT_TIMEOUT_S = 2.0
-_LISTEN_PATIENCE_S = 10.0
-
-
-@dataclass(frozen=True)
-class Registration:
-    """An engine. `instance` differs between two starts of the engine at the same `url`."""
-
-    url: str
-    instance: str
+_MAX_ENGINES = 4096
+_REFUSALS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "refuses the announcement: it has another API key",
+    HTTPStatus.CONFLICT: f"refuses the announcement: the machines' clocks differ by more than {MAX_AGE_S:.0f} s",
+}
 
 
 def require_api_key(env_name: str) -> str:
@@ -65,118 +61,97 @@ def parse_address(address: str) -> tuple[str, int]:
 class EngineRegistry:
     """The trainer's side: listens at `address` (this interface only) for engines that hold the API key.
 
-    An address in use is waited for for a while: what the trainer before left may still hold it. Raises InputError where
-    the address cannot be listened at.
+    Raises InputError where the address cannot be listened at, also after waiting for it a while.
     """
 
     def __init__(self, address: str, api_key: str) -> None:
         self._api_key = api_key
+        self._lock = threading.Lock()
         self._registered: dict[str, Registration] = {}
         self._newest: dict[str, float] = {}
+        self._hung: frozenset[str] = frozenset()
         self._refusals: set[str] = set()
         host, port = parse_address(address)
         try:
-            listener = _listen(host, port)
+            self._server = PostServer(host, port, self._receive, MAX_MESSAGE_BYTES)
         except OSError as error:
             raise InputError(
                 f"rollout.fleet.rendezvous={address} cannot be listened at ({error.strerror}); give an address of "
                 "this machine and a free port, none that engines (22000 to 29999) or the system (on Linux from 32768) "
                 "take for themselves"
             ) from error
-        self._store: TCPStore | None = TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
-            master_listen_fd=listener.detach(),
-        )
 
     def poll(self) -> list[Registration]:
         """The engines that are registered now. Does not wait."""
-        assert self._store is not None, "the registry is closed"
-        for _ in range(_MAX_PER_POLL):
-            try:
-                self._take(self._store.queue_pop(_QUEUE, False))
-            except QueueEmptyError:
-                break
-        return list(self._registered.values())
+        with self._lock:
+            return list(self._registered.values())
+
+    def report_hung(self, instances: Iterable[str]) -> None:
+        """Tell launchers from now on that these instances have been hung for long."""
+        self._hung = frozenset(instances)
 
     def close(self) -> None:
         """Stop listening."""
-        self._store = None
+        self._server.close()
 
-    def _take(self, message: bytes) -> None:
+    def _receive(self, message: bytes) -> tuple[HTTPStatus, bytes]:
         try:
-            registration, sent_at, leaving = _verified(message, self._api_key)
-        except _RefusedError as error:
+            announcement = verified_announcement(message, self._api_key)
+            with self._lock:
+                for registration in announcement.registrations:
+                    self._take(registration, announcement.sent_at, announcement.leaving)
+        except RefusedAnnouncement as error:
             if str(error) not in self._refusals:
                 self._refusals.add(str(error))
                 logger.warning("an engine's announcement is ignored: %s", error)
+            return error.status, b""
+        return HTTPStatus.OK, signed_reply(message, self._hung, self._api_key)
+
+    def _take(self, registration: Registration, sent_at: float, leaving: bool) -> None:
+        url = registration.url
+        if sent_at <= self._newest.get(url, 0.0):
             return
-        if sent_at <= self._newest.get(registration.url, 0.0):
-            return
-        self._newest[registration.url] = sent_at
+        if url not in self._newest:
+            self._make_room()
+        self._newest[url] = sent_at
         if leaving:
-            self._registered.pop(registration.url, None)
+            self._registered.pop(url, None)
         else:
-            self._registered[registration.url] = registration
+            self._registered[url] = registration
+
+    def _make_room(self) -> None:
+        """Forget of engines that have left what protects from announcements that are too old by now."""
+        if len(self._newest) < _MAX_ENGINES:
+            return
+        expired = time.time() - MAX_AGE_S
+        self._newest = {u: sent_at for u, sent_at in self._newest.items() if u in self._registered or sent_at > expired}
+        if len(self._newest) >= _MAX_ENGINES:
+            raise RefusedAnnouncement(HTTPStatus.INSUFFICIENT_STORAGE, f"{_MAX_ENGINES} engines are known already")
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + _LISTEN_PATIENCE_S
-    while True:
-        try:
-            return socket.create_server((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
+@dataclass(frozen=True)
+class TrainerReply:
+    """What a trainer said to an announcement: a `refusal`, or which instances it has found hung for long."""
+
+    refusal: str = ""
+    hung: frozenset[str] = frozenset()
 
 
-def announce(address: str, api_key: str, registrations: Sequence[Registration], *, leaving: bool = False) -> bool:
-    """The engines' side: tell the trainer at `address` of engines that serve, or leave. False: no trainer is there."""
+def announce(
+    address: str, api_key: str, registrations: Sequence[Registration], *, leaving: bool = False
+) -> TrainerReply | None:
+    """The engines' side: tell the trainer at `address` of engines that serve, or leave. None: no trainer is there."""
     host, port = parse_address(address)
-    try:
-        # The store's own client would retry for long and log each attempt.
-        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
-            # A connection that the system gives this very port meets itself where nobody listens. An ordinary close
-            # would keep the trainer from the port for a minute.
-            if connection.getsockname() == connection.getpeername():
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                return False
-        store = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
-        )
-        for registration in registrations:
-            store.queue_push(_QUEUE, _signed(registration, leaving, api_key))
-    except (OSError, DistError):
-        return False
-    return True
-
-
-def _signed(registration: Registration, leaving: bool, api_key: str) -> bytes:
-    body = json.dumps({"registration": asdict(registration), "sent_at": time.time(), "leaving": leaving}).encode()
-    return _signature(body, api_key) + body
-
-
-class _RefusedError(Exception):
-    pass
-
-
-def _verified(message: bytes, api_key: str) -> tuple[Registration, float, bool]:
-    """(registration, time it was signed at, whether the engine leaves). Raises _RefusedError."""
-    length = hashlib.sha256().digest_size
-    body = message[length:]
-    if not hmac.compare_digest(message[:length], _signature(body, api_key)):
-        raise _RefusedError("it is not signed with this run's API key; give the engines the trainer's key")
-    fields = json.loads(body)
-    if abs(time.time() - fields["sent_at"]) > _MAX_AGE_S:
-        raise _RefusedError(
-            f"it was signed over {_MAX_AGE_S:.0f} s ago; where it is new, set the machines' clocks right"
-        )
-    return Registration(**fields["registration"]), fields["sent_at"], fields["leaving"]
-
-
-def _signature(body: bytes, api_key: str) -> bytes:
-    return hmac.digest(api_key.encode(), b"dapo_mega announcement\n" + body, "sha256")
+    hung: frozenset[str] = frozenset()
+    for start in range(0, len(registrations), MAX_REGISTRATIONS):
+        message = signed_announcement(registrations[start : start + MAX_REGISTRATIONS], leaving, api_key)
+        if (answer := post(host, port, message)) is None:
+            return None
+        status, content = answer
+        if status != HTTPStatus.OK:
+            # Only the status is used: whoever sits at the address may have written the rest.
+            return TrainerReply(_REFUSALS.get(status, f"refuses the announcement (HTTP {status})"))
+        if (named := verified_reply(message, content, api_key)) is None:
+            return TrainerReply("is none that has this API key")
+        hung |= named
+    return TrainerReply(hung=hung)

@@ -7,12 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ _ANNOUNCE_EVERY_S = 5.0
 _PROBE_LIMIT_S = 5.0
 _WATCH_EVERY_S = 5.0
 _LONGEST_BACK_OFF_S = 60.0
+_SILENT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class ServingOptions:
 class ProcessGroup:
     """A program in a process group of its own, which ends with the process that started it, however that one ends."""
 
-    def __init__(self, arguments: Sequence[str], variables: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], variables: dict[str, str], log: Path, inherited: Sequence[int] = ()
+    ) -> None:
+        """`inherited` are file descriptors that the program gets too."""
         with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
             self._process = subprocess.Popen(
                 arguments,
@@ -58,6 +61,7 @@ class ProcessGroup:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         # Its input ends when this process does. SGLang's own watch over its parent misses children that still start.
         self._guard = subprocess.Popen(
@@ -130,7 +134,6 @@ class Engine:
         self._options = options
         self._group: ProcessGroup | None = None
         self._watch: HealthWatch | None = None
-        self._key_file: Path | None = None
         self._started = 0.0
         self._start_at = 0.0
         self._has_served = False
@@ -175,16 +178,17 @@ class Engine:
         if self._watch is not None:
             self._watch.end()
         self._group = self._watch = self.registration = None
-        self._forget_key()
+
+    def restart_if_silent(self) -> None:
+        """A trainer has found the engine hung for longer than an update takes; restart it if it is silent here, too."""
+        if self._watch is not None and self._watch.silence_s > _SILENT_S:
+            self._bury("is hung for the trainer and answers no probe")
 
     def _start(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="engine_", suffix=".yaml")
-        self._key_file = Path(name)
-        with os.fdopen(handle, "w") as file:
-            file.write(f"api-key: {json.dumps(self._options.api_key)}\n")
         variables = environment(self._node, self._index, os.environ)
         variables.pop(self._options.api_key_env, None)
-        self._group = ProcessGroup(command(self._node, self._index, self._key_file), variables, self.log)
+        with _key_on_a_pipe(self._options.api_key, self.log.with_suffix(".yaml")) as (pipe, path):
+            self._group = ProcessGroup(command(self._node, self._index, path), variables, self.log, [pipe])
         self._started = time.monotonic()
         print(f"engine {self.url} starts (pid {self._group.pid}, log {self.log})", flush=True)
 
@@ -202,7 +206,6 @@ class Engine:
 
     def _serve(self) -> None:
         assert self._group is not None
-        self._forget_key()
         self._has_served = True
         self._failures = 0
         if self._options.restart_hung_after_s is not None:
@@ -239,10 +242,22 @@ class Engine:
         finally:
             connection.close()
 
-    def _forget_key(self) -> None:
-        if self._key_file is not None:
-            self._key_file.unlink(missing_ok=True)
-            self._key_file = None
+
+@contextmanager
+def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
+    """(pipe, path): a program that inherits the pipe reads the key as SGLang's configuration at the path, once.
+
+    So the key is on no disk. The path is only a name with the ending that SGLang asks for.
+    """
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(writing, "w") as file:
+            file.write(f"api-key: {json.dumps(api_key)}\n")
+        path.unlink(missing_ok=True)
+        path.symlink_to(f"/proc/self/fd/{reading}")
+        yield reading, path
+    finally:
+        os.close(reading)
 
 
 class Router:
@@ -281,12 +296,16 @@ class Router:
 
 
 class Announcements:
-    """Repeats to the trainer which engines serve, and tells it at once when that changes."""
+    """Repeats to the trainer which engines serve, and tells it at once when that changes.
+
+    `hung` are the instances that the trainer last called hung, all of them announced to it.
+    """
 
     def __init__(self, options: ServingOptions) -> None:
+        self.hung: frozenset[str] = frozenset()
         self._options = options
         self._told: list[Registration] = []
-        self._is_heard: bool | None = None
+        self._state = ""
         self._due = 0.0
 
     def update(self, serving: list[Registration]) -> None:
@@ -294,6 +313,7 @@ class Announcements:
         if self._options.rendezvous is None or (serving == self._told and time.monotonic() < self._due):
             return
         gone = [registration for registration in self._told if registration not in serving]
+        self.hung = frozenset()
         self._tell(gone, leaving=True)
         self._tell(serving, leaving=False)
         self._told = serving
@@ -302,10 +322,14 @@ class Announcements:
     def _tell(self, registrations: list[Registration], *, leaving: bool) -> None:
         if not registrations or self._options.rendezvous is None:
             return
-        is_heard = announce(self._options.rendezvous, self._options.api_key, registrations, leaving=leaving)
-        if is_heard != self._is_heard:
-            self._is_heard = is_heard
-            state = "knows of the engines" if is_heard else f"is not there; trying again every {_ANNOUNCE_EVERY_S:g} s"
+        reply = announce(self._options.rendezvous, self._options.api_key, registrations, leaving=leaving)
+        if reply and not reply.refusal:
+            self.hung = reply.hung
+            state = "knows of the engines"
+        else:
+            state = f"{reply.refusal if reply else 'is not there'}; trying again every {_ANNOUNCE_EVERY_S:g} s"
+        if state != self._state:
+            self._state = state
             print(f"the trainer at {self._options.rendezvous} {state}", flush=True)
 
 
@@ -328,6 +352,9 @@ def serve(node: Node, options: ServingOptions) -> None:
                 engine.advance()
             serving = [engine.registration for engine in engines if engine.registration is not None]
             announcements.update(serving)
+            for engine in engines:
+                if engine.registration is not None and engine.registration.instance in announcements.hung:
+                    engine.restart_if_silent()
             if len(serving) == len(engines) and not have_all_served:
                 have_all_served = True
                 print(f"all engines serve: rollout.fleet.urls={','.join(engine.url for engine in engines)}", flush=True)

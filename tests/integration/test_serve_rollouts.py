@@ -124,7 +124,8 @@ def test_a_router_asks_for_the_key_and_reaches_every_engine(two_engines, tmp_pat
         router.end(time.monotonic())
 
 
-def test_no_process_outlives_a_killed_launcher(tmp_path):
+def test_no_process_and_no_key_outlives_a_killed_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     launcher = Launcher(tiny_model(tmp_path / "model"), tmp_path / "served", 1)
     try:
         # SGLang's scheduler and detokenizer exist and are still importing, before they watch over their parent.
@@ -138,6 +139,8 @@ def test_no_process_outlives_a_killed_launcher(tmp_path):
         assert not left
     finally:
         launcher.kill()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(API_KEY.encode() in path.read_bytes() for path in files)
 
 
 def start(monkeypatch, *arguments):

@@ -1,17 +1,21 @@
 """Engines become known to the trainer by signed announcements; nobody else's count."""
 
+import json
 import logging
+import math
 import socket
 import threading
 import time
 from datetime import timedelta
+from http import HTTPStatus
 
 import psutil
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from dapo_mega.errors import InputError
-from dapo_mega.rollout import registry
+from dapo_mega.rollout import announcements, registry, rendezvous
+from dapo_mega.rollout.announcements import MAX_AGE_S, MAX_MESSAGE_BYTES, MAX_REGISTRATIONS, signed_announcement
 from dapo_mega.rollout.registry import EngineRegistry, Registration, announce, parse_address, require_api_key
 from tests.distributed.launching import free_port
 
@@ -33,9 +37,13 @@ def trainer(address):
 
 
 def push(address, message):
-    host, port = parse_address(address)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-    store.queue_push(registry._QUEUE, message)
+    """The status that the trainer answers with."""
+    status, _ = rendezvous.post(*parse_address(address), message)
+    return status
+
+
+def signed(*registrations, leaving=False):
+    return signed_announcement(registrations, leaving, KEY)
 
 
 def test_announced_engines_stay_known_until_they_leave(trainer, address):
@@ -61,8 +69,7 @@ def test_announcements_of_strangers_are_ignored_and_logged_once(trainer, address
         announce(address, "the-key-of-another-run", [OTHER])
         push(address, b"")
         push(address, b"no signature at all, but long enough to have one")
-        signed = registry._signed(ENGINE, False, KEY)
-        push(address, signed.replace(b":30000", b":40000"))
+        push(address, signed(ENGINE).replace(b":30000", b":40000"))
         assert trainer.poll() == []
     assert [record.message for record in caplog.records] == [
         "an engine's announcement is ignored: it is not signed with this run's API key; give the engines the trainer's "
@@ -71,7 +78,7 @@ def test_announcements_of_strangers_are_ignored_and_logged_once(trainer, address
 
 
 def test_a_replayed_announcement_brings_no_engine_back(trainer, address):
-    replayed = registry._signed(ENGINE, False, KEY)
+    replayed = signed(ENGINE)
     restarted = Registration(url=ENGINE.url, instance="second")
     announce(address, KEY, [restarted])
     push(address, replayed)
@@ -82,14 +89,227 @@ def test_a_replayed_announcement_brings_no_engine_back(trainer, address):
 
 
 def test_an_old_announcement_is_refused_by_a_trainer_that_starts_anew(trainer, address, monkeypatch, caplog):
-    old = time.time() - 2 * registry._MAX_AGE_S
+    old = time.time() - 2 * MAX_AGE_S
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: old)
-        message = registry._signed(ENGINE, False, KEY)
+        message = signed(ENGINE)
     push(address, message)
     with caplog.at_level(logging.WARNING):
         assert trainer.poll() == []
     assert "set the machines' clocks right" in caplog.text
+
+
+def body_signed(content):
+    return announcements._signed(announcements._ANNOUNCEMENT, content, KEY)
+
+
+def fields(**changes):
+    entries = {"registrations": [vars(ENGINE)], "leaving": False, "sent_at": time.time(), **changes}
+    return json.dumps(entries).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no JSON",
+        b"\xff\xfe",
+        b"null",
+        b"[1]",
+        b"[" * 8000,
+        b'{"sent_at": ' + b"9" * 5000 + b"}",
+        fields(sent_at=math.nan),
+        fields(sent_at=math.inf),
+        fields(sent_at=None),
+        fields(sent_at="now"),
+        fields(sent_at=int(time.time())),
+        fields(sent_at=10**4000),
+        fields(leaving=1),
+        fields(leaving=None),
+        fields(registrations=None),
+        fields(registrations={"url": ENGINE.url}),
+        fields(registrations=[[["http://127.0.0.1:30000"]]]),
+        fields(registrations=[vars(ENGINE)] * (MAX_REGISTRATIONS + 1)),
+        fields(registrations=[vars(OTHER), {"url": ENGINE.url}]),
+        *(
+            fields(registrations=[{"url": ENGINE.url, "instance": i}])
+            for i in (None, 3, "", "a b", "\n", "\ud800", "x" * 65)
+        ),
+        *(
+            fields(registrations=[{"url": url, "instance": "first"}])
+            for url in (
+                *(None, 3, [], "", "no URL", "ftp://127.0.0.1:30000", "http://", "http://host", "http://:30000"),
+                *("http://host:70000", "http://host:port", "http://[::1", "http://host:1/", "http://host:1/path"),
+                *("http://user@host:1", "http://host:1?", "http://host:1#x", "http://ho st:1", "http://host:1\n"),
+                "http://" + "h" * 400 + ":30000",
+            )
+        ),
+    ],
+)
+def test_a_malformed_announcement_that_is_signed_is_refused_with_one_warning(trainer, address, caplog, content):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert push(address, body_signed(content)) in (400, 409)
+        assert trainer.poll() == []
+    (record,) = caplog.records
+    assert "an engine's announcement is ignored" in record.message
+    assert len(record.message) < 250
+    assert announce(address, KEY, [ENGINE])
+    assert trainer.poll() == [ENGINE]
+
+
+def exchange(address, *pieces):
+    """What the trainer answers to these bytes; the sender may find the connection closed."""
+    with socket.create_connection(parse_address(address), timeout=10) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            return connection.recv(1000)
+        except OSError:
+            return b""
+
+
+def post_head(length):
+    return f"POST /engines HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def test_nothing_of_what_strangers_send_is_kept_however_much_it_is(trainer, address):
+    seven_mib = bytes(7 * 2**20)
+    assert b" 413 " in exchange(address, post_head(len(seven_mib)))
+    largest = post_head(MAX_MESSAGE_BYTES)
+    for start in (post_head(len(seven_mib)), largest, b"POST /engines", b"POST /" + seven_mib[:4000], b"", b"GET /"):
+        for _ in range(3):
+            assert b" 200 " not in exchange(address, start, seven_mib)
+    assert trainer.poll() == []
+    assert not trainer._newest
+    assert announce(address, KEY, [ENGINE])
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /other HTTP/1.1\r\nContent-Length: 1\r\n\r\na",
+        b"POST /engines HTTP/1.1\r\n\r\n",
+        b"POST /engines HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /engines HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"POST /engines HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"POST /engines HTTP/1.1\r\nA: " + b"a" * 2000 + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",
+    ],
+)
+def test_other_requests_get_an_error_at_once(trainer, address, request_bytes):
+    assert exchange(address, request_bytes).startswith(b"HTTP/1.1 4")
+
+
+def test_open_connections_keep_no_engine_out_and_their_number_is_limited(trainer, address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 60.0)
+    waiting = [socket.create_connection(parse_address(address)) for _ in range(500)]
+    try:
+        for connection in waiting[::2]:
+            connection.sendall(b"POST /engi")
+        assert announce(address, KEY, [ENGINE])
+        assert trainer.poll() == [ENGINE]
+        assert len(trainer._server._connections) <= rendezvous._MAX_CONNECTIONS
+    finally:
+        for connection in waiting:
+            connection.close()
+
+
+def test_a_connection_that_sends_nothing_is_closed_in_time(trainer, address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 0.1)
+    assert exchange(address, b"POST /engi") == b""
+    deadline = time.monotonic() + 10
+    while trainer._server._connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_launcher_that_announces_through_a_torch_store_is_told_nothing_and_the_trainer_says_why(
+    trainer, address, caplog
+):
+    host, port = parse_address(address)
+    with caplog.at_level(logging.WARNING), pytest.raises(DistError):
+        TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+    assert [record.message for record in caplog.records] == [
+        "the rendezvous was called in another protocol than HTTP; if that was an older launch/serve_rollouts.py, take "
+        "the trainer's version of it"
+    ]
+
+
+def test_engines_that_came_and_went_are_forgotten_and_too_many_are_refused(trainer, address, monkeypatch, caplog):
+    monkeypatch.setattr(registry, "_MAX_ENGINES", 20)
+    many = [Registration(f"http://127.0.0.1:{port}", "first") for port in range(1, 21)]
+    assert not announce(address, KEY, many[:10], leaving=True).refusal
+    assert not announce(address, KEY, many[10:]).refusal
+    assert "HTTP 507" in announce(address, KEY, [ENGINE]).refusal
+    assert trainer.poll() == many[10:]
+    assert len(trainer._newest) == 20
+    later = time.time() + 2 * MAX_AGE_S
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert not announce(address, KEY, [ENGINE]).refusal
+    assert trainer.poll() == [*many[10:], ENGINE]
+    assert len(trainer._newest) == 11
+
+
+def test_more_engines_than_a_message_holds_are_announced_in_several(trainer, address):
+    many = [
+        Registration(f"http://{'h' * 200}:{port}", "x" * 32) for port in range(30000, 30000 + 5 * MAX_REGISTRATIONS)
+    ]
+    assert not announce(address, KEY, many).refusal
+    assert trainer.poll() == many
+
+
+def test_launchers_hear_which_engines_hang_from_a_trainer_with_their_key_only(trainer, address):
+    trainer.report_hung(["second", "first"])
+    assert announce(address, KEY, [ENGINE]).hung == {"first", "second"}
+    trainer.report_hung([])
+    assert announce(address, KEY, [ENGINE]).hung == set()
+    assert announce(address, "the-key-of-another-run", [ENGINE]) == registry.TrainerReply(
+        "refuses the announcement: it has another API key"
+    )
+
+
+def answering(handle):
+    """(address, server) of one that answers announcements in another way."""
+    server = rendezvous.PostServer("127.0.0.1", port := free_port(), handle, MAX_MESSAGE_BYTES)
+    return f"127.0.0.1:{port}", server
+
+
+def test_answers_of_strangers_and_old_ones_name_no_engine_and_the_key_does_not_travel():
+    seen = []
+
+    def replay(message):
+        seen.append(message)
+        return HTTPStatus.OK, announcements.signed_reply(seen[0], ["first"], KEY)
+
+    address, server = answering(replay)
+    try:
+        assert announce(address, KEY, [ENGINE]).hung == {"first"}
+        assert announce(address, KEY, [ENGINE]) == registry.TrainerReply("is none that has this API key")
+    finally:
+        server.close()
+    assert not any(KEY.encode() in message for message in seen)
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 2", b"\x00" * 100_000, None])
+def test_what_is_no_trainer_is_not_waited_for(answer, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(10_000)
+                if answer is None:
+                    time.sleep(1.5)
+                else:
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert announce(f"127.0.0.1:{listening.getsockname()[1]}", KEY, [ENGINE]) is None
+        thread.join(10)
 
 
 def test_a_restarted_trainer_finds_its_engines_again(address):
@@ -133,16 +353,15 @@ def test_a_connection_that_meets_itself_is_no_trainer(address, monkeypatch):
         connection.connect(target)
         return connection
 
-    monkeypatch.setattr(registry.socket, "create_connection", connect_to_itself)
-    monkeypatch.setattr(registry, "TCPStore", lambda *_, **__: pytest.fail("no store is there"))
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
     assert not announce(address, KEY, [ENGINE])
     monkeypatch.undo()
-    monkeypatch.setattr(registry, "_LISTEN_PATIENCE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_LISTEN_PATIENCE_S", 0.0)
     EngineRegistry(address, KEY).close()
 
 
 def test_an_address_that_stays_in_use_is_an_input_error(monkeypatch):
-    monkeypatch.setattr(registry, "_LISTEN_PATIENCE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_LISTEN_PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"rollout.fleet.rendezvous={address} cannot be listened at"):
@@ -150,7 +369,7 @@ def test_an_address_that_stays_in_use_is_an_input_error(monkeypatch):
 
 
 def test_an_address_of_another_machine_is_an_input_error_at_once(monkeypatch):
-    monkeypatch.setattr(registry.time, "sleep", lambda _: pytest.fail("waiting makes no address this machine's"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waiting makes no address this machine's"))
     with pytest.raises(InputError, match="cannot be listened at"):
         EngineRegistry("203.0.113.7:21600", KEY)
 

@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from dapo_mega.errors import FleetError
 from dapo_mega.rollout import serving
 from dapo_mega.rollout.engine_commands import Node
-from dapo_mega.rollout.registry import EngineRegistry
+from dapo_mega.rollout.registry import EngineRegistry, TrainerReply
 from dapo_mega.rollout.serving import Announcements, Engine, Router, ServingOptions, serve
 from tests.distributed.launching import REPOSITORY, free_port
 
@@ -126,8 +127,8 @@ def serve_one(tmp_path, python):
     address = f"127.0.0.1:{free_port()}"
     registry = EngineRegistry(address, KEY)
 
-    def run(when_registered, **options):
-        node = Node(python, tmp_path, 1, 1, "127.0.0.1", free_port(), "fp32", gpus=(), extra=("--as", "well"))
+    def run(when_registered, behaviour="well", **options):
+        node = Node(python, tmp_path, 1, 1, "127.0.0.1", free_port(), "fp32", gpus=(), extra=("--as", behaviour))
 
         def wait_and_act():
             deadline = time.monotonic() + LIMIT_S
@@ -177,12 +178,9 @@ def test_an_engine_that_never_served_is_an_error_with_its_last_words(make_engine
 @pytest.mark.parametrize("behaviour", ["silent", "half ready"])
 def test_an_engine_that_takes_too_long_is_an_error(make_engine, behaviour):
     engine = make_engine(behaviour, start_limit_s=2)
-    engine.advance()
-    key_file = engine._key_file
     with pytest.raises(FleetError, match=r"did not serve within 2 s before it ever served: it printed nothing"):
         advance_until(engine, lambda: False)
     assert engine._group is None
-    assert not key_file.exists()
 
 
 def test_an_engine_that_answers_without_the_key_is_refused(make_engine):
@@ -240,6 +238,31 @@ def test_an_engine_that_answers_no_probe_any_more_is_started_again(make_engine, 
     assert "answered no probe for 1 s and starts again in 0.2 s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "limit_s", "is_restarted"), [("hanging", 60.0, True), ("well", 60.0, False), ("hanging", None, False)]
+)
+def test_a_trainer_may_have_an_engine_restarted_that_is_silent_and_may_be(
+    serve_one, monkeypatch, capsys, behaviour, limit_s, is_restarted
+):
+    monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr(serving, "_SILENT_S", 0.5)
+    monkeypatch.setattr(serving, "_ANNOUNCE_EVERY_S", 0.1)
+    registry, run = serve_one
+
+    def complain():
+        (first,) = registry.poll()
+        registry.report_hung([first.instance, "another"])
+        deadline = time.monotonic() + (LIMIT_S if is_restarted else 2.0)
+        while registry.poll() in ([], [first]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run(complain, behaviour, restart_hung_after_s=limit_s)
+    output = capsys.readouterr().out
+    assert ("is hung for the trainer and answers no probe and starts again in 1 s" in output) == is_restarted
+    assert output.count(" serves (pid ") == 1 + is_restarted
+
+
 @pytest.mark.parametrize(("behaviour", "limit_s"), [("well", 1.0), ("hanging", None)])
 def test_an_engine_that_answers_probes_or_may_hang_is_left_alone(make_engine, monkeypatch, behaviour, limit_s):
     monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
@@ -284,26 +307,32 @@ def test_a_router_that_ends_is_started_again_after_a_while(tmp_path, monkeypatch
     assert "ended with status -9 and starts again in 0.3 s" in capsys.readouterr().out
 
 
-def test_the_key_is_in_a_private_file_only_until_the_engine_serves(make_engine, monkeypatch):
+def test_the_key_is_in_no_file_command_line_or_environment(make_engine, monkeypatch, tmp_path):
     monkeypatch.setenv("A_KEY", KEY)
-    engine = make_engine("well")
-    engine.advance()
-    file = engine._key_file
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    process = psutil.Process(engine._group.pid)
-    advance_until(engine, lambda: engine.registration is not None)
-    assert not file.exists()
-    assert KEY not in " ".join(process.cmdline())
-    assert KEY not in process.environ().values()
-    assert stat.S_IMODE(engine.log.stat().st_mode) == 0o600
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = make_engine("silent")
+    for _ in range(2):
+        engine._start()
+        process = psutil.Process(engine._group.pid)
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+        assert engine.log in files
+        assert not any(KEY in path.read_text() for path in files)
+        assert KEY not in " ".join(process.cmdline())
+        assert KEY not in process.environ().values()
+        assert stat.S_IMODE(engine.log.stat().st_mode) == 0o600
+        num_files = psutil.Process().num_fds()
+        engine.end(time.monotonic())
+    assert psutil.Process().num_fds() < num_files
+    assert len([path for path in tmp_path.rglob("*.yaml") if path.is_symlink()]) == 1
 
 
 def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatch, tmp_path, capsys):
     said = []
     clock = [0.0]
     monkeypatch.setattr(
-        serving, "announce", lambda address, key, engines, *, leaving: not said.append((leaving, [*engines]))
+        serving, "announce", lambda address, key, engines, *, leaving: said.append((leaving, [*engines])) or replies[-1]
     )
+    replies = [TrainerReply()]
     monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
     first, second = (serving.Registration(f"http://host:{port}", "instance") for port in (1, 2))
     announcements = Announcements(ServingOptions(KEY, "A_KEY", tmp_path, rendezvous="trainer:1"))
@@ -323,3 +352,13 @@ def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatc
         (True, [second]),
     ]
     assert capsys.readouterr().out == "the trainer at trainer:1 knows of the engines\n"
+    for reply in (None, None, TrainerReply("refuses"), TrainerReply(hung=frozenset(["instance"]))):
+        replies.append(reply)
+        clock[0] += serving._ANNOUNCE_EVERY_S + 0.1
+        announcements.update([first])
+    assert announcements.hung == {"instance"}
+    assert capsys.readouterr().out.splitlines() == [
+        "the trainer at trainer:1 is not there; trying again every 5 s",
+        "the trainer at trainer:1 refuses; trying again every 5 s",
+        "the trainer at trainer:1 knows of the engines",
+    ]
