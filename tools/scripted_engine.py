@@ -91,7 +91,7 @@ class ScriptedEngine:
         self.version = "default"
         self.process = "first"
         self.settings: dict[str, Any] = {}
-        self.health: Literal["ok", "loading", "silent", "reset"] = "ok"
+        self.health: Literal["ok", "loading", "silent", "reset", "not_found"] = "ok"
         self.health_delay_s = 0.0
         self.fault: Callable[[dict[str, Any]], Fault | None] = lambda payload: None
         self.payloads: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ class ScriptedEngine:
         if self.health == "reset":
             _break_connection(request)
         await asyncio.sleep(self.health_delay_s)
-        return web.Response(status=503 if self.health == "loading" else 200)
+        return web.Response(status={"loading": 503, "not_found": 404}.get(self.health, 200))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info = {

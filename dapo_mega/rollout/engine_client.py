@@ -20,16 +20,18 @@ _SHORT_TIMEOUT_S = 60.0
 # Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
 _KEEP_ALIVE_S = 2.0
 _FIRST_WITH_INTERVALS = (0, 5, 23)  # Of SGLang: `stream_interval` is a sampling parameter.
+_EXCERPT_BYTES = 2000  # Of an answer that an error quotes; the line is shorter.
+_PAGE = "a page for browsers"
 _RESERVED_POSITIONS = 6  # max_req_input_len is this much shorter than what prompt and response may take together.
 
 
 class EngineError(Exception):
-    """A call of one engine failed."""
+    """A call of one engine failed. The reason is one printable line, whatever the server wrote."""
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"{url}: {reason}")
         self.url = url
-        self.reason = reason
+        self.reason = one_line(reason)
+        super().__init__(f"{url}: {self.reason}")
 
 
 class EngineUnreachable(EngineError):
@@ -53,7 +55,31 @@ class EngineRefused(EngineError):
 
 
 class EngineGarbled(EngineError):
-    """The answer is not JSON, or lacks what every server says."""
+    """The answer is not HTTP or not JSON, or lacks what every server says."""
+
+
+def is_no_engine(error: BaseException) -> bool:
+    """Whether no SGLang server answers so, now or later: a redirect, a page that is not there, other than JSON.
+
+    Servers that start, proxies before them and those that are busy answer with other errors.
+    """
+    if isinstance(error, EngineRefused):
+        return HTTPStatus.MULTIPLE_CHOICES <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR and error.status not in (
+            HTTPStatus.REQUEST_TIMEOUT,
+            HTTPStatus.TOO_EARLY,
+            HTTPStatus.TOO_MANY_REQUESTS,
+        )
+    return isinstance(error, EngineGarbled)
+
+
+def one_line(text: str, limit: int = 400) -> str:
+    """The text as one printable line of limited length, without markup."""
+    head = text[: 10 * limit]
+    if page := re.search(r"<(!doctype|html|head|body|\?xml)\b", head, re.IGNORECASE):
+        head = head[: page.start()] + _PAGE
+    line = "".join(c if c.isprintable() else " " for c in head)
+    line = " ".join(line.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 @dataclass(frozen=True)
@@ -95,8 +121,11 @@ class EngineClient:
         """Settings of the server and the weights it holds."""
         server = await self._json("GET", "/server_info")
         model = await self._json("GET", "/model_info")
+        has_sessions = await self._has("/begin_weight_update")
+        if not has_sessions and await self._is_router():
+            raise EngineGarbled(self.url, "it is SGLang's router, and weights go to each engine")
         try:
-            return _engine_info(self.url, server, model, await self._has("/begin_weight_update"))
+            return _engine_info(self.url, server, model, has_sessions)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
@@ -112,9 +141,11 @@ class EngineClient:
         """The parsed outputs of /generate for several prompts, each as it comes; `timeout_s` is for all of them."""
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         with self._errors_of("/generate", timeout_s):
-            async with self._open_session().post(self.url + "/generate", json=payload, timeout=limits) as response:
-                if response.status >= HTTPStatus.BAD_REQUEST:
-                    raise EngineRefused(self.url, response.status, f"/generate: {_excerpt(await response.read())}")
+            async with self._open_session().post(
+                self.url + "/generate", json=payload, timeout=limits, allow_redirects=False
+            ) as response:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    raise EngineRefused(self.url, response.status, f"/generate: {await _excerpt(response)}")
                 rest = b""
                 async for piece in response.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -227,6 +258,14 @@ class EngineClient:
             return error.status == HTTPStatus.METHOD_NOT_ALLOWED
         return False
 
+    async def _is_router(self) -> bool:
+        """Whether this is sglang-router, which passes some calls on to one of its engines."""
+        try:
+            workers = await self._json("GET", "/workers")
+        except (EngineRefused, EngineGarbled):
+            return False
+        return isinstance(workers, dict) and "workers" in workers
+
     async def _command(self, path: str, body: dict[str, Any]) -> None:
         content = await self._request("POST", path, body, self._timeout_s)
         answer = self._parsed(path, content)
@@ -240,7 +279,7 @@ class EngineClient:
         try:
             return json.loads(content)
         except ValueError:
-            raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_excerpt(content)}") from None
+            raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_quote(content)}") from None
 
     def _output(self, content: bytes) -> Any:
         output = self._parsed("/generate", content)
@@ -253,6 +292,12 @@ class EngineClient:
         """Turn what aiohttp raises into EngineError."""
         try:
             yield
+        except aiohttp.ClientSSLError as error:
+            raise EngineGarbled(self.url, f"no TLS connection for {path}: {error}") from error
+        except aiohttp.ClientResponseError as error:
+            raise EngineGarbled(
+                self.url, f"{path} was answered with what is not HTTP (is it https?): {error.message}"
+            ) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnreachable(self.url, f"no connection for {path}: {error}") from error
         except TimeoutError as error:
@@ -265,12 +310,12 @@ class EngineClient:
     ) -> bytes:
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         with self._errors_of(path, timeout_s):
-            async with self._open_session().request(method, self.url + path, json=body, timeout=limits) as response:
-                content = await response.read()
-                status = response.status
-        if status >= HTTPStatus.BAD_REQUEST:
-            raise EngineRefused(self.url, status, f"{path}: {_excerpt(content)}")
-        return content
+            async with self._open_session().request(
+                method, self.url + path, json=body, timeout=limits, allow_redirects=False
+            ) as response:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    raise EngineRefused(self.url, response.status, f"{path}: {await _excerpt(response)}")
+                return await response.read()
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -284,8 +329,21 @@ def _tagged(tags: Sequence[str] | None) -> dict[str, Any]:
     return {} if tags is None else {"tags": list(tags)}
 
 
-def _excerpt(content: bytes) -> str:
-    return content[:300].decode(errors="replace").strip()
+async def _excerpt(response: aiohttp.ClientResponse) -> str:
+    """The start of what was answered, or where else the answer is said to be."""
+    if response.status < HTTPStatus.BAD_REQUEST:
+        return f"redirects to {response.headers.get('Location', 'nowhere')}"
+    start = b""
+    async for piece in response.content.iter_any():
+        start += piece
+        if len(start) >= _EXCERPT_BYTES:
+            break
+    return _quote(start)
+
+
+def _quote(content: bytes) -> str:
+    start = content[:_EXCERPT_BYTES].strip()
+    return _PAGE if start.startswith(b"<") else start.decode(errors="replace")
 
 
 def _supports_batches(server: dict[str, Any]) -> bool:
@@ -302,10 +360,10 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
     vocab_size = server.get("vocab_size")
     return EngineInfo(
         url=url,
-        version=str(server.get("version", "unknown")),
+        version=one_line(str(server.get("version", "unknown")), 40),
         process=hashlib.blake2b(json.dumps(startup).encode(), digest_size=8).hexdigest() if startup else "",
         tp_size=int(server["tp_size"]),
-        dtype=str(server["dtype"]),
+        dtype=one_line(str(server["dtype"]), 40),
         quantization=server.get("quantization"),
         context_length=None if context_length is None else int(context_length),
         vocab_size=None if vocab_size is None else int(vocab_size),

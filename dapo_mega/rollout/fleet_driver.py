@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.rollout.absences import advise, describe_absences
 from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.rollout.membership import Membership, State
@@ -33,6 +34,7 @@ _ABORT_EVERY_S = 0.1
 _ABORT_TIMEOUT_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _REGISTRATION_GRACE_S = 30.0
+_REMIND_EVERY_S = 60.0
 _ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
 _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", "pauses")
 
@@ -114,8 +116,8 @@ class FleetDriver:
     def targets(self, only_stale: bool) -> list[SyncTarget]:
         """The engines that can be updated, once at least `min_engines` are there.
 
-        Says when the run pauses for want of engines and when it goes on. Raises FleetError after `wait_limit_s`, or
-        when every engine that is there does not fit the run.
+        Says when the run pauses for want of engines, each minute why, and when it goes on. Raises FleetError after
+        `wait_limit_s`, or when every engine that is there does not fit the run.
         """
         self.wait_for_engines()
         members = self._membership
@@ -129,6 +131,7 @@ class FleetDriver:
         """Return when at least `min_engines` are reachable; see `targets`."""
         started = time.monotonic()
         is_paused = False
+        speaks_next = self._fleet.heartbeat_s
         while (present := self._num_reachable()) < self._fleet.min_engines:
             waited = time.monotonic() - started
             if self._registry is None or waited > _REGISTRATION_GRACE_S:
@@ -136,21 +139,29 @@ class FleetDriver:
             if waited > self._fleet.wait_limit_s:
                 raise FleetError(
                     f"{present} of at least {self._fleet.min_engines} engines (rollout.fleet.min_engines) are there "
-                    f"after {waited:.0f} s ({self._describe()}); see their logs, start engines with "
+                    f"after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
                     f"launch/serve_rollouts.py, and start the run again: it continues from its last checkpoint"
                 )
-            if not is_paused and waited > self._fleet.heartbeat_s:
+            if waited > speaks_next:
+                self._membership.counts["pauses"] += not is_paused
                 is_paused = True
-                self._membership.counts["pauses"] += 1
-                logger.warning(
-                    "WARNING: the run pauses: %d of at least %d engines are there (%s); it goes on when they return",
-                    present,
-                    self._fleet.min_engines,
-                    self._describe(),
-                )
+                speaks_next = waited + _REMIND_EVERY_S
+                self._say_that_it_pauses(present, waited)
             time.sleep(_POLL_S)
         if is_paused:
             logger.warning("the run goes on with %d engines", present)
+
+    def _say_that_it_pauses(self, present: int, waited: float) -> None:
+        logger.warning(
+            "the run pauses, now for %.0f s and at most for %.0f s: %d of at least %d engines are there; missing: %s; "
+            "what to do: %s",
+            waited,
+            self._fleet.wait_limit_s,
+            present,
+            self._fleet.min_engines,
+            self._absences(),
+            self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
+        )
 
     def _num_reachable(self) -> int:
         return len(self._membership.in_state("stale", "serving"))
@@ -161,11 +172,8 @@ class FleetDriver:
         if misfits and len(misfits) == len(members):
             raise FleetError(f"no engine fits the run: {'; '.join(misfits)}")
 
-    def _describe(self) -> str:
-        members = dict(self._members)
-        if not members:
-            return "none has registered"
-        return "; ".join(f"{url} {m.state}{f', {m.reason}' if m.reason else ''}" for url, m in members.items())
+    def _absences(self) -> str:
+        return self._on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float

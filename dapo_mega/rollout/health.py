@@ -6,9 +6,10 @@
         ^          |
         |          +-----> hung         connected, but no answer for `hung_after_s`
         +-- dead <-+                    no connection, twice in a row
+        +- foreign <                    what answers is no SGLang server
 
-Hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation is paused
-answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
+Foreign, hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation
+is paused answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from dapo_mega.rollout.engine_client import (
     EngineError,
     EngineRefused,
     EngineUnreachable,
+    is_no_engine,
 )
 from dapo_mega.rollout.event_loop import report_fault
 
 logger = logging.getLogger(__name__)
 
-State = Literal["starting", "healthy", "slow", "hung", "dead"]
+State = Literal["starting", "healthy", "slow", "hung", "dead", "foreign"]
 OnChange = Callable[[str, State, State, str], Awaitable[None]]
 
 _SECOND_LOOK_S = 0.2
@@ -45,19 +47,23 @@ _NUM_LATENCIES = 3
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """The latest verdict on an engine. `restarts` counts the new processes that were met behind its URL,
-    `probe_latency_s` is None before some probes were answered."""
+    """The latest verdict on an engine, `state_s` seconds old; `silence_s` is how long ago it last answered a probe, or
+    was first asked. `restarts` counts the new processes that were met behind its URL, `probe_latency_s` is None before
+    some probes were answered."""
 
     state: State
     reason: str
     probe_latency_s: float | None
     restarts: int
+    state_s: float
+    silence_s: float
 
 
 @dataclass(eq=False)
 class _Watch:
     client: EngineClient
     last_answer: float
+    changed: float
     state: State = "starting"
     reason: str = "not probed yet"
     process: str = ""
@@ -98,7 +104,7 @@ class HealthMonitor:
     def watch(self, client: EngineClient) -> None:
         """Probe this engine from now on."""
         assert client.url not in self._watches
-        watch = self._watches[client.url] = _Watch(client, self._loop.time())
+        watch = self._watches[client.url] = _Watch(client, self._loop.time(), self._loop.time())
         watch.probed.set()
         watch.loop = self._loop.create_task(self._watch(watch), name=f"probing {client.url}")
         watch.loop.add_done_callback(report_fault)
@@ -124,7 +130,11 @@ class HealthMonitor:
 
     def engines(self) -> dict[str, EngineHealth]:
         """The verdicts by URL."""
-        return {url: EngineHealth(w.state, w.reason, w.latency_s, w.restarts) for url, w in self._watches.items()}
+        now = self._loop.time()
+        return {
+            url: EngineHealth(w.state, w.reason, w.latency_s, w.restarts, now - w.changed, now - w.last_answer)
+            for url, w in list(self._watches.items())
+        }
 
     def metrics(self) -> dict[str, float]:
         """Engines by state, and the worst probe."""
@@ -177,15 +187,17 @@ class HealthMonitor:
         elif is_gone:
             if watch.failed_connections > 1:
                 await self._change(watch, "dead", str(error))
-        elif _is_unavailable(error) and watch.state in ("starting", "dead"):
+        elif _is_unavailable(error) and watch.state in ("starting", "dead", "foreign"):
             await self._change(watch, "starting", "the server is loading")
+        elif is_no_engine(error):
+            await self._change(watch, "foreign", str(error))
         elif not isinstance(error, EngineError):
             raise error
         elif self._loop.time() - watch.last_answer >= self._hung_after_s:
             await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
 
     async def _answered(self, watch: _Watch) -> None:
-        if watch.state in ("starting", "hung", "dead"):
+        if watch.state not in ("healthy", "slow"):
             await self._change(watch, "healthy", await self._arrival(watch))
             return
         lag, reason = self._lag(watch)
@@ -228,6 +240,7 @@ class HealthMonitor:
     async def _change(self, watch: _Watch, new: State, reason: str) -> None:
         old, watch.state, watch.reason = watch.state, new, reason
         if old != new:
+            watch.changed = self._loop.time()
             logger.info("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
             await self._on_change(watch.client.url, old, new, reason)
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Literal
 
 from dapo_mega.config import RunConfig
 from dapo_mega.rollout.dispatcher import Dispatcher
-from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused
+from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
 from dapo_mega.rollout.event_loop import report_fault
 from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
@@ -39,7 +40,8 @@ State = Literal["joining", "stale", "serving", "away", "refused"]
 @dataclass
 class Member:
     """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
-    told to free. `changes` counts joins and departures, so that a join that was overtaken notices."""
+    told to free. `changes` counts joins and departures, so that a join that was overtaken notices. `missing_since`
+    (of the monotonic clock) is when it was first looked for, or left the last time."""
 
     client: EngineClient
     instance: str = ""
@@ -50,6 +52,7 @@ class Member:
     asleep: frozenset[str] = frozenset()
     failed_updates: int = 0
     changes: int = 0
+    missing_since: float = field(default_factory=time.monotonic)
 
 
 class Membership:
@@ -103,7 +106,8 @@ class Membership:
         if member.state == "serving":
             self.dispatcher.remove_engine(url, reason)
         if member.state in ("serving", "stale"):
-            logger.warning("WARNING: engine %s has left the fleet (%s); its work moves to the others", url, reason)
+            member.missing_since = time.monotonic()
+            logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
         member.changes += 1
         member.state, member.version, member.reason = "away", -1, reason
 
@@ -143,10 +147,19 @@ class Membership:
         while True:
             if self._registry:
                 self._follow(self._registry.poll())
+                self._registry.report_hung(self._hung_for_long())
             for url, health in self.monitor.engines().items():
                 if health.state in ("healthy", "slow") and self.members[url].state == "away":
                     self._start_join(url)
             await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
+
+    def _hung_for_long(self) -> list[str]:
+        """Instances that hang for longer than a step of an update may take: they do not come back by themselves."""
+        return [
+            self.members[url].instance
+            for url, health in self.monitor.engines().items()
+            if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
+        ]
 
     def _follow(self, registrations: Sequence[Registration]) -> None:
         for registration in registrations:
@@ -169,8 +182,11 @@ class Membership:
         if new in ("dead", "hung"):
             self.counts[f"engines_{new}"] += 1
             self.leave(url, f"{new}: {reason}")
+        elif new == "foreign":
+            self.leave(url, reason)
+            self._refuse(self.members[url], _no_engine(reason))
         elif new == "slow":
-            logger.warning("WARNING: engine %s is slow: %s", url, reason)
+            logger.warning("engine %s is slow: %s", url, reason)
         elif new == "healthy" and old != "slow" and self.members[url].state not in ("stale", "serving"):
             self._start_join(url)
 
@@ -188,6 +204,11 @@ class Membership:
         """Check the engine's settings and undo what a trainer that is gone may have left in it."""
         try:
             info = await member.client.info()
+        except EngineError as error:
+            if member.changes == change:
+                self._did_not_tell(member, error)
+            return
+        try:
             if member.changes != change:
                 return
             if member.info is None or info.process != member.info.process:
@@ -201,7 +222,7 @@ class Membership:
                 await member.client.abort(all=True)
         except EngineError as error:
             if member.changes == change:
-                self._did_not_join(member, error)
+                member.state, member.reason = "away", str(error)
             return
         if member.changes == change:
             member.state, member.version, member.reason = "stale", -1, ""
@@ -215,16 +236,25 @@ class Membership:
                     self._config.weight_sync.full_every,
                 )
 
-    def _did_not_join(self, member: Member, error: EngineError) -> None:
+    def _did_not_tell(self, member: Member, error: EngineError) -> None:
         if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
             name = self._fleet.api_key_env
             self._refuse(member, f"it does not take the API key in {name}; give trainer and engines the same one")
+        elif is_no_engine(error):
+            self._refuse(member, _no_engine(error.reason))
         else:
             member.state, member.reason = "away", str(error)
 
     def _refuse(self, member: Member, reason: str) -> None:
         member.state, member.reason = "refused", reason
-        logger.warning("WARNING: engine %s is refused: %s", member.client.url, reason)
+        logger.warning("engine %s is refused: %s", member.client.url, reason)
+
+
+def _no_engine(answer: str) -> str:
+    return (
+        f"what answers there is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
+        "prints it, with no router or proxy between"
+    )
 
 
 def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:

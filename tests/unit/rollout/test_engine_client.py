@@ -1,6 +1,7 @@
 """One engine's HTTP calls: what is sent, and how what goes wrong is told."""
 
 import asyncio
+import re
 import socket
 
 import pytest
@@ -14,6 +15,7 @@ from dapo_mega.rollout.engine_client import (
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
+    is_no_engine,
 )
 from dapo_mega.rollout.sglang_api import generate_payload
 from tests.unit.rollout.scripted_server import (
@@ -142,6 +144,106 @@ def test_an_error_status_is_told_with_the_servers_words(status, text):
     assert error.status == status
     assert error.url.startswith("http://127.0.0.1:")
     assert error.reason == f"HTTP {status}: /generate: {text}"
+
+
+PAGE = "<!DOCTYPE html>\n<html><head><title>Not here</title></head>\n" + "<p>no</p>\n" * 1000
+
+
+@pytest.mark.parametrize("status", [200, 404, 502])
+@pytest.mark.parametrize(
+    "text", [PAGE, "\n\n  <div>x</div>", f"nginx: {PAGE}", "a\nb\tc\r\nd\x1b[31m\x00", "x" * 10**7, "{'é': \u2028 1}"]
+)
+def test_whatever_a_server_writes_an_error_is_one_short_printable_line(status, text):
+    async def handler(request):
+        return web.Response(status=status, text=text)
+
+    error = answered_by(handler, lambda c: c.info())
+    assert str(error).isprintable()
+    assert len(error.reason) <= 400
+    assert not re.search("<[a-z/!]", error.reason, re.IGNORECASE)
+
+
+def test_a_servers_message_in_json_is_one_short_line_too():
+    async def handler(request):
+        return web.json_response({"success": False, "message": "Traceback:\n" + "  line\n" * 5000})
+
+    error = answered_by(handler, lambda c: c.begin_weight_update())
+    assert error.reason.startswith("HTTP 200: /begin_weight_update: Traceback: line line")
+    assert len(error.reason) <= 400
+
+
+def test_redirects_are_not_followed_and_the_key_goes_nowhere_else():
+    seen = []
+
+    async def handler(request):
+        seen.append(request.path)
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    for call in (lambda c: c.probe(1.0), lambda c: c.generate({}, 1.0), lambda c: c.info()):
+        error = answered_by(handler, call)
+        assert error.status == 307
+        assert "redirects to /elsewhere" in error.reason
+    assert "/elsewhere" not in seen
+
+
+@pytest.mark.parametrize("answer", [b"\x15\x03\x01\x00\x02\x02\x46", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_what_speaks_no_http_is_no_engine(answer):
+    async def body():
+        async def talk(reader, writer):
+            await reader.readline()
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
+        with pytest.raises(EngineGarbled, match="not HTTP") as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+        server.close()
+
+    within_deadline(body)
+
+
+def test_tls_where_there_is_none_is_no_engine():
+    async def handler(request):
+        return web.Response()
+
+    async def body():
+        runner, url = await serve(handler)
+        client = EngineClient(url.replace("http:", "https:"), "secret")
+        with pytest.raises(EngineGarbled, match="no TLS connection") as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+        await runner.cleanup()
+
+    within_deadline(body)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        *((status, True) for status in (301, 400, 403, 404, 405, 407)),
+        *((status, False) for status in (408, 429, 500, 502, 503, 504)),
+    ],
+)
+def test_an_answer_that_an_engine_never_gives_is_told_from_one_of_a_server_in_trouble(status, expected):
+    async def handler(request):
+        return web.Response(status=status)
+
+    assert is_no_engine(answered_by(handler, lambda c: c.probe(1.0))) == expected
+
+
+def test_a_router_is_told_from_its_engines():
+    async def handler(request):
+        if request.path in ("/server_info", "/model_info"):
+            return web.json_response({"tp_size": 2, "dtype": "bfloat16"})
+        return web.json_response({"workers": []}) if request.path == "/workers" else web.Response(status=404)
+
+    error = answered_by(handler, lambda c: c.info())
+    assert "it is SGLang's router" in error.reason
+    assert is_no_engine(error)
 
 
 def test_what_is_not_json_is_garbled():

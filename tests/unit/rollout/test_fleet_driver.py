@@ -5,16 +5,22 @@ The engines are scripted servers; tests/integration has real ones.
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.rollout import fleet_driver
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.rollout.fleet_driver import FleetDriver, SyncTarget
+from dapo_mega.rollout.registry import Registration, announce
 from dapo_mega.rollout.sglang_fleet import SglangFleet
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
+from tests.distributed.launching import free_port
+from tests.unit.rollout.scripted_server import serve
 from tools.scripted_engine import ScriptedEngine
 
 KEY = "secret"
@@ -175,6 +181,97 @@ def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive)
         drive(group.urls).targets(only_stale=False)
 
 
+PAGE = "<!DOCTYPE html>\n<html><body>It works!</body></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"/health": ""}, r"HTTP 404: /server_info: a page"),
+        ({}, r"HTTP 404: /health: a page"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"/server_info answered what is not JSON: a"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), "{}"), r"are not SGLang's: KeyError"),
+        ({"/health": "", "/server_info": web.HTTPFound("/login")}, r"HTTP 302: /server_info: redirects to /login"),
+        ({"/health": web.HTTPForbidden(text=PAGE)}, r"HTTP 403: /health: a page"),
+    ],
+)
+def test_a_web_server_is_refused_at_once_in_one_line(drive, caplog, answers, message):
+    async def handler(request):
+        answer = answers.get(request.path, web.Response(status=404, text=PAGE))
+        if isinstance(answer, web.HTTPException):
+            return web.Response(status=answer.status, headers=answer.headers, text=PAGE)
+        return answer if isinstance(answer, web.Response) else web.Response(text=answer)
+
+    thread = LoopThread("web-server")
+    _, url = thread.run(serve(handler), 10)
+    driver = drive([url], hung_after_s=600.0, wait_limit_s=600.0)
+    with pytest.raises(
+        FleetError, match=rf"no engine fits the run: {url}: .* no SGLang server \(.*{message}"
+    ) as caught:
+        driver.targets(only_stale=False)
+    thread.close()
+    for text in (str(caught.value), *(record.getMessage() for record in caplog.records)):
+        assert text.isprintable()
+        assert "<" not in text
+        assert not text.startswith("WARNING")
+
+
+def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, caplog, monkeypatch):
+    monkeypatch.setattr(fleet_driver, "_REMIND_EVERY_S", 0.4)
+    group = servers(2)
+    driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=3, wait_limit_s=600.0)
+    wait_until(lambda: len(driver._membership.in_state("stale")) == 2)
+
+    def told(*parts):
+        def is_told():
+            lines = [record.getMessage() for record in caplog.records if "run pauses" in record.getMessage()]
+            return lines and all(part in lines[-1] for part in parts)
+
+        return is_told
+
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(driver.wait_for_engines)
+        wait_until(told("2 of at least 3 engines are there; missing: http://127.0.0.1:9 since ", "s): dead for "))
+        group.engines[0].health = "silent"
+        hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
+        wait_until(told(*hung, "http://127.0.0.1:9 since", "start those without connection again"))
+        group.engines[0].health = "ok"
+        wait_until(told("2 of at least 3 engines are there; missing: http://127.0.0.1:9 since "))
+        assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
+        monkeypatch.setattr(driver, "_fleet", driver._fleet.model_copy(update={"min_engines": 2}))
+        waiting.result(10)
+    assert driver.pop_metrics()["fleet/pauses"] == 1
+    assert caplog.records[-1].getMessage() == "the run goes on with 2 engines"
+
+
+def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
+    driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
+    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*no others are known"):
+        driver.targets(only_stale=False)
+    assert (
+        "missing: no others are known; what to do: start engines with launch/serve_rollouts.py and name them in "
+        in (caplog.text)
+    )
+
+
+def test_launchers_are_told_of_engines_that_hang_for_longer_than_an_update(servers, drive):
+    group = servers(1)
+    address = f"127.0.0.1:{free_port()}"
+    driver = drive([], weight_sync={"timeout_s": 0.5}, rendezvous=address)
+    engine = Registration(group.urls[0], "first")
+
+    def hung():
+        return announce(address, KEY, [engine]).hung
+
+    assert hung() == set()
+    give_weights(driver)
+    assert hung() == set()
+    group.engines[0].health = "silent"
+    wait_until(lambda: hung() == {"first"})
+    group.engines[0].health = "ok"
+    wait_until(lambda: hung() == set())
+
+
 def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers, drive):
     group = servers(2)
     driver = drive(group.urls, min_engines=1)
@@ -266,7 +363,8 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     driver.wait_for_engines()
     back.close()
     assert time.monotonic() - started > 0.5
-    assert "the run pauses: 1 of at least 2 engines" in caplog.text
+    (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
+    assert "1 of at least 2 engines are there; missing: " + group.urls[0] in line
     assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
 

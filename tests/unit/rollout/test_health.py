@@ -90,6 +90,27 @@ def test_an_engine_that_is_paused_is_told_to_go_on_unless_it_is_in_use():
     within_deadline(body)
 
 
+def test_a_server_that_is_no_engine_is_foreign_at_once_and_healthy_when_an_engine_answers():
+    async def body():
+        engine = ScriptedEngine()
+        engine.health = "not_found"
+        async with watching(engine, hung_after_s=60.0) as (monitor, changes):
+            await until(lambda: changes)
+            assert states(changes) == [("starting", "foreign")]
+            assert "HTTP 404: /health" in changes[0][3]
+            engine.health = "loading"
+            await until(lambda: len(changes) == 2)
+            engine.health = "ok"
+            await until(lambda: len(changes) == 3)
+            assert states(changes)[1:] == [("foreign", "starting"), ("starting", "healthy")]
+            engine.health = "not_found"
+            await until(lambda: len(changes) == 4)
+            assert states(changes)[3] == ("healthy", "foreign")
+            assert monitor.engines()[engine.url].silence_s < 10
+
+    within_deadline(body)
+
+
 def test_silence_shorter_than_the_limit_is_no_verdict():
     async def body():
         engine = ScriptedEngine()
