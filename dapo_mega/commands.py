@@ -173,13 +173,25 @@ def _repeat_after_launcher(line: str) -> None:
     )
 
 
+class CurrentStandardError(logging.Handler):
+    """Writes to what standard error is at the moment: a progress bar puts itself there to stay below all lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except OSError:
+            self.handleError(record)
+
+
 def quiet_libraries() -> None:
     """Silence warnings about optional GPU libraries; keep ours. Call before heavy imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)(\.|$)")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[CurrentStandardError()]
+    )
     logging.getLogger("dapo_mega").setLevel(logging.INFO if is_rank_zero() else logging.ERROR)
     for name in ("megatron", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -164,7 +164,7 @@ def mismatch_warning(metrics: Mapping[str, float], config: RunConfig, step: int)
     if mean <= config.mismatch_warning:
         return None
     return (
-        f"WARNING: engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} is over "
+        f"engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} is over "
         f"{config.mismatch_warning:g} (rollout.mismatch_warning); the engine does not compute with the policy's "
         f"weights or in its precision"
     )

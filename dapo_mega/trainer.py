@@ -198,7 +198,6 @@ def _warn_of_mismatch(pipeline: Pipeline, metrics: Metrics) -> None:
     message = mismatch_warning(metrics, pipeline.config, pipeline.step + 1)
     if message and pipeline.driver:
         logger.warning(message)
-        pipeline.driver.progress.message(message)
 
 
 def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:

@@ -1,10 +1,12 @@
 import io
+import logging
 import math
 import re
 
 import pytest
 from rich.cells import cell_len
 
+from dapo_mega.commands import CurrentStandardError
 from dapo_mega.metrics import ProgressDisplay
 
 METRICS = {
@@ -120,6 +122,14 @@ def test_a_terminal_shows_all_values_and_messages_without_markup(wide_terminal):
     assert "\x1b]0;" not in stream.getvalue()
     assert "\x1b[?25l" in stream.getvalue()  # the live display hides the cursor ...
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # ... and shows it again
+
+
+def test_log_lines_stand_once_above_a_terminals_bar(wide_terminal):
+    stream = Terminal()
+    handler = CurrentStandardError()
+    with ProgressDisplay(10, stream=stream):
+        handler.emit(logging.makeLogRecord({"msg": "engine [b] is slow", "levelno": logging.WARNING}))
+    assert visible(stream.getvalue()).count("engine [b] is slow") == 1
 
 
 @pytest.mark.parametrize("columns", [12, 20, 40])
