@@ -90,7 +90,6 @@ def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
         if pipeline.driver:
             try:
                 groups, metrics = pipeline.driver.collector.collect(pipeline.step)
-                metrics.update(pipeline.fleet.pop_metrics())
                 pipeline.fleet.sleep()
             finally:
                 pipeline.fleet.release()
@@ -245,10 +244,11 @@ def evaluate(pipeline: Pipeline) -> Metrics:
 
 
 def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
-    """Record the step on rank 0."""
+    """Record the step on rank 0, with all that the fleet has counted since the last record, evaluations included."""
     times = pipeline.timers.summary()
     if pipeline.driver:
         assert pipeline.driver.writer
+        metrics = {**metrics, **pipeline.fleet.pop_metrics()}
         tokens = metrics.get("rollout/tokens", 0.0)
         if tokens and times.get("time/step_s"):
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]

@@ -115,22 +115,25 @@ def run(pipeline: Pipeline, max_deviation: float = 1e-4) -> list[Record]:
 def checked_records(
     output_dir: Path, num_steps: int, *, num_evaluated: int = 0, max_deviation: float = 1e-4
 ) -> list[Record]:
-    """Every step is there once; every request has one end; every group asked for is in the account once.
+    """Every step is there once; at every step each request has one end or is open; every group asked for is in the
+    account once.
 
-    `num_evaluated` requests were asked before the last step for evaluation. The engines' log-probs are the trainer's to
-    within `max_deviation` nats.
+    `num_evaluated` requests were asked for evaluation. The engines' log-probs are the trainer's to within
+    `max_deviation` nats.
     """
-    records = [record for record in read_metrics(output_dir / "metrics.jsonl") if record["step"] > 0]
+    everything = read_metrics(output_dir / "metrics.jsonl")
+    for number, record in enumerate(everything, 1):
+        ends = ("answered", "failed", "cancelled")
+        ended = sum(total(everything[:number], f"rollout/requests_{end}") for end in ends)
+        submitted = total(everything[:number], "rollout/requests_submitted")
+        assert submitted == ended + record["rollout/requests_open"], record["step"]
+    records = [record for record in everything if record["step"] > 0]
     assert [record["step"] for record in records] == list(range(1, num_steps + 1))
-    total = {name: sum(record.get(name, 0.0) for record in records) for name in records[-1]}
-    ended = sum(total[f"rollout/requests_{end}"] for end in ("answered", "failed", "cancelled"))
-    assert total["rollout/requests_submitted"] == ended + records[-1]["rollout/requests_open"]
-    assert (total["rollout/dropped_groups"], total["rollout/requests_failed"]) == (0, 0), total
-    groups = (
-        total["groups/offered"] + total["rollout/groups_expired_in_flight"] + records[-1]["rollout/groups_in_flight"]
-    )
+    sums = {name: total(everything, name) for name in records[-1]}
+    assert (sums["rollout/dropped_groups"], sums["rollout/requests_failed"]) == (0, 0), sums
+    groups = sums["groups/offered"] + sums["rollout/groups_expired_in_flight"] + records[-1]["rollout/groups_in_flight"]
     # What remains are single probes of the weights, for steps that train on surplus alone.
-    num_probes = total["rollout/requests_submitted"] - num_evaluated - GROUP_SIZE * groups
+    num_probes = sums["rollout/requests_submitted"] - num_evaluated - GROUP_SIZE * groups
     assert 0 <= num_probes < GROUP_SIZE
     assert max(record["rollout/logprob_abs_diff_max"] for record in records) < max_deviation
     return records

@@ -65,7 +65,7 @@ def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_upd
     values["evaluation"] = {"at_start": True, "at_end": True, "samples_per_prompt": 2}
     finish_run(start_run(tmp_path, values, 4), tmp_path)
     output_dir = tmp_path / "run"
-    records = checked_records(output_dir, 3, num_evaluated=6 * 2)
+    records = checked_records(output_dir, 3, num_evaluated=2 * 6 * 2)
     assert records[-1]["evaluation/failed"] == 0
     assert all(record["weight_sync/engines"] == 2 for record in records)
     for url in two_engines.launcher.urls:
