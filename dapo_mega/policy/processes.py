@@ -14,10 +14,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.policy import cpu_accelerator
+from dapo_mega.weight_sync.engine_groups import open_store
 
 # Ranks wait here while rank 0 drives rollouts, which may take hours.
 _CONTROL_TIMEOUT = timedelta(hours=12)
 _COMPUTE_TIMEOUT = timedelta(minutes=30)
+_STORE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _join_process_group(device: torch.device) -> None:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)
     else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        store = open_store("127.0.0.1", _STORE_TIMEOUT_S)  # A plain one would listen on all interfaces.
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COMPUTE_TIMEOUT)
 
 

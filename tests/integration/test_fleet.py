@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
 from dapo_mega.weight_sync.wire import limited_group
-from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, free_port, kill, start_workers, wait_for
 
 from .conftest import SharedEngines
 from .fleet_runs import (
@@ -97,27 +98,39 @@ def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engi
     assert call(split_engine.launcher.urls[0], "/model_info")[1]["weight_version"] == "3"
 
 
-@pytest.mark.parametrize("engines", ["two_engines", "split_engine"])
-@pytest.mark.parametrize("store", ["nobody listens", "accepts and never answers"])
-def test_an_engine_gives_a_trainer_up_that_dies_while_it_joins(request, engines, store):
-    url = request.getfixturevalue(engines).launcher.urls[0]
-    num_processes = 2 if engines == "split_engine" else 1
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        if store == "nobody listens":
-            listening.close()
-        body = {
-            "master_address": "127.0.0.1",
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": 1 + num_processes,
-            "group_name": limited_group(f"trainer-that-dies-{port}", 2.0),
-            "backend": "gloo",
-        }
-        status, answer = call(url, "/init_weights_update_group", body)
-        assert status == 400
-        assert "did not come within 2 s" in answer["message"]
-        assert call(url, "/health")[0] == 200
+def join_dead_trainer(url, port, num_processes, limit_s):
+    """What the engine answers to a trainer that was killed right after this call went out."""
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 1 + num_processes,
+        "group_name": limited_group(f"trainer-that-died-{port}", limit_s),
+        "backend": "gloo",
+    }
+    return call(url, "/init_weights_update_group", body)
+
+
+def test_all_processes_of_an_engine_give_a_trainer_up_that_does_not_answer(split_engine):
+    (url,) = split_engine.launcher.urls
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        status, answer = join_dead_trainer(url, stopped.getsockname()[1], 2, 2.0)
+    assert status == 400
+    assert "did not come within 2 s" in answer["message"]
+    assert call(url, "/health")[0] == 200
+
+
+def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path, two_engines):
+    with socket.create_server(("127.0.0.1", 0)) as stopped, ThreadPoolExecutor(2) as executor:
+        ports = [stopped.getsockname()[1], free_port()]  # One accepts and never answers, at the other nobody listens.
+        joins = [
+            executor.submit(join_dead_trainer, *to, 1, 5.0) for to in zip(two_engines.launcher.urls, ports, strict=True)
+        ]
+        time.sleep(1)
+        with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=1)) as pipeline:
+            (record,) = run(pipeline)
+        assert [join.result()[0] for join in joins] == [400, 400]
+    assert record["weight_sync/engines"] == 2
 
 
 def test_what_an_engine_derives_from_weights_that_it_receives_in_its_parameters_is_new_too(tmp_path, monkeypatch):
