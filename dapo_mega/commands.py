@@ -179,7 +179,7 @@ class CurrentStandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except OSError:
+        except (OSError, ValueError):  # It is full, or closed.
             self.handleError(record)
 
 

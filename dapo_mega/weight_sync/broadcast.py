@@ -45,6 +45,7 @@ from dapo_mega.weight_sync.wires import Wires
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.05
+_JOINING = 0.9  # Of the limit of the call to join, so that an engine that gives up can still say so.
 
 
 class _Signals:
@@ -215,7 +216,7 @@ class BroadcastTransport:
         lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
         old_names, self._names = self._names, dict(self._names)
         for index, target in enumerate(lacking):
-            prefix = limited_group(f"dapo-mega-{self._run_id}-{update.number}-{index}", self._timeout_s)
+            prefix = limited_group(f"dapo-mega-{self._run_id}-{update.number}-{index}", _JOINING * self._timeout_s)
             self._names[target.url] = _GroupNames(prefix, self._most_lanes if target.has_plugin else 1)
             self._groups.pop(target.url, None)
             self._joined.add(target.url)
