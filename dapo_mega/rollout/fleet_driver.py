@@ -153,12 +153,12 @@ class FleetDriver:
 
     def _say_that_it_pauses(self, present: int, waited: float) -> None:
         logger.warning(
-            "the run pauses, now for %.0f s and at most for %.0f s: %d of at least %d engines are there; missing: %s; "
+            "the run pauses: %d of at least %d engines are there, for %.0f s now and at most %.0f s; missing: %s; "
             "what to do: %s",
-            waited,
-            self._fleet.wait_limit_s,
             present,
             self._fleet.min_engines,
+            waited,
+            self._fleet.wait_limit_s,
             self._absences(),
             self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
         )

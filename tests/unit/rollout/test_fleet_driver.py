@@ -231,12 +231,14 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
 
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(driver.wait_for_engines)
-        wait_until(told("2 of at least 3 engines are there; missing: http://127.0.0.1:9 since ", "s): dead for "))
+        wait_until(
+            told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since ", "s): dead for ")
+        )
         group.engines[0].health = "silent"
         hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
         wait_until(told(*hung, "http://127.0.0.1:9 since", "start those without connection again"))
         group.engines[0].health = "ok"
-        wait_until(told("2 of at least 3 engines are there; missing: http://127.0.0.1:9 since "))
+        wait_until(told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since "))
         assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
         monkeypatch.setattr(driver, "_fleet", driver._fleet.model_copy(update={"min_engines": 2}))
         waiting.result(10)
@@ -364,7 +366,8 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     back.close()
     assert time.monotonic() - started > 0.5
     (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
-    assert "1 of at least 2 engines are there; missing: " + group.urls[0] in line
+    assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
+    assert f"; missing: {group.urls[0]} since " in line
     assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
 
