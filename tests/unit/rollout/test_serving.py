@@ -245,7 +245,7 @@ def test_a_trainer_may_have_an_engine_restarted_that_is_silent_and_may_be(
     serve_one, monkeypatch, capsys, behaviour, limit_s, is_restarted
 ):
     monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
-    monkeypatch.setattr(serving, "_SILENT_S", 0.5)
+    monkeypatch.setattr(serving, "_SILENT_S", 0.5 if is_restarted else LIMIT_S)
     monkeypatch.setattr(serving, "_ANNOUNCE_EVERY_S", 0.1)
     registry, run = serve_one
 
