@@ -121,11 +121,8 @@ class EngineClient:
         """Settings of the server and the weights it holds."""
         server = await self._json("GET", "/server_info")
         model = await self._json("GET", "/model_info")
-        has_sessions = await self._has("/begin_weight_update")
-        if not has_sessions and await self._is_router():
-            raise EngineGarbled(self.url, "it is SGLang's router, and weights go to each engine")
         try:
-            return _engine_info(self.url, server, model, has_sessions)
+            return _engine_info(self.url, server, model, await self._has("/begin_weight_update"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
@@ -258,14 +255,6 @@ class EngineClient:
             return error.status == HTTPStatus.METHOD_NOT_ALLOWED
         return False
 
-    async def _is_router(self) -> bool:
-        """Whether this is sglang-router, which passes some calls on to one of its engines."""
-        try:
-            workers = await self._json("GET", "/workers")
-        except (EngineRefused, EngineGarbled):
-            return False
-        return isinstance(workers, dict) and "workers" in workers
-
     async def _command(self, path: str, body: dict[str, Any]) -> None:
         content = await self._request("POST", path, body, self._timeout_s)
         answer = self._parsed(path, content)
@@ -343,7 +332,7 @@ async def _excerpt(response: aiohttp.ClientResponse) -> str:
 
 def _quote(content: bytes) -> str:
     start = content[:_EXCERPT_BYTES].strip()
-    return _PAGE if start.startswith(b"<") else start.decode(errors="replace")
+    return _PAGE if start.startswith(b"<") else one_line(start.decode(errors="replace"), 150)
 
 
 def _supports_batches(server: dict[str, Any]) -> bool:

@@ -159,7 +159,7 @@ def test_whatever_a_server_writes_an_error_is_one_short_printable_line(status, t
 
     error = answered_by(handler, lambda c: c.info())
     assert str(error).isprintable()
-    assert len(error.reason) <= 400
+    assert len(error.reason) <= 250
     assert not re.search("<[a-z/!]", error.reason, re.IGNORECASE)
 
 
@@ -233,17 +233,6 @@ def test_an_answer_that_an_engine_never_gives_is_told_from_one_of_a_server_in_tr
         return web.Response(status=status)
 
     assert is_no_engine(answered_by(handler, lambda c: c.probe(1.0))) == expected
-
-
-def test_a_router_is_told_from_its_engines():
-    async def handler(request):
-        if request.path in ("/server_info", "/model_info"):
-            return web.json_response({"tp_size": 2, "dtype": "bfloat16"})
-        return web.json_response({"workers": []}) if request.path == "/workers" else web.Response(status=404)
-
-    error = answered_by(handler, lambda c: c.info())
-    assert "it is SGLang's router" in error.reason
-    assert is_no_engine(error)
 
 
 def test_what_is_not_json_is_garbled():
