@@ -68,6 +68,7 @@ def pack_responses(responses: Sequence[Response], name: str) -> tuple[list[Recor
             "finish_reason": response.finish_reason,
             "weight_version": response.weight_version,
             "version_spans": response.version_spans,
+            "engine_spans": response.engine_spans,
         }
         for response in responses
     ]
@@ -81,7 +82,8 @@ def pack_responses(responses: Sequence[Response], name: str) -> tuple[list[Recor
 def unpack_responses(
     records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], name: str
 ) -> list[Response]:
-    """The responses that `pack_responses` was given. Checkpoints of earlier versions have no `version_spans`."""
+    """The responses that `pack_responses` was given. Checkpoints of earlier versions have no `version_spans`, or no
+    `engine_spans`."""
     ends = np.cumsum([saved["length"] for saved in records], dtype=np.int64).tolist()
     return [
         Response(
@@ -91,6 +93,7 @@ def unpack_responses(
             finish_reason=saved["finish_reason"],
             weight_version=saved["weight_version"],
             version_spans=tuple((version, stop) for version, stop in saved.get("version_spans", ())),
+            engine_spans=tuple((url, stop) for url, stop in saved.get("engine_spans", ())),
         )
         for saved, end in zip(records, ends, strict=True)
     ]

@@ -57,15 +57,18 @@ def _fleet(config: RunConfig, policy: MegatronPolicy, check_stop: Callable[[], N
     from dapo_mega.rollout.fleet_driver import FleetDriver
     from dapo_mega.rollout.registry import require_api_key
     from dapo_mega.rollout.sglang_fleet import SglangFleet
+    from dapo_mega.rollout.versions import run_name
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
     from dapo_mega.weight_sync.transports import make_transport
 
     processes = policy.processes
     driver = None
+    run = run_name(config.output_dir)
     with leaving_together(processes.control):
         if processes.rank == 0:
-            driver = FleetDriver(config, policy.arch.vocab_size, require_api_key(config.rollout.fleet.api_key_env))
+            key = require_api_key(config.rollout.fleet.api_key_env)
+            driver = FleetDriver(config, policy.arch.vocab_size, key, run)
     fleet = SglangFleet(processes, driver)
     transport = make_transport(config, processes, lambda folder: save_hf_checkpoint(policy, folder))
-    weight_sync = FleetWeightSync(processes, driver, config.weight_sync, transport)
+    weight_sync = FleetWeightSync(processes, driver, config.weight_sync, transport, run)
     return Rollouts(fleet, weight_sync, fleet if driver else None)

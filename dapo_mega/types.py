@@ -71,6 +71,7 @@ class Response:
     tokens' log-probabilities under softmax(logits / temperature), not renormalised for top_p / top_k.
     `weight_version` is the oldest version of the policy's weights that sampled any of it. `version_spans` says which
     version sampled which tokens where there were several: (version, end) with ascending ends, the last of them L.
+    `engine_spans` says the same of the engines of a fleet: (URL, end), also of a single one.
     """
 
     request_id: int
@@ -79,6 +80,7 @@ class Response:
     finish_reason: FinishReason
     weight_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
+    engine_spans: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

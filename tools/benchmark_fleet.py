@@ -30,6 +30,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.rollout.dispatcher import Dispatcher
 from dapo_mega.rollout.engine_client import EngineClient, EngineInfo
 from dapo_mega.rollout.sglang_api import generate_payload
+from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
 
 _TIMEOUT_S = 600.0
@@ -156,10 +157,10 @@ async def _compare(options: argparse.Namespace) -> list[str]:
     key = os.environ.get(options.api_key_env, "")
     client = EngineClient(options.url, key)
     info = await client.info()
-    version = info.weight_version
+    version = WeightVersion.parse(info.weight_version)
     await client.close()
-    if not version.isdecimal():
-        raise InputError(f"the server's weight version is {version!r}; start it with --weight-version 0")
+    if version is None:
+        raise InputError(f"the server's weight version is {info.weight_version!r}; start it with --weight-version 0")
     draw = np.random.default_rng(1)
     kinds = {
         "equal": [options.new_tokens] * options.batch,
@@ -173,7 +174,7 @@ async def _compare(options: argparse.Namespace) -> list[str]:
     ]
     for kind, lengths in kinds.items():
         requests = _requests(options.batch, options.vocab_size, lengths)
-        sides = _sides(options, key, info, requests)
+        sides = _sides(options, key, info, version, requests)
         durations = await asyncio.to_thread(take_turns, sides, options.rounds)
         tokens = sum(lengths)
         lines.append(
@@ -185,7 +186,11 @@ async def _compare(options: argparse.Namespace) -> list[str]:
 
 
 def _sides(
-    options: argparse.Namespace, key: str, info: EngineInfo, requests: Sequence[GenerationRequest]
+    options: argparse.Namespace,
+    key: str,
+    info: EngineInfo,
+    version: WeightVersion,
+    requests: Sequence[GenerationRequest],
 ) -> dict[str, Callable[[], Duration]]:
     async def through_dispatcher(client: EngineClient) -> None:
         finished: asyncio.Queue[Answer] = asyncio.Queue()
@@ -195,8 +200,9 @@ def _sides(
             request_timeout_s=_TIMEOUT_S,
             max_attempts=1,
             on_answer=finished.put_nowait,
+            run=version.run,
         )
-        dispatcher.add_engine(client, int(info.weight_version), info.supports_batches)
+        dispatcher.add_engine(client, version.step, info.supports_batches)
         dispatcher.submit(requests)
         for _ in requests:
             if isinstance(answer := await finished.get(), GenerationFailure):

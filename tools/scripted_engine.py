@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from dapo_mega.rollout.versions import WeightVersion
+
 Fault = Literal[
     "malformed_json",
     "not_an_object",
@@ -336,8 +338,8 @@ def _answer(rid: str, generation: _Generation, version: str) -> dict[str, Any]:
 
 def _spoilt(answer: dict[str, Any], fault: Fault | None, vocab_size: int) -> Any:
     ids, meta = answer["output_ids"], answer["meta_info"]
-    triples, spans = meta["output_token_logprobs"], meta["weight_versions"]
-    version = int(meta["weight_version"]) if meta["weight_version"].isdecimal() else 0
+    triples, spans = meta["output_token_logprobs"], meta.get("weight_versions", [])
+    version = WeightVersion.parse(meta["weight_version"]) or WeightVersion("", 0)
     match fault:
         case "not_an_object":
             return [answer]
@@ -356,9 +358,9 @@ def _spoilt(answer: dict[str, Any], fault: Fault | None, vocab_size: int) -> Any
         case "other_logprobs":
             triples[0][1] += 1
         case "old_version":
-            spans[0]["version"] = str(version - 1)
+            spans[0]["version"] = str(WeightVersion(version.run, version.step - 1))
         case "future_version":
-            spans[-1]["version"] = str(version + 1)
+            spans[-1]["version"] = str(WeightVersion(version.run, version.step + 1))
         case "foreign_version":
             spans[-1]["version"] = "default"
         case "out_of_vocabulary":

@@ -43,6 +43,7 @@ from dapo_mega.rollout.sglang_api import (
     parse_answer,
     unfit,
 )
+from dapo_mega.rollout.versions import VersionRange, WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -107,12 +108,14 @@ class Dispatcher:
         max_attempts: int,
         on_answer: Callable[[Answer], None],
         on_trouble: Callable[[str], None] | None = None,
-        on_wrong_weights: Callable[[str], None] | None = None,
+        on_wrong_weights: Callable[[str, WeightVersion | None], None] | None = None,
+        run: str = "",
         backoff_s: float = 0.5,
         seed: int = 0,
     ) -> None:
         """`on_answer` gets every answer as it comes, `on_trouble` the URL of an engine whose connection failed,
-        `on_wrong_weights` that of one which answered with other weights than it was given.
+        `on_wrong_weights` that of one which answered with other weights than it was given, with these weights where
+        they are another run's; `run` is the name that this one's go by.
 
         A call takes at most `request_timeout_s`. After a failed one its request waits `backoff_s`, twice as long each
         time and spread by `seed`, and goes to another engine where there is one.
@@ -126,7 +129,8 @@ class Dispatcher:
         self._backoff_s = backoff_s
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
-        self._run_name = os.urandom(4).hex()
+        self._own_run = run
+        self._call_prefix = os.urandom(4).hex()
         self._placement = Placement(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
         self._newest_version = -1
@@ -283,7 +287,7 @@ class Dispatcher:
         self._placement.settle(work.prompt, slot)
         work.num_calls += 1
         # Engines abort every call whose name starts with the one given: the dot ends it.
-        rid = f"{self._run_name}-{work.id}-{work.num_calls}."
+        rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
         flight = _Flight(rid, work, slot, slot.version, self._loop.time())
         self._flights[rid] = work.flight = flight
         slot.in_flight += 1
@@ -327,9 +331,9 @@ class Dispatcher:
 
     def _answered(self, flight: _Flight, body: Any) -> None:
         work = flight.work
-        versions = (flight.version, self._newest_version)
+        versions = VersionRange(self._own_run, flight.version, self._newest_version)
         try:
-            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions)
+            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, flight.slot.url)
         except MalformedAnswer as error:
             self._failed(flight.slot, [flight], error)
         else:
@@ -372,9 +376,10 @@ class Dispatcher:
                 self._retry(work, _cause(error), str(error))
             if isinstance(error, EngineTimeout):
                 self._start_background(slot.client.abort(flight.rid))
-        has_wrong_weights = isinstance(error, MalformedAnswer) and error.fault == "version"
-        if has_wrong_weights and self._on_wrong_weights and slot.url in self._slots:
-            self._on_wrong_weights(slot.url)
+        if not isinstance(error, MalformedAnswer) or error.fault != "version":
+            return
+        if self._on_wrong_weights and slot.url in self._slots:
+            self._on_wrong_weights(slot.url, error.foreign)
 
     def _retry(self, work: _Work, cause: Cause, reason: str) -> None:
         """Call again after a while, or give the request its failure when that was the last attempt."""

@@ -126,6 +126,11 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
+    async def weight_version(self) -> str:
+        """The weights it holds, by the name that it was given for them; empty where it does not say."""
+        model = await self._json("GET", "/model_info")
+        return str(model.get("weight_version", "")) if isinstance(model, dict) else ""
+
     async def probe(self, timeout_s: float) -> None:
         """Return when the engine has shown that it generates; it takes at least a second."""
         await self._request("GET", "/health", timeout_s=timeout_s)

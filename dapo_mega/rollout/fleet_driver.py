@@ -53,8 +53,9 @@ class SyncTarget:
 class FleetDriver:
     """Drives all engines of a run over HTTP."""
 
-    def __init__(self, config: RunConfig, vocab_size: int, api_key: str) -> None:
-        """`vocab_size` bounds the token ids that are sent. Raises InputError when rollout.fleet.rendezvous is taken."""
+    def __init__(self, config: RunConfig, vocab_size: int, api_key: str, run: str = "") -> None:
+        """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines. Raises
+        InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
         self._fleet = config.rollout.fleet
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -62,7 +63,7 @@ class FleetDriver:
         self._thread = LoopThread("rollout-fleet")
 
         async def found() -> Membership:
-            return Membership(config, vocab_size, api_key, self._registry, self._answers.put)
+            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run)
 
         self._membership = self._thread.run(found())
         self._members = self._membership.members
@@ -128,12 +129,15 @@ class FleetDriver:
         return [SyncTarget(url, m.info.tp_size, m.state == "stale", m.info.has_plugin) for url, m in members if m.info]
 
     def wait_for_engines(self) -> None:
-        """Return when at least `min_engines` are reachable; see `targets`."""
+        """Return when at least `min_engines` are reachable; see `targets`. Raises FleetError, too, when another trainer
+        uses the engines."""
+        self._refuse_conflict()
         started = time.monotonic()
         is_paused = False
         speaks_next = self._fleet.heartbeat_s
         while (present := self._num_reachable()) < self._fleet.min_engines:
             waited = time.monotonic() - started
+            self._refuse_conflict()
             if self._registry is None or waited > _REGISTRATION_GRACE_S:
                 self._refuse_misfits()
             if waited > self._fleet.wait_limit_s:
@@ -162,6 +166,10 @@ class FleetDriver:
             self._absences(),
             self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
         )
+
+    def _refuse_conflict(self) -> None:
+        if self._membership.conflict:
+            raise FleetError(self._membership.conflict)
 
     def _num_reachable(self) -> int:
         return len(self._membership.in_state("stale", "serving"))
@@ -210,6 +218,7 @@ class FleetDriver:
     async def _hold(self, urls: Sequence[str]) -> list[str]:
         if serving := self._present(urls, "serving"):
             await self._settle(serving)
+            await self._ask_for_versions(serving)
         # Until here an engine that hangs must be found out; from here on none can answer probes.
         for url in (present := self._present(urls, "stale", "serving")):
             await self._monitor.suspend(url)
@@ -231,6 +240,15 @@ class FleetDriver:
             await self._take_back(urls, limit_s)
             mode = "retract"  # There is nothing left, and SGLang's own `abort` takes a second to see that.
         await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
+
+    async def _ask_for_versions(self, urls: Sequence[str]) -> None:
+        """Find out whether another trainer has used the engines since they were last updated."""
+        versions = await self._call(
+            self._targets(self._present(urls, "serving")), lambda client: client.weight_version(), _CALL_TIMEOUT_S
+        )
+        for url, version in versions.items():
+            if isinstance(version, str):
+                self._membership.reported(url, version)
 
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
         """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing

@@ -26,12 +26,15 @@ from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInf
 from dapo_mega.rollout.event_loop import report_fault
 from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
+from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import Answer
 
 logger = logging.getLogger(__name__)
 
 _UPKEEP_S = 1.0
 _MAX_FAILED_UPDATES = 3
+# A trainer that was killed may have left an update under way, which ends when this run's has.
+_LATE_UPDATES = 1
 _NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 State = Literal["joining", "stale", "serving", "away", "refused"]
@@ -41,7 +44,9 @@ State = Literal["joining", "stale", "serving", "away", "refused"]
 class Member:
     """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
     told to free. `changes` counts joins and departures, so that a join that was overtaken notices. `missing_since`
-    (of the monotonic clock) is when it was first looked for, or left the last time."""
+    (of the monotonic clock) is when it was first looked for, or left the last time. `foreign` are the
+    weights of another run that it was last seen with since it held this run's; `num_foreign` counts how often such have
+    come to it while this run used it."""
 
     client: EngineClient
     instance: str = ""
@@ -53,6 +58,8 @@ class Member:
     failed_updates: int = 0
     changes: int = 0
     missing_since: float = field(default_factory=time.monotonic)
+    foreign: WeightVersion | None = None
+    num_foreign: int = 0
 
 
 class Membership:
@@ -65,10 +72,15 @@ class Membership:
         api_key: str,
         registry: EngineRegistry | None,
         on_answer: Callable[[Answer], None],
+        run: str = "",
     ) -> None:
-        """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent."""
+        """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent;
+        `run` names this start of the trainer. `conflict` says which other trainer uses an engine once that is certain.
+        """
         self.members: dict[str, Member] = {}
         self.counts: Counter[str] = Counter()
+        self.conflict = ""
+        self._run = run
         self._config = config
         self._fleet = config.rollout.fleet
         self._vocab_size = vocab_size
@@ -82,7 +94,8 @@ class Membership:
             max_attempts=config.rollout.max_attempts,
             on_answer=on_answer,
             on_trouble=lambda url: self.monitor.check_now(url),
-            on_wrong_weights=lambda url: self.leave(url, "it answered with other weights than it was given"),
+            on_wrong_weights=self._answered_with_wrong_weights,
+            run=run,
             seed=config.seed,
         )
         self.monitor = HealthMonitor(
@@ -122,6 +135,7 @@ class Membership:
         else:
             return
         member.state, member.version, member.failed_updates = "serving", version, 0
+        member.foreign = None
 
     def failed(self, url: str, reason: str) -> None:
         """The engine did not take weights: it leaves, and is refused when that happens again and again."""
@@ -131,6 +145,39 @@ class Membership:
         member.failed_updates += 1
         if member.failed_updates >= _MAX_FAILED_UPDATES:
             self._refuse(member, f"{_MAX_FAILED_UPDATES} updates in a row failed, lastly: {reason}")
+
+    def reported(self, url: str, version: str) -> None:
+        """The engine says that it holds these weights. With another run's it leaves."""
+        held = WeightVersion.parse(version)
+        if held and held.run != self._run and self.members[url].state == "serving":
+            self._meet_foreign(url, held)
+            self.leave(url, f"it holds weights of {held.describe()}")
+
+    def _answered_with_wrong_weights(self, url: str, foreign: WeightVersion | None) -> None:
+        if foreign:
+            self._meet_foreign(url, foreign)
+        self.leave(url, "it answered with other weights than it was given")
+
+    def _meet_foreign(self, url: str, foreign: WeightVersion) -> None:
+        """Weights of another run have come to an engine that this run uses."""
+        member = self.members[url]
+        member.foreign = foreign
+        member.num_foreign += 1
+        if member.num_foreign > _LATE_UPDATES:
+            self.conflict = (
+                f"another trainer uses this engine: {url} was given weights of run {self._run} and came to hold those "
+                f"of {foreign.describe()}, for the second time; nothing that these sampled was used. End one of the "
+                "two runs, or give each engines of its own, and start the run again: it continues from its last "
+                "checkpoint"
+            )
+        else:
+            logger.warning(
+                "WARNING: engine %s holds weights of %s, which this run (%s) did not send: what a trainer before left "
+                "under way, or another trainer uses this engine",
+                url,
+                foreign.describe(),
+                self._run,
+            )
 
     async def close(self) -> None:
         """Stop watching and let go of the connections."""
@@ -213,6 +260,7 @@ class Membership:
                 return
             if member.info is None or info.process != member.info.process:
                 member.asleep, member.failed_updates = frozenset(), 0
+            self._look_for_foreign(url, member, info)
             member.info = info
             if misfit := _misfit(info, self._config, self._vocab_size):
                 self._refuse(member, misfit)
@@ -235,6 +283,15 @@ class Membership:
                     url,
                     self._config.weight_sync.full_every,
                 )
+
+    def _look_for_foreign(self, url: str, member: Member, info: EngineInfo) -> None:
+        """What it holds when it is met for the first time may be left from any run."""
+        held = WeightVersion.parse(info.weight_version)
+        if held is None or held.run == self._run:
+            return
+        if member.info is not None and held != member.foreign:
+            self._meet_foreign(url, held)
+        member.foreign = held
 
     def _did_not_tell(self, member: Member, error: EngineError) -> None:
         if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dapo_mega.rollout.versions import VersionRange, WeightVersion
 from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds
 
 Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
@@ -22,22 +23,24 @@ _EMPTY_TOKENS = np.empty(0, np.int32)
 
 
 class MalformedAnswer(Exception):
-    """An engine's answer that must not be used."""
+    """An engine's answer that must not be used. `foreign`: weights of another run had part in it."""
 
-    def __init__(self, fault: Fault, reason: str) -> None:
+    def __init__(self, fault: Fault, reason: str, foreign: WeightVersion | None = None) -> None:
         super().__init__(reason)
         self.fault = fault
+        self.foreign = foreign
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one call generated: `token_ids` [L], `logprobs` [L] and the versions that sampled them, as (version, end)
-    with ascending ends, the last of them L. After `abort` the response is not at its end."""
+    """What one call of the engine at `url` generated: `token_ids` [L], `logprobs` [L] and the versions that sampled
+    them, as (version, end) with ascending ends, the last of them L. After `abort` the response is not at its end."""
 
     token_ids: TokenIds
     logprobs: LogProbs
     finish: Literal["stop", "length", "abort"]
     version_spans: tuple[tuple[int, int], ...]
+    url: str = ""
 
 
 def generate_payload(request: GenerationRequest, parts: Sequence[Completion], rid: str) -> dict[str, Any]:
@@ -85,11 +88,16 @@ def finished_rid(output: Any) -> str | None:
 
 
 def parse_answer(
-    body: Any, request: GenerationRequest, parts: Sequence[Completion], vocab_size: int, versions: tuple[int, int]
+    body: Any,
+    request: GenerationRequest,
+    parts: Sequence[Completion],
+    vocab_size: int,
+    versions: VersionRange,
+    url: str = "",
 ) -> Completion:
-    """What a server's /generate answered to `generate_payload(request, parts, ...)`.
+    """What the /generate of the server at `url` answered to `generate_payload(request, parts, ...)`.
 
-    `versions` are the oldest and the newest weights that may have sampled any of it. Raises MalformedAnswer.
+    `versions` are the weights that may have sampled any of it. Raises MalformedAnswer.
     """
     output_ids, meta_info = _fields(body)
     token_ids = _token_ids(output_ids, vocab_size)
@@ -100,7 +108,7 @@ def parse_answer(
     logprobs = _logprobs(meta_info, token_ids)
     limit = request.sampling.max_new_tokens - sum(len(part.token_ids) for part in parts)
     finish = _finish(meta_info, token_ids, request.sampling.stop_token_ids, limit)
-    return Completion(token_ids, logprobs, finish, _version_spans(meta_info, len(token_ids), versions))
+    return Completion(token_ids, logprobs, finish, _version_spans(meta_info, len(token_ids), versions), url)
 
 
 def joined(request_id: int, parts: Sequence[Completion]) -> Response:
@@ -108,6 +116,7 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
     finish = parts[-1].finish
     assert finish != "abort"
     ends: list[tuple[int, int]] = []
+    engines: list[tuple[str, int]] = []
     offset = 0
     for part in parts:
         for version, end in part.version_spans:
@@ -115,6 +124,9 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
                 ends.pop()
             ends.append((version, offset + end))
         offset += len(part.token_ids)
+        if engines and engines[-1][0] == part.url:
+            engines.pop()
+        engines.append((part.url, offset))
     return Response(
         request_id=request_id,
         token_ids=tokens_of(parts),
@@ -122,6 +134,7 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
         finish_reason=finish,
         weight_version=min(version for version, _ in ends),
         version_spans=tuple(ends) if len(ends) > 1 else (),
+        engine_spans=tuple(engines) if any(url for url, _ in engines) else (),
     )
 
 
@@ -211,23 +224,30 @@ def _finish(
     raise MalformedAnswer("token_count", f"it ended with {kind!r} after {length} of {limit} tokens")
 
 
-def _version_spans(meta_info: dict[str, Any], length: int, versions: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange) -> tuple[tuple[int, int], ...]:
     spans = meta_info.get("weight_versions")
     if spans is None:  # Servers that report only the version at the end.
         spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": length}]
     try:
-        ends = [(int(span["version"]), int(span["end"])) for span in spans if span["end"] > span["start"]]
-        starts = [int(span["start"]) for span in spans if span["end"] > span["start"]]
+        filled = [span for span in spans if span["end"] > span["start"]]
+        ends = [(WeightVersion.parse(span["version"]), int(span["end"])) for span in filled]
+        starts = [int(span["start"]) for span in filled]
     except (TypeError, ValueError, LookupError):
         raise MalformedAnswer(
             "version", f"its weights are {str(spans)[:100]}, which are none that this run sent"
         ) from None
     if [*starts, length] != [0] + [end for _, end in ends]:
         raise MalformedAnswer("version", f"its weight_versions do not cover its {length} tokens")
-    oldest, newest = versions
-    for version, _ in ends:
-        if not oldest <= version <= newest:
+    checked: list[tuple[int, int]] = []
+    for version, end in ends:
+        if version is None:
+            raise MalformedAnswer("version", f"its weights are {str(spans)[:100]}, which are none that this run sent")
+        if version not in allowed:
             raise MalformedAnswer(
-                "version", f"weights of version {version} sampled it and the engine was given {oldest} to {newest}"
+                "version",
+                f"weights of version {version} sampled it and the engine was given {allowed.oldest} to "
+                f"{allowed.newest} of {allowed.run or 'this run'}",
+                version if version.run != allowed.run else None,
             )
-    return tuple(ends)
+        checked.append((version.step, end))
+    return tuple(checked)

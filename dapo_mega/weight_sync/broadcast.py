@@ -157,7 +157,7 @@ class BroadcastTransport:
                 dtypes=bucket.dtypes,
                 shapes=bucket.shapes,
                 group_name=self._names[client.url].of_stage(bucket.stage)[0],
-                version=str(update.version) if bucket.is_last else None,
+                version=update.label if bucket.is_last else None,
                 flush_cache=update.flush_cache and bucket.is_last,
                 load_format=load_format,
             )

@@ -33,7 +33,7 @@ class DiskTransport:
         if session:
 
             async def load(client: EngineClient) -> None:
-                await client.update_weights_from_disk(str(path), str(update.version), update.flush_cache)
+                await client.update_weights_from_disk(str(path), update.label, update.flush_cache)
 
             session.call(load)
             box[0] = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -19,6 +19,7 @@ from dapo_mega.handover import leaving_together
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import WeightSource
 from dapo_mega.rollout.engine_client import EngineClient, EngineRefused
+from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.weight_sync.update import EngineFleet, Session, Transport, Update
 
 _MAX_ATTEMPTS = 3
@@ -34,14 +35,20 @@ class FleetWeightSync:
     """Implements `WeightSync` on every process."""
 
     def __init__(
-        self, processes: Processes, fleet: EngineFleet | None, config: WeightSyncConfig, transport: Transport
+        self,
+        processes: Processes,
+        fleet: EngineFleet | None,
+        config: WeightSyncConfig,
+        transport: Transport,
+        run: str = "",
     ) -> None:
-        """`fleet` is given exactly on rank 0."""
+        """`fleet` is given exactly on rank 0; so is `run`, which names this start of the trainer to engines."""
         assert (fleet is not None) == (processes.rank == 0)
         self._processes = processes
         self._fleet = fleet
         self._timeout_s = config.timeout_s
         self._transport = transport
+        self._run = run
         # Requests that wait in place keep their keys and values in the cache; the engine has no other then.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
@@ -88,7 +95,8 @@ class FleetWeightSync:
             if self._fleet:
                 targets = self._fleet.hold(self._fleet.targets(only_stale))
                 stale = frozenset(target.url for target in targets if target.is_stale)
-                box[0] = Update(self._num_updates, version, tuple(targets), stale, self._flush_cache)
+                label = str(WeightVersion(self._run, version))
+                box[0] = Update(self._num_updates, version, label, tuple(targets), stale, self._flush_cache)
                 session = Session(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)

@@ -73,7 +73,7 @@ class SharedMemoryTransport:
                     "it runs on another machine but weight_sync.transport=tensor shares the memory of one; set "
                     "weight_sync.transport to distributed or disk",
                 )
-            version = str(update.version) if is_last else None
+            version = update.label if is_last else None
             await client.update_weights_from_tensor(handles[client.url], version, update.flush_cache and is_last)
 
         session.call(load)

@@ -45,11 +45,13 @@ class EngineFleet(Protocol):
 class Update:
     """What every process knows of an update from its start.
 
-    `number` is unique within a run. `stale` are the URLs of engines that joined or came back since the last update.
+    `number` is unique within a run. `label` is what engines are told of `version`. `stale` are the URLs of engines that
+    joined or came back since the last update.
     """
 
     number: int
     version: int
+    label: str
     targets: tuple[SyncTarget, ...]
     stale: frozenset[str]
     flush_cache: bool

@@ -18,6 +18,7 @@ from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.rollout.fleet_driver import FleetDriver, SyncTarget
 from dapo_mega.rollout.registry import Registration, announce
 from dapo_mega.rollout.sglang_fleet import SglangFleet
+from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 from tests.distributed.launching import free_port
 from tests.unit.rollout.scripted_server import serve
@@ -64,7 +65,7 @@ def servers():
 def drive():
     drivers = []
 
-    def start(urls, weight_sync=None, rollout=None, **fleet):
+    def start(urls, weight_sync=None, rollout=None, run="", **fleet):
         config = RunConfig.model_validate(
             {
                 "output_dir": "o",
@@ -82,7 +83,7 @@ def drive():
                 "weight_sync": weight_sync or {},
             }
         )
-        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY))
+        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run))
         return drivers[-1]
 
     yield start
@@ -95,10 +96,10 @@ def requests(count, first=0, length=8):
     return [GenerationRequest(first + i, np.array([1, i % 7], np.int32), i, sampling) for i in range(count)]
 
 
-def give_weights(driver, version=0):
+def give_weights(driver, version=0, run=""):
     """What a push does, without weights."""
     targets = driver.hold(driver.targets(only_stale=False))
-    set_version = str(version)
+    set_version = str(WeightVersion(run, version))
     driver.call(
         targets,
         lambda client: client.update_weights_from_distributed(
@@ -284,6 +285,82 @@ def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers,
     assert {answer.weight_version for answer in found} == {4}
     wait_until(driver.has_stale)
     assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+
+
+@pytest.mark.parametrize("reports_spans", [True, False])
+def test_of_two_trainers_at_the_same_step_none_uses_the_others_samples_and_one_ends(servers, drive, reports_spans):
+    (engine,) = (group := servers(1)).engines
+    sampled_by = {}
+    answer_one = engine._answer
+
+    async def note_who_samples(payload, **options):
+        answer = await answer_one(payload, **options)
+        sampled_by.setdefault(payload["rid"].split("-")[1], []).append(engine.version)
+        if not reports_spans:
+            del answer["meta_info"]["weight_versions"]
+        return answer
+
+    engine._answer = note_who_samples
+    drivers = {run: drive(group.urls, run=run) for run in ("first@a-1", "second@b-2")}
+    endings, accepted = {}, []
+    for round_ in range(6):
+        for number, (run, driver) in enumerate(drivers.items()):
+            if run in endings:
+                continue
+            try:
+                if round_ == 0 or driver.has_stale() or number == 0:
+                    give_weights(driver, 5, run)
+                first = 1000 * number + 100 * round_
+                driver.submit(requests(6, first=first))
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and driver._answers.qsize() != 6:
+                    driver.wait_for_engines()
+                    if driver.has_stale():
+                        give_weights(driver, 5, run)
+                    time.sleep(0.02)
+                accepted += [(run, answer) for answer in answers(driver, 6)]
+            except FleetError as error:
+                endings[run] = str(error)
+    assert endings, "two trainers used one engine to the end"
+    for run, ending in endings.items():
+        (other,) = drivers.keys() - {run}
+        assert f"another trainer uses this engine: {group.urls[0]}" in ending
+        assert f"run {other} after step 5" in ending
+    for run, answer in accepted:
+        if isinstance(answer, Response):
+            assert sampled_by[str(answer.request_id)][-1] == f"{run}:5"
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_what_a_killed_trainer_left_in_an_engine_ends_no_run(servers, drive, comes_late):
+    (engine,) = (group := servers(1)).engines
+    engine.version = "mine@host-old:5"
+    driver = drive(group.urls, run="mine@host-new")
+    give_weights(driver, 5, "mine@host-new")
+    if comes_late:
+        engine.version = "mine@host-old:6"
+    driver.submit(requests(4))
+    if comes_late:
+        wait_until(driver.has_stale)
+        give_weights(driver, 5, "mine@host-new")
+    assert {answer.weight_version for answer in answers(driver, 4)} == {5}
+    give_weights(driver, 6, "mine@host-new")
+    driver.wait_for_engines()
+
+
+def test_an_engine_that_another_run_updated_while_nothing_was_asked_is_found_at_the_next_update(servers, drive):
+    (engine,) = (group := servers(1)).engines
+    driver = drive(group.urls, run="mine")
+    give_weights(driver, 0, "mine")
+    engine.version = "other:0"
+    assert driver.hold(driver.targets(only_stale=False)) == []
+    driver.release([])
+    give_weights(driver, 1, "mine")
+    engine.version = "other:1"
+    assert driver.hold(driver.targets(only_stale=False)) == []
+    driver.release([])
+    with pytest.raises(FleetError, match=f"another trainer uses this engine: {group.urls[0]} .* run other after step"):
+        driver.targets(only_stale=False)
 
 
 def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers, drive):

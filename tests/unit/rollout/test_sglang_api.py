@@ -17,6 +17,7 @@ from dapo_mega.rollout.sglang_api import (
     parse_answer,
     unfit,
 )
+from dapo_mega.rollout.versions import VersionRange, WeightVersion, run_name
 from dapo_mega.types import GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 50
@@ -42,13 +43,13 @@ def answer(ids, kind="length", spans=None, logprobs=None, **meta):
     }
 
 
-def parsed(body, parts=(), versions=(2, 2), request=REQUEST):
-    return parse_answer(body, request, parts, VOCAB_SIZE, versions)
+def parsed(body, parts=(), versions=(2, 2), request=REQUEST, run=""):
+    return parse_answer(body, request, parts, VOCAB_SIZE, VersionRange(run, *versions))
 
 
-def part(ids, version, finish="abort"):
+def part(ids, version, finish="abort", url=""):
     tokens = np.array(ids, np.int32)
-    return Completion(tokens, -tokens.astype(np.float32), finish, ((version, len(ids)),))
+    return Completion(tokens, -tokens.astype(np.float32), finish, ((version, len(ids)),), url)
 
 
 def test_a_payload_asks_for_the_sampled_tokens_log_probs_and_nothing_more():
@@ -245,6 +246,38 @@ def test_weights_that_changed_on_the_way_are_reported_per_token():
     assert parsed(body, versions=(2, 3)).version_spans == ((2, 1), (3, 4))
 
 
+@pytest.mark.parametrize(
+    ("version", "foreign"),
+    [
+        ("mine:2", ""),
+        ("mine:1", None),
+        ("mine", None),
+        ("default", None),
+        ("other:2", WeightVersion("other", 2)),
+        ("a:b:2", WeightVersion("a:b", 2)),
+        ("2", WeightVersion("", 2)),
+    ],
+)
+@pytest.mark.parametrize("says_spans", [True, False])
+def test_only_the_runs_own_weights_may_have_sampled_an_answer(version, foreign, says_spans):
+    body = answer([1, 2, 3, 4], spans=[(version, 0, 4)], weight_version=version)
+    if not says_spans:
+        del body["meta_info"]["weight_versions"]
+    if foreign == "":
+        assert parsed(body, run="mine").version_spans == ((2, 4),)
+        return
+    with pytest.raises(MalformedAnswer) as caught:
+        parsed(body, run="mine")
+    assert (caught.value.fault, caught.value.foreign) == ("version", foreign)
+
+
+def test_every_start_of_a_run_has_a_readable_name_of_its_own():
+    first, second = run_name("runs/my run: 1"), run_name("runs/my run: 1")
+    assert first != second
+    assert first.startswith("my_run_1@")
+    assert WeightVersion.parse(WeightVersion(first, 7)) == WeightVersion(first, 7)
+
+
 def test_parts_are_joined_with_the_versions_of_their_tokens():
     parts = [part([1, 2], 4), part([3], 4), part([5, 6], 6, finish="stop")]
     response = joined(7, parts)
@@ -253,6 +286,11 @@ def test_parts_are_joined_with_the_versions_of_their_tokens():
     assert response.finish_reason == "stop"
     assert response.weight_version == 4
     assert response.version_spans == ((4, 3), (6, 5))
+
+
+def test_parts_are_joined_with_the_engines_that_sampled_them():
+    parts = [part([1, 2], 4, url="a"), part([3], 5, url="a"), part([5, 6], 5, finish="stop", url="b")]
+    assert joined(7, parts).engine_spans == (("a", 3), ("b", 5))
 
 
 def test_a_response_of_one_version_needs_no_spans():

@@ -263,7 +263,8 @@ def test_an_engine_that_is_removed_for_one_answer_loses_the_rest_of_its_call_to_
         bad, good = engines(2)
         bad.fault = lambda payload: "old_version" if payload["input_ids"][1] == 0 else "hang"
 
-        def remove(url):
+        def remove(url, foreign):
+            assert foreign is None
             removed.append(url)
             fleet.dispatcher.remove_engine(url, "it has other weights")
 
