@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dapo_mega.algorithms import group_advantages
 from dapo_mega.algorithms.aggregation import AggregationKind
 from dapo_mega.config import RunConfig
-from dapo_mega.handover import HandoverGroups, broadcast_headers, distribute_samples
+from dapo_mega.handover import HandoverGroups, broadcast_headers, broadcast_names, distribute_samples
 from dapo_mega.packing import (
     MicroBatch,
     Plan,
@@ -21,34 +21,54 @@ from dapo_mega.packing import (
     plan_micro_batches,
     sample_costs,
 )
-from dapo_mega.types import Group, Response, Sample
+from dapo_mega.types import Group, Prompt, Response, Sample
 
 
-def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> list[Sample]:
+def samples_of_groups(
+    groups: Sequence[Group], config: RunConfig, version: int, engines: Sequence[str] = ()
+) -> list[Sample]:
     """One sample per response, groups in order, advantages within each group.
 
     Overlong filtering keeps truncated responses out of the loss, while their rewards stay in the group's
-    statistics. `version` is that of the weights the step starts from.
+    statistics. `version` is that of the weights the step starts from, `engines` are URLs in the order of their numbers.
     """
     samples = []
     for group in groups:
         rewards = [scored.reward for scored in group.responses]
         advantages = group_advantages(rewards, config.algorithm.advantage)
-        prompt = group.prompt.token_ids
         for scored, advantage in zip(group.responses, advantages, strict=True):
-            response = scored.response
-            truncated = response.finish_reason == "length"
-            samples.append(
-                Sample(
-                    token_ids=np.concatenate([prompt, response.token_ids]),
-                    prompt_length=len(prompt),
-                    advantage=float(advantage),
-                    in_loss=not (truncated and config.reward.overlong_filtering),
-                    rollout_logprobs=response.logprobs,
-                    num_stale_tokens=stale_tokens(response, version),
-                )
-            )
+            truncated = scored.response.finish_reason == "length"
+            sample = unweighted_sample(group.prompt, scored.response, version, engines)
+            in_loss = not (truncated and config.reward.overlong_filtering)
+            samples.append(replace(sample, advantage=float(advantage), in_loss=in_loss))
     return samples
+
+
+def unweighted_sample(prompt: Prompt, response: Response, version: int, engines: Sequence[str]) -> Sample:
+    """A response to be scored, outside of the loss; for `version` and `engines` see `samples_of_groups`."""
+    url, start = last_engine(response)
+    return Sample(
+        token_ids=np.concatenate([prompt.token_ids, response.token_ids]),
+        prompt_length=len(prompt.token_ids),
+        advantage=0.0,
+        in_loss=False,
+        rollout_logprobs=response.logprobs,
+        num_stale_tokens=stale_tokens(response, version),
+        engine=engines.index(url) if url in engines else -1,
+        engine_start=start,
+    )
+
+
+def last_engine(response: Response) -> tuple[str, int]:
+    """The URL of the engine that sampled the end of the response, and from which token on; ("", 0) if not known."""
+    if not response.engine_spans:
+        return "", 0
+    return response.engine_spans[-1][0], response.engine_spans[-2][1] if len(response.engine_spans) > 1 else 0
+
+
+def engines_of(responses: Iterable[Response]) -> tuple[str, ...]:
+    """URLs of the engines that sampled the responses' ends."""
+    return tuple(sorted({url for response in responses if (url := last_engine(response)[0])}))
 
 
 def stale_tokens(response: Response, version: int) -> int:
@@ -93,6 +113,8 @@ class StepBatch:
     rank_imbalance: float
     has_fresh: bool = True
     """Whether any token of the whole step was sampled with the weights that the step starts from."""
+    engines: tuple[str, ...] = ()
+    """URLs by the numbers that `MicroBatch.engine_ids` has."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +207,16 @@ def pack_step(
 
 
 def hand_over_step(
-    columns: SampleColumns | None, config: RunConfig, layout: PackingLayout, *, data_rank: int, groups: HandoverGroups
+    columns: SampleColumns | None,
+    config: RunConfig,
+    layout: PackingLayout,
+    *,
+    data_rank: int,
+    groups: HandoverGroups,
+    engines: Sequence[str] = (),
 ) -> StepBatch:
-    """The step that rank 0 gives as columns (the others pass None), packed for each process's replica.
+    """The step that rank 0 gives as columns, with the engines that their numbers mean (the others pass None and none),
+    packed for each process's replica.
 
     Every process learns the lengths, computes the same plan, and receives its own replica's samples only. The result
     is what `pack_step` makes of the whole columns. Raises ValueError like `plan_step`, on every process alike.
@@ -200,7 +229,8 @@ def hand_over_step(
     numbers = iter(range(len(own)))
     renumbered = [[[next(numbers) for _ in indices] for indices in plan_[data_rank]] for plan_ in plan.mini_batches]
     has_fresh = bool((headers.stale_tokens < headers.lengths - headers.prompt_lengths).any())
-    return replace(_pack(own, renumbered, plan, config, layout), has_fresh=has_fresh)
+    batch = _pack(own, renumbered, plan, config, layout)
+    return replace(batch, has_fresh=has_fresh, engines=broadcast_names(engines, groups.control))
 
 
 def _pack(

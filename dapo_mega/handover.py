@@ -21,7 +21,7 @@ from torch import Tensor
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.packing import SampleColumns
 
-_DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.int64, np.float32)
+_DTYPES = (np.int32, np.int64, np.int64, np.float32, np.uint8, np.int64, np.int64, np.int64, np.float32)
 _PIECE_WORDS = 4 * 2**20
 _PIECES_IN_FLIGHT = 8
 
@@ -39,6 +39,14 @@ def broadcast_columns(columns: SampleColumns | None, group: dist.ProcessGroup) -
         dist.broadcast(torch.from_numpy(array), src=0, group=group)
         received[name] = array
     return SampleColumns(**received)
+
+
+def broadcast_names(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
+    """The names that rank 0 gives, on every process of `group`."""
+    box: list[Any] = [tuple(names)]
+    dist.broadcast_object_list(box, src=0, group=group)
+    received: tuple[str, ...] = box[0]
+    return received
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class SampleHeaders:
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
     stale_tokens: npt.NDArray[np.int64]
+    engines: npt.NDArray[np.int64]
+    engine_starts: npt.NDArray[np.int64]
 
 
 def broadcast_headers(columns: SampleColumns | None, group: dist.ProcessGroup) -> SampleHeaders:
@@ -106,6 +116,8 @@ def distribute_samples(
         advantages=headers.advantages[own],
         in_loss=headers.in_loss[own],
         stale_tokens=headers.stale_tokens[own],
+        engines=headers.engines[own],
+        engine_starts=headers.engine_starts[own],
         rollout_logprobs=words[num_tokens:].view(np.float32),
     )
 

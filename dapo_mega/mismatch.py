@@ -35,6 +35,7 @@ _SUMS = (
     "responses",
     "masked",
 )
+_NUM_NAMED = 4
 _MAXIMA = ("abs_diff", "weight", "fresh_abs_diff")
 
 
@@ -124,6 +125,48 @@ def _count_responses(
     return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double().cpu()
 
 
+def measure_engines(
+    scored: Sequence[ScoredBatch], engines: Sequence[str], *, control: dist.ProcessGroup
+) -> dict[str, float]:
+    """Mean |log-prob difference| of the fresh tokens of each engine, by URL, over all processes of `control` and the
+    same on each; engines without such tokens are left out. `engines` are the URLs by number."""
+    sums = torch.zeros(2, len(engines), dtype=torch.float64)
+    for micro_batch, logprobs in scored:
+        chosen = micro_batch.response_mask
+        differences = (logprobs.double().cpu() - micro_batch.rollout_logprobs[chosen].double().cpu()).abs()
+        ids = micro_batch.engine_ids[chosen].cpu()
+        counted = micro_batch.fresh_mask[chosen].cpu() & (ids >= 0)
+        sums[0].index_add_(0, ids[counted], differences[counted])
+        sums[1].index_add_(0, ids[counted], torch.ones_like(differences[counted]))
+    dist.all_reduce(sums, group=control)
+    return {url: float(total / count) for url, total, count in zip(engines, *sums, strict=True) if count}
+
+
+def worst_engines(engines: Mapping[str, float]) -> str:
+    """The engines whose log-probs are furthest off, the worst first; empty where none is known."""
+    if not engines:
+        return ""
+    ranked = sorted(engines, key=lambda url: -math.inf if math.isnan(engines[url]) else -engines[url])
+    others = ", ".join(f"{url} {engines[url]:.4g}" for url in ranked[1:_NUM_NAMED])
+    left_out = f" and {len(ranked) - _NUM_NAMED} more" if len(ranked) > _NUM_NAMED else ""
+    return f"; the worst engine is {ranked[0]} with {engines[ranked[0]]:.4g}" + (
+        f" ({others}{left_out})" if others else ""
+    )
+
+
+def starvation_cause(metrics: Mapping[str, float], config: RunConfig, engines: Mapping[str, float]) -> str | None:
+    """Why groups without a signal are the engines' fault; None where these compute what the trainer does."""
+    mean = metrics.get("rollout/logprob_abs_diff_mean", 0.0)
+    if mean <= config.mismatch_warning:
+        return None
+    return (
+        f"the engines do not compute what the trainer does, so that no response is worth training on: the mean "
+        f"|log-prob difference| of the responses just sampled is {mean:.4g} nats, over {config.mismatch_warning:g} "
+        f"(rollout.mismatch_warning){worst_engines(engines)}. Start these engines anew with the checkpoint that "
+        f"model.path names, and the same command again: the run continues from its last checkpoint"
+    )
+
+
 def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
     tokens, fresh = total["tokens"], total["fresh_tokens"]
     metrics = {
@@ -144,8 +187,11 @@ def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[s
     return metrics
 
 
-def mismatch_warning(metrics: Mapping[str, float], config: RunConfig, step: int) -> str | None:
-    """What is worth a warning about step `step`. Raises FleetError over `rollout.mismatch_stop` or for NaN.
+def mismatch_warning(
+    metrics: Mapping[str, float], config: RunConfig, step: int, engines: Mapping[str, float] | None = None
+) -> str | None:
+    """What is worth a warning about step `step`, naming the worst of `engines` (see `measure_engines`). Raises
+    FleetError over `rollout.mismatch_stop` or for NaN.
 
     Limits are for fresh tokens; one NaN anywhere is over every limit.
     """
@@ -158,13 +204,14 @@ def mismatch_warning(metrics: Mapping[str, float], config: RunConfig, step: int)
         raise FleetError(
             f"engines and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} ({name}) is not "
             f"within rollout.mismatch_stop={stop:g}; the engines compute with other weights, or in a precision "
-            f"(rollout.dtype) that does not do for this model. Start the same command again to continue from the last "
-            f"checkpoint with engines that are started anew, or raise the limit"
+            f"(rollout.dtype) that does not do for this model{worst_engines(engines or {})}. Start the "
+            f"same command again to continue from the last checkpoint with engines that are started anew, or raise the "
+            f"limit"
         )
     if mean <= config.mismatch_warning:
         return None
     return (
         f"engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} is over "
         f"{config.mismatch_warning:g} (rollout.mismatch_warning); the engine does not compute with the policy's "
-        f"weights or in its precision"
+        f"weights or in its precision{worst_engines(engines or {})}"
     )

@@ -25,8 +25,8 @@ from dapo_mega.types import Sample
 class SampleColumns:
     """S samples as flat arrays: `token_ids` of all samples one after the other, likewise `rollout_logprobs`.
 
-    `lengths`, `prompt_lengths` and `stale_tokens` [S] int64 are in tokens; `advantages` [S] float32; `in_loss` [S]
-    uint8.
+    `lengths`, `prompt_lengths`, `stale_tokens` and `engine_starts` [S] int64 are in tokens; `engines` [S] int64;
+    `advantages` [S] float32; `in_loss` [S] uint8. See `Sample`.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -35,6 +35,8 @@ class SampleColumns:
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
     stale_tokens: npt.NDArray[np.int64]
+    engines: npt.NDArray[np.int64]
+    engine_starts: npt.NDArray[np.int64]
     rollout_logprobs: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -52,6 +54,8 @@ def columns_from_samples(samples: Sequence[Sample]) -> SampleColumns:
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         in_loss=np.array([sample.in_loss for sample in samples], dtype=np.uint8),
         stale_tokens=np.array([sample.num_stale_tokens for sample in samples], dtype=np.int64),
+        engines=np.array([sample.engine for sample in samples], dtype=np.int64),
+        engine_starts=np.array([sample.engine_start for sample in samples], dtype=np.int64),
         rollout_logprobs=np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32),
     )
 
@@ -62,8 +66,9 @@ class MicroBatch:
 
     `tokens`, `positions`, `targets`, `segment_ids` [T] int64; `cu_seqlens` [n + 1] int32. `response_mask` [T] bool
     marks positions whose target is a response token, `loss_mask` those that count in the loss, `fresh_mask` those whose
-    `rollout_logprobs` come from the weights the step starts from. `advantages`, `token_weights`, `rollout_logprobs` [T]
-    float32 are 0 elsewhere. `denominator` is this micro-batch's share of the mini-batch's. Padding, at the end of
+    `rollout_logprobs` come from the weights the step starts from; `engine_ids` [T] int64 is the number of the engine
+    that sampled that token, -1 where that is not known. `advantages`, `token_weights`, `rollout_logprobs` [T] float32
+    are 0 elsewhere. `denominator` is this micro-batch's share of the mini-batch's. Padding, at the end of
     samples and as a last segment of its own, has token 0, is outside all masks and does not count in `num_tokens`.
     """
 
@@ -76,6 +81,7 @@ class MicroBatch:
     response_mask: Tensor
     loss_mask: Tensor
     fresh_mask: Tensor
+    engine_ids: Tensor
     advantages: Tensor
     token_weights: Tensor
     rollout_logprobs: Tensor
@@ -251,6 +257,9 @@ def build_micro_batch(
     masks[1, predicting] = np.repeat(columns.in_loss[chosen] != 0, responses)
     stale = columns.stale_tokens[chosen]
     masks[2, _ranges(starts + prompts - 1 + stale, responses - stale)] = True
+    engine_ids = np.full(total, -1, dtype=np.int64)
+    known = responses - columns.engine_starts[chosen]
+    engine_ids[_ranges(starts + lengths - 1 - known, known)] = np.repeat(columns.engines[chosen], known)
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(_ranges(np.zeros_like(segments), segments)),
@@ -261,6 +270,7 @@ def build_micro_batch(
         response_mask=torch.from_numpy(masks[0]),
         loss_mask=torch.from_numpy(masks[1]),
         fresh_mask=torch.from_numpy(masks[2]),
+        engine_ids=torch.from_numpy(engine_ids),
         advantages=torch.from_numpy(floats[0]),
         token_weights=torch.from_numpy(floats[1]),
         rollout_logprobs=torch.from_numpy(floats[2]),

@@ -6,27 +6,35 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching import StepBatch, hand_over_step, samples_of_groups
+from dapo_mega.batching import (
+    StepBatch,
+    engines_of,
+    hand_over_step,
+    samples_of_groups,
+    stale_tokens,
+    unweighted_sample,
+)
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.handover import HandoverGroups, broadcast_columns, leaving_together
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.handover import HandoverGroups, broadcast_columns, broadcast_names, leaving_together
 from dapo_mega.metrics import MetricAccumulator
-from dapo_mega.mismatch import measure_mismatch, mismatch_warning
+from dapo_mega.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.packing import MicroBatch, columns_from_samples
 from dapo_mega.pipeline import Pipeline
 from dapo_mega.policy.checkpoints import LoopState
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import TokenScores
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
-from dapo_mega.types import Group, Sample
+from dapo_mega.types import Group, Prompt, Response
 
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+Scored = tuple[Sequence[MicroBatch], Sequence[TokenScores], Sequence[str]]
+"""Micro-batches, their scores, and the URLs of engines by number."""
 
 
 def train(pipeline: Pipeline) -> None:
@@ -53,7 +61,7 @@ def train(pipeline: Pipeline) -> None:
             if not batch.has_fresh and config.rollout.placement != "colocated":  # Those engines sleep by now.
                 mismatch = {**probe_agreement(pipeline), **mismatch}
         with pipeline.timers.stage("update"):
-            updates = update(pipeline, mini_batches)
+            updates = update(pipeline, mini_batches, batch.engines)
         pipeline.step += 1
         complete_step(pipeline, {**collected, **mismatch, **updates, **packing_metrics(batch)})
 
@@ -86,24 +94,46 @@ def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
     groups: Sequence[Group] = []
     metrics: Metrics = {}
+    try:
+        with leaving_together(pipeline.policy.processes.control):
+            if pipeline.driver:
+                try:
+                    groups, metrics = pipeline.driver.collector.collect(pipeline.step)
+                    pipeline.fleet.sleep()
+                finally:
+                    pipeline.fleet.release()
+            else:
+                pipeline.fleet.serve()
+    except StarvedError as starved:
+        if cause := find_starvation_cause(pipeline):
+            raise FleetError(cause) from starved
+        raise
+    return groups, metrics
+
+
+def find_starvation_cause(pipeline: Pipeline) -> str | None:
+    """Why the engines are to blame for groups without a signal, by the last responses; None where they are not."""
+    recent: list[tuple[Prompt, Response]] = []
     with leaving_together(pipeline.policy.processes.control):
         if pipeline.driver:
-            try:
-                groups, metrics = pipeline.driver.collector.collect(pipeline.step)
-                pipeline.fleet.sleep()
-            finally:
-                pipeline.fleet.release()
-        else:
-            pipeline.fleet.serve()
-    return groups, metrics
+            pipeline.fleet.sleep()
+            for prompt, response in pipeline.driver.collector.recent:
+                if stale_tokens(response, pipeline.step) < len(response.token_ids):
+                    recent.append((prompt, response))
+    if scored := _score_responses(pipeline, recent):
+        metrics, engines = measure_scores(pipeline, *scored)
+        return starvation_cause(metrics, pipeline.config, engines)
+    return None
 
 
 def hand_over(pipeline: Pipeline, groups: Sequence[Group]) -> StepBatch:
     """Advantages and flat columns on rank 0, then every process packs its own micro-batches."""
     policy = pipeline.policy
     columns = None
+    engines: tuple[str, ...] = ()
     if pipeline.driver:
-        columns = columns_from_samples(samples_of_groups(groups, pipeline.config, pipeline.step))
+        engines = engines_of(scored.response for group in groups for scored in group.responses)
+        columns = columns_from_samples(samples_of_groups(groups, pipeline.config, pipeline.step, engines))
     processes = policy.processes
     return hand_over_step(
         columns,
@@ -111,6 +141,7 @@ def hand_over(pipeline: Pipeline, groups: Sequence[Group]) -> StepBatch:
         policy.packing_layout,
         data_rank=processes.data_rank,
         groups=HandoverGroups(processes.control, processes.leaders, processes.replica),
+        engines=engines,
     )
 
 
@@ -136,7 +167,7 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
     metrics: Metrics = {}
     if pipeline.config.batch.updates_per_step > 1:
         own = pipeline.policy.score(everything)
-        metrics, scores = _measure_scores(pipeline, everything, own), own
+        metrics, scores = _check_scores(pipeline, everything, own, batch.engines), own
     token_batches = iter(
         TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
@@ -147,9 +178,8 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
 def probe_agreement(pipeline: Pipeline) -> Metrics:
     """Engine against trainer on one response sampled for this purpose: for steps that train on surplus alone, which
     brings no response of the current weights."""
-    policy, config = pipeline.policy, pipeline.config
-    columns = None
-    with leaving_together(policy.processes.control):
+    probed: list[tuple[Prompt, Response]] = []
+    with leaving_together(pipeline.policy.processes.control):
         if pipeline.driver:
             collector = pipeline.driver.collector
             try:
@@ -158,24 +188,53 @@ def probe_agreement(pipeline: Pipeline) -> Metrics:
                 pipeline.fleet.release()
             if not answers:
                 raise StarvedError("the engine did not answer a probe of its weights; see its log and start again")
-            prompt = collector.prompts[0].token_ids
-            tokens = np.concatenate([prompt, answers[0].token_ids])
-            columns = columns_from_samples([Sample(tokens, len(prompt), 0.0, False, answers[0].logprobs)])
+            probed = [(collector.prompts[0], answers[0])]
         else:
             pipeline.fleet.serve()
-    columns = broadcast_columns(columns, policy.processes.control)
+    scored = _score_responses(pipeline, probed)
+    assert scored
+    return _check_scores(pipeline, *scored)
+
+
+def _score_responses(pipeline: Pipeline, responses: Sequence[tuple[Prompt, Response]]) -> Scored | None:
+    """Score the responses that rank 0 gives, on all processes; None where it gives none."""
+    policy, config = pipeline.policy, pipeline.config
+    control = policy.processes.control
+    names = engines_of(response for _, response in responses)
+    columns = None
+    if pipeline.driver and responses:
+        samples = [unweighted_sample(prompt, response, pipeline.step, names) for prompt, response in responses]
+        columns = columns_from_samples(samples)
+    has_any = torch.tensor(len(responses))
+    dist.broadcast(has_any, src=0, group=control)
+    if not has_any:
+        return None
+    columns = broadcast_columns(columns, control)
     batches = policy.pack(
         columns,
         token_budget=config.batch.tokens_per_microbatch,
         aggregation=config.algorithm.aggregation,
         max_response_tokens=config.rollout.max_response_tokens,
     )
-    return _measure_scores(pipeline, batches, policy.score(batches))
+    return batches, policy.score(batches), broadcast_names(names, control)
 
 
-def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores]) -> Metrics:
-    """Mismatch and entropy of scored micro-batches. Raises FleetError, on all processes, for a mismatch over
+def _check_scores(
+    pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
+) -> Metrics:
+    """`measure_scores`. Warns of a mismatch, and raises FleetError, on all processes, for one over
     `rollout.mismatch_stop`."""
+    metrics, by_engine = measure_scores(pipeline, batches, scores, engines)
+    message = mismatch_warning(metrics, pipeline.config, pipeline.step + 1, by_engine)
+    if message and pipeline.driver:
+        logger.warning(message)
+    return metrics
+
+
+def measure_scores(
+    pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
+) -> tuple[Metrics, Metrics]:
+    """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines` are URLs by number."""
     processes = pipeline.policy.processes
     is_counted = processes.is_last_stage and processes.tensor_rank == 0
     counted = list(zip(batches, scores, strict=True)) if is_counted else []
@@ -183,28 +242,22 @@ def _measure_scores(pipeline: Pipeline, batches: Sequence[MicroBatch], scores: S
     for _, score in counted:
         entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
     dist.all_reduce(entropy, group=processes.control)
+    scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
     metrics = measure_mismatch(
-        [(micro_batch, score.logprobs) for micro_batch, score in counted],
-        pipeline.config.objective,
-        control=processes.control,
-        context_group=processes.context,
+        scored, pipeline.config.objective, control=processes.control, context_group=processes.context
     )
-    _warn_of_mismatch(pipeline, metrics)
-    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}
+    by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
+    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
 
 
-def _warn_of_mismatch(pipeline: Pipeline, metrics: Metrics) -> None:
-    message = mismatch_warning(metrics, pipeline.config, pipeline.step + 1)
-    if message and pipeline.driver:
-        logger.warning(message)
-
-
-def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]]) -> Metrics:
-    """mu passes of one optimizer update per mini-batch; metrics are means over the updates."""
+def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
+    """mu passes of one optimizer update per mini-batch; metrics are means over the updates. `engines` are those of the
+    step, by number."""
     objective = PolicyGradient(pipeline.config.objective, pipeline.policy.processes.context)
     if pipeline.config.batch.updates_per_step == 1:
         metrics, scores = pipeline.policy.update_and_score(mini_batches[0], objective)
-        return {**_measure_scores(pipeline, [b.micro_batch for b in mini_batches[0]], scores), **metrics}
+        batches = [batch.micro_batch for batch in mini_batches[0]]
+        return {**_check_scores(pipeline, batches, scores, engines), **metrics}
     means = MetricAccumulator()
     for _ in range(pipeline.config.batch.epochs):
         for mini_batch in mini_batches:

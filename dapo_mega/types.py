@@ -124,7 +124,8 @@ class Sample:
 
     `token_ids` [P + L] are prompt and response, `prompt_length` is P, `advantage` holds for every token of the
     response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L];
-    the first `num_stale_tokens` of the response were sampled with older weights than those the step starts from.
+    the first `num_stale_tokens` of the response were sampled with older weights than those the step starts from, and
+    those from `engine_start` on by the engine of number `engine`, which is -1 where it is not known.
     """
 
     token_ids: TokenIds
@@ -133,3 +134,5 @@ class Sample:
     in_loss: bool
     rollout_logprobs: LogProbs
     num_stale_tokens: int = 0
+    engine: int = -1
+    engine_start: int = 0

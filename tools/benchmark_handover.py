@@ -75,6 +75,8 @@ def _columns(num_responses: int) -> SampleColumns:
         advantages=np.ones(num_responses, dtype=np.float32),
         in_loss=np.ones(num_responses, dtype=np.uint8),
         stale_tokens=np.zeros(num_responses, dtype=np.int64),
+        engines=np.zeros(num_responses, dtype=np.int64),
+        engine_starts=np.zeros(num_responses, dtype=np.int64),
         rollout_logprobs=rng.random(num_responses * (_FULL_LENGTH - _PROMPT), dtype=np.float32),
     )
 

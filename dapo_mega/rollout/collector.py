@@ -6,6 +6,7 @@ Prompts are asked in rounds, or with partial rollouts all the time, so that long
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
 
+_NUM_RECENT = 32
 # Probes are numbered apart from the run's requests, so that they decide nothing.
 _FIRST_PROBE_ID = 1 << 61
 
@@ -55,7 +57,10 @@ class Collector:
         *,
         streaming_engine: StreamingEngine | None = None,
     ) -> None:
-        """`streaming_engine` is `engine` itself where that answers requests one by one, as `rollout.partial` needs."""
+        """`streaming_engine` is `engine` itself where that answers requests one by one, as `rollout.partial` needs.
+
+        `recent` are the responses that were scored last, kept or not.
+        """
         assert streaming_engine is not None or not config.rollout.partial
         self._config = config
         self.prompts = prompts
@@ -71,6 +76,7 @@ class Collector:
         self.cursor = PromptCursor(len(prompts), config.seed)
         self.buffer = GroupBuffer(config.algorithm.dynamic_sampling, config.algorithm.max_staleness)
         self.next_request_id = 0
+        self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
         self._in_flight = None if streaming_engine is None else GroupsInFlight(streaming_engine)
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
@@ -252,7 +258,9 @@ class Collector:
         return self._score(complete, tally)
 
     def _score(self, complete: Sequence[CompleteGroup], tally: RolloutTally) -> list[Group]:
-        scored = self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses])
+        answered = [(prompt, r) for prompt, responses in complete for r in responses]
+        self.recent.extend(answered)
+        scored = self._scorer.score(answered)
         tally.scored.extend(scored)
         groups = []
         for i, (prompt, responses) in enumerate(complete):

@@ -8,7 +8,7 @@ import torch
 from dapo_mega import trainer
 from dapo_mega.commands import EXIT_FLEET
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.errors import FleetError
+from dapo_mega.errors import FleetError, StarvedError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.pipeline import build_pipeline
 from dapo_mega.policy.processes import stop_processes
@@ -92,6 +92,17 @@ def test_a_large_mismatch_ends_the_run_before_the_update(pipeline):
         one_step(pipeline)
     after = weights(pipeline)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("pipeline", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True)
+def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before_the_prompts_are(pipeline):
+    pipeline.weight_sync.push(pipeline.policy, 0)
+    with pytest.raises(StarvedError, match="prompts of another difficulty"):
+        trainer.collect(pipeline)
+    break_engine(pipeline)
+    with pytest.raises(FleetError, match="the engines do not compute what the trainer does") as caught:
+        trainer.collect(pipeline)
+    assert "difficulty" not in str(caught.value)
 
 
 @pytest.mark.parametrize("pipeline", [["batch.mini_batch_groups=6"]], indirect=True)

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from dapo_mega.batching import PackingLayout, pack_step, plan_step
+from dapo_mega.batching import PackingLayout, engines_of, pack_step, plan_step, unweighted_sample
 from dapo_mega.config import RunConfig
 from dapo_mega.packing import columns_from_samples
-from dapo_mega.types import Sample
+from dapo_mega.types import Prompt, Response, Sample
 
 
 def config(group_size=2, mini_batch_groups=2, budget=40):
@@ -92,3 +92,21 @@ def test_ranks_pack_the_whole_step_between_them():
 def test_samples_that_make_no_whole_mini_batches_are_refused():
     with pytest.raises(ValueError, match="7 samples do not make whole mini-batches of 4"):
         plan_step(np.full(7, 9), config(), PackingLayout(2))
+
+
+def test_samples_name_the_engine_that_sampled_their_end():
+    def response(*spans):
+        return Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", 2, ((1, 3), (2, 5)), spans)
+
+    responses = [response(("b", 5)), response(("a", 1), ("c", 4), ("b", 5)), response(("a", 2), ("d", 5)), response()]
+    engines = engines_of(responses)
+    assert engines == ("b", "d")
+    prompt = Prompt(0, "", np.zeros(3, np.int32), "")
+    samples = [unweighted_sample(prompt, r, 2, engines) for r in responses]
+    assert [(s.engine, s.engine_start, s.num_stale_tokens) for s in samples] == [
+        (0, 0, 3),
+        (0, 4, 3),
+        (1, 2, 3),
+        (-1, 0, 3),
+    ]
+    assert all(len(s.token_ids) == 8 and not s.in_loss for s in samples)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from dapo_mega.batching import stale_tokens
 from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.errors import FleetError
-from dapo_mega.mismatch import kept_segments, measure_mismatch, mismatch_warning
+from dapo_mega.mismatch import (
+    kept_segments,
+    measure_engines,
+    measure_mismatch,
+    mismatch_warning,
+    starvation_cause,
+)
 from dapo_mega.packing import build_micro_batch, columns_from_samples
 from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
 from dapo_mega.types import Response, Sample
@@ -23,7 +29,7 @@ def control():
     dist.destroy_process_group()
 
 
-def micro_batch(lengths, stale, rollout_probability=0.5, advantages=None, multiple_of=1):
+def micro_batch(lengths, stale, rollout_probability=0.5, advantages=None, multiple_of=1, engines=None):
     """Responses of the given lengths to a prompt of one token, every token sampled with the same probability."""
     samples = [
         Sample(
@@ -33,6 +39,7 @@ def micro_batch(lengths, stale, rollout_probability=0.5, advantages=None, multip
             True,
             np.full(length, math.log(rollout_probability), np.float32),
             num_stale,
+            *(engines[i] if engines else ()),
         )
         for i, (length, num_stale) in enumerate(zip(lengths, stale, strict=True))
     ]
@@ -83,6 +90,39 @@ def test_measures_do_not_depend_on_the_split_and_nothing_is_truncated_or_masked_
     metrics = measure_mismatch(whole, algorithm, control=control)
     assert measure_mismatch(split, algorithm, control=control) == pytest.approx(metrics, rel=1e-12)
     assert metrics["mismatch/truncated_share"] == metrics["mismatch/masked_response_share"] == 0
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_mean_of_each_engine_is_of_the_fresh_tokens_that_it_is_known_to_have_sampled(control, num_parts):
+    # Engine 0 sampled a whole response, engine 1 the last two of three tokens of which the second is stale as well.
+    lengths, stale, engines = [2, 3, 1, 2], [0, 2, 0, 2], [(0, 0), (1, 1), (-1, 0), (2, 0)]
+    old = log([0.5, 1.0, 0.125, 0.25, 0.25, 0.125, 0.5, 0.5])
+    scored = []
+    for part in range(num_parts):
+        chosen = [i for i in range(4) if i % num_parts == part]
+        starts = [sum(lengths[:i]) for i in range(5)]
+        batch = micro_batch(*([values[i] for i in chosen] for values in (lengths, stale)), multiple_of=8,
+                            engines=[engines[i] for i in chosen])  # fmt: skip
+        scored.append((batch, torch.cat([old[starts[i] : starts[i + 1]] for i in chosen])))
+    means = measure_engines(scored, ["a", "b", "c"], control=control)
+    ln2 = math.log(2)
+    assert means == pytest.approx({"a": ln2 / 2, "b": ln2}, rel=1e-6)
+
+
+def test_warnings_and_errors_name_the_engines_the_worst_first():
+    config = RunConfig.model_validate(
+        {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
+    )
+    metrics = {"rollout/logprob_abs_diff_mean": 0.1, "mismatch/logprob_abs_diff_mean": 0.1}
+    engines = {"http://a": 0.001, "http://b": 0.3, "http://c": 0.002}
+    told = "the worst engine is http://b with 0.3 (http://c 0.002, http://a 0.001)"
+    assert told in mismatch_warning(metrics, config, 3, engines)
+    assert told in starvation_cause(metrics, config, engines)
+    assert "http://d with nan" in starvation_cause(metrics, config, {**engines, "http://d": math.nan})
+    assert starvation_cause({}, config, {}) is None
+    assert starvation_cause({"rollout/logprob_abs_diff_mean": 0.01}, config, engines) is None
+    with pytest.raises(FleetError, match=r"the worst engine is http://b with 0.3"):
+        mismatch_warning({**metrics, "rollout/logprob_abs_diff_mean": 0.9}, config, 3, engines)
 
 
 def test_a_step_without_fresh_tokens_has_no_measure_of_them(control):

@@ -65,7 +65,8 @@ def columns_of(case):
         tokens = rng.integers(0, 2**31 - 1, prompt + response).astype(np.int32)
         logprobs = rng.standard_normal(response).astype(np.float32)
         in_loss, stale = bool(rng.random() < 0.7), int(rng.integers(response + 1))
-        samples.append(Sample(tokens, prompt, float(rng.standard_normal()), in_loss, logprobs, stale))
+        engine = (int(rng.integers(-1, 3)), int(rng.integers(response + 1)))
+        samples.append(Sample(tokens, prompt, float(rng.standard_normal()), in_loss, logprobs, stale, *engine))
     return columns_from_samples(samples)
 
 
