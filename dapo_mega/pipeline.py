@@ -126,7 +126,7 @@ def build_pipeline(
         if stop_requested():
             raise StopRequested("the run was asked to stop")
 
-    rollouts = start_rollouts(config, policy, check_stop)
+    rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
     driver = None
     with leaving_together(processes.control):
         if processes.rank == 0:

@@ -50,6 +50,7 @@ _FREE_TO_CHANGE = (
     "rollout.max_batch_rows",
     "rollout.mismatch_warning",
     "rollout.mismatch_stop",
+    "rollout.engine_tolerance",
     "rollout.fleet",
     "reward.num_workers",
     "model.architecture",

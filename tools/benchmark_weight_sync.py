@@ -83,6 +83,9 @@ class _OneEngine:
     def failed(self, url: str, reason: str) -> None:
         raise EngineError(url, reason)
 
+    def disagrees(self, url: str, reason: str) -> None:
+        raise EngineError(url, reason)
+
     def make_stale(self) -> None:
         self._is_stale = True
 

@@ -88,6 +88,13 @@ class RolloutConfig(Section):
     mismatch_stop: float | None = Field(
         default=0.5, gt=0, description="End the run at such a mean difference, in nats; null never does."
     )
+    engine_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="An engine of a fleet that joins is refused when it gives a fixed sequence log-probs that differ "
+        "from the trainer's by more than this many nats on average; null means 0.001 where both compute in fp32, 0.5 "
+        "where the engine computes in fp8 and 0.25 otherwise.",
+    )
 
 
 class RewardConfig(Section):
@@ -339,6 +346,15 @@ class RunConfig(Section):
         if self.rollout.mismatch_warning is not None:
             return self.rollout.mismatch_warning
         return 0.001 if self.model.dtype == self.engine_dtype == "fp32" else 0.05
+
+    @property
+    def engine_tolerance(self) -> float:
+        """Mean |log-prob difference| on a fixed sequence, in nats, over which an engine that joins is refused."""
+        if self.rollout.engine_tolerance is not None:
+            return self.rollout.engine_tolerance
+        if self.model.dtype == self.engine_dtype == "fp32":
+            return 0.001
+        return 0.5 if self.engine_dtype == "fp8" else 0.25
 
     @property
     def engine_dtype(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,16 +122,29 @@ class ScoringModel:
             for indices in plan[self.processes.data_rank]
         ]
 
-    def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        """Log-probs and entropies of every response token, without gradients, one entry per micro-batch."""
+    def score(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[TokenScores]:
+        """Log-probs and entropies of every response token, without gradients, one entry per micro-batch; at the model's
+        own temperature unless another is given."""
         for chunk in self.chunks:
             chunk.eval()
         batches = [TokenBatch(micro_batch) for micro_batch in micro_batches]
-        with torch.no_grad():
+        with torch.no_grad(), self._at_temperature(temperature):
             results = self._run(batches, _collect_scores, with_entropy=True, forward_only=True)
         if self.processes.is_last_stage:
             return results
         return [TokenScores(torch.empty(0), torch.empty(0)) for _ in micro_batches]
+
+    @contextlib.contextmanager
+    def _at_temperature(self, temperature: float | None) -> Iterator[None]:
+        stages = [unwrapped(chunk) for chunk in self.chunks]
+        own = [stage.temperature for stage in stages]
+        try:
+            for stage, value in zip(stages, own, strict=True):
+                stage.temperature = value if temperature is None else temperature
+            yield
+        finally:
+            for stage, value in zip(stages, own, strict=True):
+                stage.temperature = value
 
     def _run(
         self, batches: Sequence[TokenBatch], make_loss: MakeLoss, *, with_entropy: bool, forward_only: bool

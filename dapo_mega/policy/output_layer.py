@@ -49,7 +49,7 @@ class PolicyStage(GPTModel):
         if not self.config.multi_latent_attention:
             # No buffer: it stays in float32 when the model is cast.
             self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
-        self._temperature = temperature
+        self.temperature = temperature
         self._true_vocab_size = true_vocab_size
         self._fused = fused
         if self.post_process and fused:
@@ -81,7 +81,7 @@ class PolicyStage(GPTModel):
                 logits[:, 0],
                 labels.rows,
                 labels.targets,
-                temperature=self._temperature,
+                temperature=self.temperature,
                 vocab_size=self._true_vocab_size,
                 group=self.pg_collection.tp,
                 with_entropy=labels.with_entropy,
@@ -102,7 +102,7 @@ class PolicyStage(GPTModel):
                 hidden,
                 self.output_layer.weight if weight is None else weight,
                 chosen.targets,
-                temperature=self._temperature,
+                temperature=self.temperature,
                 vocab_size=self._true_vocab_size,
                 group=group,
                 with_entropy=chosen.with_entropy,

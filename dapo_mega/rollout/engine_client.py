@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from dapo_mega.rollout.engine_model import described_model
 from dapo_mega.weight_sync.wire import PROTOCOL, PROTOCOL_FIELD
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -89,7 +90,8 @@ class EngineInfo:
     `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
     that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
     `supports_batches`: it understands `sglang_api.batch_payload`, and its last output of a prompt has all tokens.
-    `has_plugin`: it has a `dapo_mega.sglang_plugin` that this trainer understands.
+    `has_plugin`: it has a `dapo_mega.sglang_plugin` that this trainer understands. `model`: the configuration of its
+    model, where it says so.
     """
 
     url: str
@@ -105,6 +107,7 @@ class EngineInfo:
     supports_batches: bool
     disable_radix_cache: bool
     has_plugin: bool = False
+    model: Mapping[str, Any] | None = None
 
 
 class EngineClient:
@@ -366,4 +369,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         supports_batches=_supports_batches(server),
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
         has_plugin=any(state.get(PROTOCOL_FIELD) == PROTOCOL for state in server.get("internal_states", [])),
+        model=described_model(server.get("internal_states", [])),
     )

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.models import Architecture
 from dapo_mega.rollout.absences import advise, describe_absences
 from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.rollout.event_loop import LoopThread
@@ -53,9 +54,11 @@ class SyncTarget:
 class FleetDriver:
     """Drives all engines of a run over HTTP."""
 
-    def __init__(self, config: RunConfig, vocab_size: int, api_key: str, run: str = "") -> None:
-        """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines. Raises
-        InputError when rollout.fleet.rendezvous is taken."""
+    def __init__(
+        self, config: RunConfig, vocab_size: int, api_key: str, run: str = "", arch: Architecture | None = None
+    ) -> None:
+        """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines, and their
+        models must have the sizes `arch`. Raises InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
         self._fleet = config.rollout.fleet
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -63,7 +66,7 @@ class FleetDriver:
         self._thread = LoopThread("rollout-fleet")
 
         async def found() -> Membership:
-            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run)
+            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
 
         self._membership = self._thread.run(found())
         self._members = self._membership.members
@@ -223,6 +226,8 @@ class FleetDriver:
         for url in (present := self._present(urls, "stale", "serving")):
             await self._monitor.suspend(url)
         await self._wake(present, frozenset({"weights"}))
+        for url in present:
+            self._membership.begin_update(url)
         return present
 
     def _present(self, urls: Sequence[str], *states: State) -> list[str]:
@@ -284,6 +289,10 @@ class FleetDriver:
     def failed(self, url: str, reason: str) -> None:
         """The engine did not take the weights: it leaves the fleet until it answers probes again."""
         self._on_loop(lambda: self._membership.failed(url, reason))
+
+    def disagrees(self, url: str, reason: str) -> None:
+        """The engine took the weights but does not compute what the trainer does."""
+        self._on_loop(lambda: self._membership.disagrees(url, reason))
 
     # ---- colocated engines, from the main thread ----
 

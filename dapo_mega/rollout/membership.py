@@ -21,8 +21,10 @@ from http import HTTPStatus
 from typing import Literal
 
 from dapo_mega.config import RunConfig
+from dapo_mega.models import Architecture
 from dapo_mega.rollout.dispatcher import Dispatcher
 from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
+from dapo_mega.rollout.engine_model import model_misfit
 from dapo_mega.rollout.event_loop import report_fault
 from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
@@ -43,10 +45,11 @@ State = Literal["joining", "stale", "serving", "away", "refused"]
 @dataclass
 class Member:
     """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
-    told to free. `changes` counts joins and departures, so that a join that was overtaken notices. `missing_since`
-    (of the monotonic clock) is when it was first looked for, or left the last time. `foreign` are the
-    weights of another run that it was last seen with since it held this run's; `num_foreign` counts how often such have
-    come to it while this run used it."""
+    told to free. `changes` counts joins and departures, so that a join that was overtaken notices; `update_began_at` is
+    what it was when the latest update began. `missing_since` (of the monotonic clock) is when it was first looked for,
+    or left the last time. `foreign` are the weights of another run that the engine was last seen with since it held
+    this run's; `num_foreign` counts how often such have come to it while this run used it. `disagreed`: with the
+    weights that it took last its log-probs were not the trainer's."""
 
     client: EngineClient
     instance: str = ""
@@ -60,6 +63,8 @@ class Member:
     missing_since: float = field(default_factory=time.monotonic)
     foreign: WeightVersion | None = None
     num_foreign: int = 0
+    update_began_at: int = -1
+    disagreed: bool = False
 
 
 class Membership:
@@ -73,14 +78,17 @@ class Membership:
         registry: EngineRegistry | None,
         on_answer: Callable[[Answer], None],
         run: str = "",
+        arch: Architecture | None = None,
     ) -> None:
         """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent;
-        `run` names this start of the trainer. `conflict` says which other trainer uses an engine once that is certain.
+        `run` names this start of the trainer. Engines that say what their model is must have one of sizes `arch`.
+        `conflict` says which other trainer uses an engine once that is certain.
         """
         self.members: dict[str, Member] = {}
         self.counts: Counter[str] = Counter()
         self.conflict = ""
         self._run = run
+        self._arch = arch
         self._config = config
         self._fleet = config.rollout.fleet
         self._vocab_size = vocab_size
@@ -127,6 +135,8 @@ class Membership:
     def synced(self, url: str, version: int) -> None:
         """The engine holds these weights now, and serves; nothing happens to one that has left meanwhile."""
         member = self.members[url]
+        if member.changes != member.update_began_at:
+            return
         if member.state == "stale":
             assert member.info
             self.dispatcher.add_engine(member.client, version, supports_batches=member.info.supports_batches)
@@ -135,7 +145,26 @@ class Membership:
         else:
             return
         member.state, member.version, member.failed_updates = "serving", version, 0
-        member.foreign = None
+        member.foreign, member.disagreed = None, False
+
+    def begin_update(self, url: str) -> None:
+        """From now on the engine gets weights, until `synced`, `failed` or `disagrees`."""
+        member = self.members[url]
+        member.update_began_at = member.changes
+
+    def disagrees(self, url: str, reason: str) -> None:
+        """The engine took the weights but does not compute what the trainer does: it leaves, and is refused when that
+        happens again. Once it may be that what another trainer left under way came in between."""
+        member = self.members[url]
+        if member.changes != member.update_began_at:
+            return
+        if not member.disagreed:
+            self.failed(url, reason)
+            member.disagreed = True
+            return
+        self.counts["failed_updates"] += 1
+        member.changes += 1
+        self._refuse(member, reason)
 
     def failed(self, url: str, reason: str) -> None:
         """The engine did not take weights: it leaves, and is refused when that happens again and again."""
@@ -258,11 +287,15 @@ class Membership:
         try:
             if member.changes != change:
                 return
-            if member.info is None or info.process != member.info.process:
-                member.asleep, member.failed_updates = frozenset(), 0
-            self._look_for_foreign(url, member, info)
+            is_new = member.info is None or info.process != member.info.process
+            if is_new:
+                member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
+            self._look_for_foreign(url, member, info, is_new)
             member.info = info
-            if misfit := _misfit(info, self._config, self._vocab_size):
+            misfit = _misfit(info, self._config, self._vocab_size)
+            if not misfit and self._arch:
+                misfit = model_misfit(info.model, self._arch)
+            if misfit:
                 self._refuse(member, misfit)
                 return
             await member.client.resume()
@@ -284,12 +317,12 @@ class Membership:
                     self._config.weight_sync.full_every,
                 )
 
-    def _look_for_foreign(self, url: str, member: Member, info: EngineInfo) -> None:
-        """What it holds when it is met for the first time may be left from any run."""
+    def _look_for_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
+        """What it holds when it is met for the first time may be left from any run, or what it was started with."""
         held = WeightVersion.parse(info.weight_version)
         if held is None or held.run == self._run:
             return
-        if member.info is not None and held != member.foreign:
+        if not is_new and held != member.foreign:
             self._meet_foreign(url, held)
         member.foreign = held
 

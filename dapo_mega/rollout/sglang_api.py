@@ -79,6 +79,34 @@ def batch_payload(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
+    """The body of a /generate that asks for the log-probs of these tokens; it samples one more."""
+    return {
+        "input_ids": token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogProbs:
+    """Log-probs [L - 1] of all tokens but the first, as a server answered to `scoring_payload`; NaN where it gave none.
+
+    `versions` are the weights that may have scored them. Raises MalformedAnswer.
+    """
+    output_ids, meta_info = _fields(body)
+    _version_spans(meta_info, len(output_ids), versions)
+    triples = meta_info.get("input_token_logprobs")
+    try:
+        ids = [triple[1] for triple in triples]  # type: ignore[union-attr]
+        values = np.array([triple[0] for triple in triples[1:]], dtype=np.float32)  # type: ignore[index]
+    except (TypeError, ValueError, LookupError):
+        raise MalformedAnswer("logprobs", "it has no log-probs of its prompt") from None
+    if ids != token_ids.tolist():
+        raise MalformedAnswer("logprobs", "its prompt's log-probs are those of other tokens")
+    return values
+
+
 def finished_rid(output: Any) -> str | None:
     """Which call of a batch this output ends; None when it is not finished. Raises MalformedAnswer."""
     _, meta_info = _fields(output)

@@ -7,6 +7,7 @@ Servers without it get weights in SGLang's own form.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,14 @@ from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
+from dapo_mega.weight_sync.wire import (
+    CHANGES_FORMAT,
+    MODEL_FIELD,
+    PROTOCOL,
+    PROTOCOL_FIELD,
+    PiecesFormat,
+    tensor_specs,
+)
 
 logger = logging.getLogger(__name__)
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -97,3 +105,5 @@ def _announce(state: Any, scheduler: Any, *_: Any) -> None:
     # Models that draft for another load what that one has received, when it is no longer there.
     if scheduler.server_args.speculative_algorithm is None:
         state.internal_state[PROTOCOL_FIELD] = PROTOCOL
+    # As text: what a configuration holds need not be what SGLang's messages can.
+    state.internal_state[MODEL_FIELD] = json.dumps(scheduler.model_config.hf_config.to_dict(), default=str)

@@ -6,10 +6,11 @@ the configured timeout per step; the others end up with the complete weights.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,11 +19,20 @@ from dapo_mega.errors import FleetError
 from dapo_mega.handover import leaving_together
 from dapo_mega.policy.processes import Processes
 from dapo_mega.rollout.engine import WeightSource
-from dapo_mega.rollout.engine_client import EngineClient, EngineRefused
-from dapo_mega.rollout.versions import WeightVersion
+from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineGarbled, EngineRefused
+from dapo_mega.rollout.sglang_api import MalformedAnswer, parse_scores, scoring_payload
+from dapo_mega.rollout.versions import VersionRange, WeightVersion
+from dapo_mega.types import LogProbs
+from dapo_mega.weight_sync.agreement import Agreement, mean_difference
 from dapo_mega.weight_sync.update import EngineFleet, Session, Transport, Update
 
+if TYPE_CHECKING:
+    from dapo_mega.rollout.fleet_driver import SyncTarget
+
+logger = logging.getLogger(__name__)
+
 _MAX_ATTEMPTS = 3
+_SCORING_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,17 @@ class FleetWeightSync:
         config: WeightSyncConfig,
         transport: Transport,
         run: str = "",
+        agreement: Agreement | None = None,
     ) -> None:
-        """`fleet` is given exactly on rank 0; so is `run`, which names this start of the trainer to engines."""
+        """`fleet` is given exactly on rank 0. `run` names this start of the trainer to engines. An engine that joins or
+        comes back is used when it has shown that it agrees, as `agreement` says."""
         assert (fleet is not None) == (processes.rank == 0)
         self._processes = processes
         self._fleet = fleet
         self._timeout_s = config.timeout_s
         self._transport = transport
         self._run = run
+        self._agreement = agreement
         # Requests that wait in place keep their keys and values in the cache; the engine has no other then.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
@@ -78,7 +91,8 @@ class FleetWeightSync:
         started = time.perf_counter()
         num_bytes = self._transport.send(policy, update, session) if update.targets else 0
         seconds = time.perf_counter() - started
-        outcome = self._end(update, session)
+        expected = self._agreement.expected(version) if self._agreement and update.stale else None
+        outcome = self._end(update, session, expected)
         return {
             "weight_sync/bytes": float(num_bytes),
             "weight_sync/bytes_per_s": num_bytes / seconds,
@@ -104,26 +118,70 @@ class FleetWeightSync:
         update: Update = box[0]
         return update, session
 
-    def _end(self, update: Update, session: Session | None) -> _Outcome:
-        """Close the sessions, say which engines are up to date and let these generate."""
+    def _end(self, update: Update, session: Session | None, expected: LogProbs | None) -> _Outcome:
+        """Close the sessions, say which engines are up to date and let these generate. Those that have joined must
+        agree with the `expected` log-probs first, if given."""
         box: list[Any] = [None]
         if self._fleet and session:
             if self._transport.uses_sessions:
                 session.call(_end_session)
+            joined = [t for t in session.targets if t.url in update.stale] if expected is not None else []
             for target in session.targets:
-                self._fleet.synced(target.url, update.version)
+                if target not in joined:
+                    self._fleet.synced(target.url, update.version)
             for url, reason in session.failures.items():
                 self._fleet.failed(url, f"it did not take the weights of version {update.version}: {reason}")
             self._fleet.release(update.targets)
-            box[0] = _Outcome(len(session.targets), session.failures)
+            failures = dict(session.failures)
+            if expected is not None:
+                failures |= self._admit(self._fleet, joined, update, expected)
+            box[0] = _Outcome(len(update.targets) - len(failures), failures)
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
         outcome: _Outcome = box[0]
         self._transport.forget(list(outcome.failures))
         return outcome
 
+    def _admit(
+        self, fleet: EngineFleet, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
+    ) -> dict[str, str]:
+        """Use the engines that agree; why not the others, by URL."""
+        assert self._agreement
+        tokens, tolerance = self._agreement.tokens, self._agreement.tolerance
+        versions = VersionRange(self._run, update.version, update.version)
+
+        async def score(client: EngineClient) -> LogProbs:
+            body = await client.generate(scoring_payload(tokens), _SCORING_TIMEOUT_S)
+            try:
+                return parse_scores(body, tokens, versions)
+            except MalformedAnswer as error:
+                raise EngineGarbled(client.url, f"unusable answer: {error}") from error
+
+        failures: dict[str, str] = {}
+        timeout_s = min(self._timeout_s, _SCORING_TIMEOUT_S)
+        for url, scores in fleet.start_call(joined, score, timeout_s).result().items():
+            if isinstance(scores, EngineError):
+                failures[url] = f"it did not score a sequence with its new weights: {scores.reason}"
+                fleet.failed(url, failures[url])
+            elif not (difference := mean_difference(scores, expected)) <= tolerance:
+                failures[url] = _disagreement(difference, len(scores), update.version, tolerance)
+                fleet.disagrees(url, failures[url])
+            else:
+                logger.info("engine %s agrees with the trainer to within %.2g nats on average", url, difference)
+                fleet.synced(url, update.version)
+        return failures
+
     def close(self) -> None:
         """Let go of what is shared with engines."""
         self._transport.close()
+
+
+def _disagreement(difference: float, num_tokens: int, version: int, tolerance: float) -> str:
+    return (
+        f"with the weights of version {version} it gives {num_tokens} tokens of a fixed sequence log-probs that are "
+        f"{difference:.4g} nats from the trainer's on average, which is not within rollout.engine_tolerance="
+        f"{tolerance:g}: its model is another one than model.path's (config.json), or it computes in another "
+        "precision; start it with model.path's checkpoint, or raise the limit"
+    )
 
 
 async def _begin_session(client: EngineClient) -> None:

@@ -40,6 +40,9 @@ class EngineFleet(Protocol):
     def failed(self, url: str, reason: str) -> None:
         """The engine did not take the weights."""
 
+    def disagrees(self, url: str, reason: str) -> None:
+        """The engine took the weights but does not compute what the trainer does."""
+
 
 @dataclass(frozen=True)
 class Update:

@@ -21,6 +21,8 @@ PROTOCOL = 3
 """To be counted up whenever one end would no longer understand the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """Where a server with the plugin says so, in its internal state."""
+MODEL_FIELD = "dapo_mega_model"
+"""Where it describes its model there: the text of a `config.json`."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")

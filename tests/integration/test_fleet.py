@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from dapo_mega.errors import FleetError
 from dapo_mega.weight_sync.wire import limited_group
 from tests.distributed.launching import REPOSITORY, free_port, kill, start_workers, wait_for
 
@@ -338,6 +340,57 @@ def weights_checksum(url):
     status, answer = call(url, "/weights_checker", {"action": "checksum"})
     assert status == 200
     return answer["ranks"][0]["checksums"]
+
+
+# The engines serve two layers with rope_theta 10000 and a head of their own.
+OTHER_MODELS = {
+    "layer": ({"num_hidden_layers": 3}, "num_layers is 2 instead of 3"),
+    "rotation": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000 instead of 1e"),
+    "head": ({"tie_word_embeddings": True}, "tied_embeddings is False instead of True"),
+    "rotation, not described": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        r"nats from the trainer's on average, which is not within rollout\.engine_tolerance=0\.001",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_MODELS)
+def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, two_engines, monkeypatch, other):
+    changes, difference = OTHER_MODELS[other]
+    if "not described" in other:  # By an engine without the plugin.
+        monkeypatch.setattr("dapo_mega.rollout.engine_client.described_model", lambda states: None)
+    values = fleet_values(tmp_path, two_engines)
+    values["model"]["path"] = str(tiny_model(tmp_path / "model", **changes))
+    with pipeline_of(values) as pipeline, pytest.raises(FleetError, match="no engine fits the run") as caught:
+        pipeline.weight_sync.push(pipeline.policy, 0)
+    for url in two_engines.launcher.urls:
+        assert re.search(f"{url}: [^;]*{difference}", str(caught.value))
+
+
+def test_a_run_ends_when_weights_of_another_come_to_its_engine_again_and_again(tmp_path, two_engines):
+    urls = two_engines.launcher.urls
+    # Trained at a temperature, at which engines do not score prompts.
+    values = fleet_values(
+        tmp_path, two_engines, num_steps=100, rollout={"temperature": 0.8, "fleet": {"min_engines": 1}}
+    )
+    with pipeline_of(values) as pipeline:
+        member = pipeline.fleet.driver._membership.members[urls[1]]
+
+        def act():
+            wait_until(lambda: pipeline.step >= 1)
+            for count in (1, 2):
+                # An update of the run's own may follow before anything has been sampled.
+                while member.num_foreign < count:
+                    body = {"new_version": f"other:{count}", "abort_all_requests": False}
+                    assert call(urls[1], "/update_weight_version", body)[0] == 200
+                    time.sleep(0.5)
+
+        message = f"another trainer uses this engine: {urls[1]} .* run other after step [12]"
+        with saboteur(act), pytest.raises(FleetError, match=message):
+            train_to_the_end(pipeline)
+        sampled_by = [url for _, response in pipeline.driver.collector.recent for url, _ in response.engine_spans]
+    assert set(sampled_by) <= set(urls)
+    assert len(sampled_by) >= len(pipeline.driver.collector.recent) > 0
 
 
 def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(tmp_path, two_engines):

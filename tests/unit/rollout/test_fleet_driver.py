@@ -4,6 +4,7 @@ The engines are scripted servers; tests/integration has real ones.
 """
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.models.families import find_family
 from dapo_mega.rollout import fleet_driver
 from dapo_mega.rollout.event_loop import LoopThread
 from dapo_mega.rollout.fleet_driver import FleetDriver, SyncTarget
@@ -20,6 +22,7 @@ from dapo_mega.rollout.registry import Registration, announce
 from dapo_mega.rollout.sglang_fleet import SglangFleet
 from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
+from dapo_mega.weight_sync.wire import MODEL_FIELD
 from tests.distributed.launching import free_port
 from tests.unit.rollout.scripted_server import serve
 from tools.scripted_engine import ScriptedEngine
@@ -65,7 +68,7 @@ def servers():
 def drive():
     drivers = []
 
-    def start(urls, weight_sync=None, rollout=None, run="", **fleet):
+    def start(urls, weight_sync=None, rollout=None, run="", arch=None, **fleet):
         config = RunConfig.model_validate(
             {
                 "output_dir": "o",
@@ -83,7 +86,7 @@ def drive():
                 "weight_sync": weight_sync or {},
             }
         )
-        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run))
+        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run, arch))
         return drivers[-1]
 
     yield start
@@ -173,6 +176,80 @@ def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, dr
     driver = drive(group.urls, **changes)
     with pytest.raises(FleetError, match=message):
         driver.targets(only_stale=False)
+
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"num_hidden_layers": 3}, "num_layers is 3 instead of 2"),
+        ({"rope_theta": 1e6}, "rope_theta is 1e\\+06 instead of 10000"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000 instead of 10000"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is LinearScaling.* instead of None"),
+        ({"tie_word_embeddings": True}, "tied_embeddings is True instead of False"),
+        ({"rms_norm_eps": 1e-5}, "norm_epsilon is 1e-05 instead of 1e-06"),
+        ({"num_key_value_heads": 4}, "num_query_groups is 4 instead of 2"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window=True"),
+        ({"model_type": "qwen3", "head_dim": 16}, "qkv_bias is False instead of True, qk_norm is True"),
+        ({"max_position_embeddings": 512}, None),
+        ({"model_type": "unheard of"}, None),
+        ({"hidden_size": None}, None),
+    ],
+)
+def test_an_engine_that_describes_another_model_than_the_policys_is_refused(servers, drive, changes, difference):
+    group = servers(1)
+    described = {**QWEN2, **changes}
+    group.engines[0].settings = {"internal_states": [{MODEL_FIELD: json.dumps(described)}]}
+    driver = drive(group.urls, arch=find_family("qwen2").read(QWEN2))
+    if difference is None:
+        assert give_weights(driver)
+        return
+    with pytest.raises(FleetError, match=f"{group.urls[0]}: its model is not the policy's: .*{difference}"):
+        driver.targets(only_stale=False)
+
+
+def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_refused_then(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    for engine in group.engines:
+        engine.version = "1"
+    for number_of_tries in (1, 2):
+        wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("stale")) == 2)
+        targets = driver.hold(driver.targets(only_stale=False))
+        assert len(targets) == 2
+        driver.release(targets)
+        driver.synced(group.urls[0], 1)
+        driver.disagrees(group.urls[1], "scripted")
+        assert (driver._members[group.urls[1]].state == "refused") == (number_of_tries == 2)
+    driver.submit(requests(4))
+    assert len(answers(driver, 4)) == 4
+    assert not group.engines[1].payloads
+
+
+def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_again(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls)
+    targets = driver.hold(driver.targets(only_stale=False))
+    driver.release(targets)
+    driver._on_loop(lambda: driver._membership.leave(group.urls[0], "scripted"))
+    wait_until(driver.has_stale)
+    driver.synced(group.urls[0], 1)
+    driver.disagrees(group.urls[0], "scripted")
+    assert driver.has_stale()
 
 
 def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from dapo_mega import sglang_plugin
+from dapo_mega.rollout.engine_model import described_model
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.wire import PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
+from dapo_mega.weight_sync.wire import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
 
 NAMES = ("a", "b", "c", "d")
 SHAPE = (4, 4)
@@ -204,8 +206,11 @@ def test_a_loader_that_leaves_out_what_has_come_to_its_parameters_fails_and_gets
 @pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])
 def test_an_engine_with_a_draft_model_that_would_load_the_same_again_is_without_the_plugin(algorithm, announced):
     state = SimpleNamespace(internal_state={})
-    scheduler = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm))
+    model_config = SimpleNamespace(hf_config=Qwen2Config(num_hidden_layers=5))
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm), model_config=model_config)
     sglang_plugin._announce(state, scheduler, "request")
+    assert described_model([state.internal_state])["num_hidden_layers"] == 5
+    del state.internal_state[MODEL_FIELD]
     assert state.internal_state == announced
 
 

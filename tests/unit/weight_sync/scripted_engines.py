@@ -50,6 +50,8 @@ class ScriptedEngine:
         self.is_open = False
         self.num_buckets = 0
         self.load_s = 0.0  # Per tensor.
+        self.says_version = None  # Instead of the one that it was given.
+        self.scores = []
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(1)
 
@@ -65,6 +67,13 @@ class ScriptedEngine:
 
     async def _in_thread(self, function, *arguments):
         await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def generate(self, payload, timeout_s):
+        await self._meet("score")
+        assert (payload["logprob_start_len"], payload["return_logprob"]) == (0, True)
+        version = self.says_version or self.versions[-1][0]
+        triples = [[p, i, None] for p, i in zip([None, *self.scores], payload["input_ids"], strict=True)]
+        return {"output_ids": [1], "meta_info": {"weight_version": version, "input_token_logprobs": triples}}
 
     async def begin_weight_update(self):
         await self._meet("begin")
@@ -144,6 +153,7 @@ class ScriptedFleet:
         self.stale = set(self.engines)
         self.without_plugin = set(self.engines)
         self.away = {}
+        self.disagreeing = {}
         self.synced_versions = {}
         self.held = []
         self.released = []
@@ -186,6 +196,9 @@ class ScriptedFleet:
 
     def failed(self, url, reason):
         self.away[url] = reason
+
+    def disagrees(self, url, reason):
+        self.away[url] = self.disagreeing[url] = reason
 
     def return_all(self):
         self.stale |= set(self.away)

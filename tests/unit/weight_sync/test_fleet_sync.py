@@ -1,9 +1,11 @@
 """A fleet gets complete weights whatever single engines do, and a failed engine is named, left out and taken back."""
 
 import asyncio
+import math
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +123,63 @@ def test_every_engine_ends_with_the_exact_weights_and_the_version_comes_with_the
     for engine in fleet.engines.values():
         assert engine.versions == [(None, False), (None, False), ("7", True)]
         assert engine.calls == ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"]
+
+
+class Agreement:
+    tokens = np.array([3, 1, 4, 1], np.int32)
+    tolerance = 0.01
+
+    def __init__(self):
+        self.asked = []
+
+    def expected(self, version):
+        self.asked.append(version)
+        return np.array([-1.0, -2.0, -3.0], np.float32)
+
+
+@pytest.fixture
+def agreeing(processes, fleet):
+    """A sync that compares; all engines agree."""
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
+    for engine in fleet.engines.values():
+        engine.scores = [-1.0, -2.0, -3.001]
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config), "run", Agreement())
+    yield sync
+    sync.close()
+
+
+@pytest.mark.parametrize("scores", [[-1.0, -2.0, -3.1], [-1.0, None, -3.0], [-1.0, math.nan, -3.0]])
+def test_an_engine_that_took_all_weights_but_scores_otherwise_is_not_used(agreeing, fleet, scores):
+    fleet.engines[URLS[1]].scores = scores
+    metrics = agreeing.push(Policy().advance(), 4)
+    assert (metrics["weight_sync/engines"], metrics["weight_sync/engines_failed"]) == (2, 1)
+    assert fleet.synced_versions == {URLS[0]: 4, URLS[2]: 4}
+    (reason,) = fleet.disagreeing.values()
+    assert "nats from the trainer's on average, which is not within rollout.engine_tolerance=0.01" in reason
+    assert fleet.released == [URLS]
+
+
+def test_only_engines_that_join_are_compared(agreeing, fleet):
+    policy = Policy().advance()
+    agreeing.push(policy, 4)
+    agreeing.push(policy.advance(), 5)
+    assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 1]
+    fleet.stale = {URLS[2]}
+    agreeing.push_to_stale(policy, 5)
+    assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 2]
+    assert agreeing._agreement.asked == [4, 5]
+    assert fleet.engines[URLS[0]].versions[-1] == ("run:5", True)
+
+
+@pytest.mark.parametrize("fault", ["die", "hang", "refuse", "other weights"])
+def test_an_engine_that_cannot_be_compared_fails_the_update(agreeing, fleet, fault):
+    if fault == "other weights":
+        fleet.engines[URLS[0]].says_version = "another:4"
+    else:
+        fleet.engines[URLS[0]].faults["score"] = fault
+    assert agreeing.push(Policy().advance(), 4)["weight_sync/engines"] == 2
+    assert "did not score" in fleet.away[URLS[0]]
+    assert not fleet.disagreeing
 
 
 def test_the_call_for_a_bucket_waits_in_an_engine_that_loads_the_one_before(sync, fleet):

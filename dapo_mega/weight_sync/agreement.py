@@ -1,0 +1,91 @@
+"""One fixed sequence, scored by the trainer and by every engine that joins: the log-probs tell whether they compute the
+same model.
+
+An update can succeed on an engine that has a layer more, or another rotation of its heads: weights of the right names
+and shapes are all that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dapo_mega.config import RunConfig
+from dapo_mega.packing import columns_from_samples
+from dapo_mega.types import LogProbs, Prompt, Sample, TokenIds
+
+if TYPE_CHECKING:
+    from dapo_mega.policy.megatron_policy import MegatronPolicy
+
+_LENGTH = 64
+
+
+class Agreement(Protocol):
+    """What engines must agree on with the trainer."""
+
+    tokens: TokenIds
+    tolerance: float
+    """In nats, of the mean difference."""
+
+    def expected(self, version: int) -> LogProbs:
+        """The trainer's log-probs [L - 1] of all tokens but the first under the weights of this version. Collective."""
+
+
+class PolicyAgreement:
+    """Implements `Agreement` by the policy, which scores the sequence once for each version that engines join at."""
+
+    def __init__(self, policy: MegatronPolicy, config: RunConfig, prompts: Sequence[Prompt]) -> None:
+        """`prompts` is the run's dataset; the same on every process."""
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        self.tokens = fixed_sequence(prompts, policy.arch.vocab_size, max(2, min(_LENGTH, longest // 2)), config.seed)
+        self.tolerance = config.engine_tolerance
+        self._policy = policy
+        self._config = config
+        self._version = -1
+        self._logprobs = np.empty(0, np.float32)
+
+    def expected(self, version: int) -> LogProbs:
+        """See `Agreement`."""
+        if version != self._version:
+            self._version, self._logprobs = version, self._score()
+        return self._logprobs
+
+    def _score(self) -> LogProbs:
+        policy = self._policy
+        nothing = np.zeros(len(self.tokens) - 1, np.float32)
+        batches = policy.pack(
+            columns_from_samples([Sample(self.tokens, 1, 0.0, False, nothing)]),
+            token_budget=self._config.batch.tokens_per_microbatch,
+            aggregation=self._config.algorithm.aggregation,
+            max_response_tokens=self._config.rollout.max_response_tokens,
+        )
+        # Engines score prompts without the sampling temperature.
+        scores = policy.score(batches, temperature=1.0)
+        logprobs = torch.zeros(len(nothing), dtype=torch.float32)
+        if policy.processes.is_last_stage and policy.processes.tensor_rank == 0:
+            for batch, score in zip(batches, scores, strict=True):
+                logprobs[batch.positions[batch.response_mask].cpu()] = score.logprobs.float().cpu()
+        dist.all_reduce(logprobs, group=policy.processes.control)
+        return logprobs.numpy()
+
+
+def fixed_sequence(prompts: Sequence[Prompt], vocab_size: int, length: int, seed: int) -> TokenIds:
+    """`length` tokens of the first prompts, filled up with random ones where these are too few. Not among them is the
+    vocabulary's last token, in place of which SGLang scores another one."""
+    tokens: list[int] = []
+    for prompt in prompts[:length]:
+        tokens += [token for token in prompt.token_ids.tolist() if 0 <= token < vocab_size - 1]
+        if len(tokens) >= length:
+            break
+    missing = max(length - len(tokens), 0)
+    tokens += np.random.default_rng(seed).integers(0, max(vocab_size - 1, 1), missing).tolist()
+    return np.array(tokens[:length], dtype=np.int32)
+
+
+def mean_difference(engine: LogProbs, expected: LogProbs) -> float:
+    """In nats; NaN where the engine's are not all numbers."""
+    return float(np.abs(engine.astype(np.float64) - expected.astype(np.float64)).mean())
