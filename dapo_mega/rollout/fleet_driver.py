@@ -248,9 +248,9 @@ class FleetDriver:
 
     async def _ask_for_versions(self, urls: Sequence[str]) -> None:
         """Find out whether another trainer has used the engines since they were last updated."""
-        versions = await self._call(
-            self._targets(self._present(urls, "serving")), lambda client: client.weight_version(), _CALL_TIMEOUT_S
-        )
+        targets = self._targets(self._present(urls, "serving"))
+        limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
+        versions = await self._call(targets, lambda client: client.weight_version(), limit_s)
         for url, version in versions.items():
             if isinstance(version, str):
                 self._membership.reported(url, version)
