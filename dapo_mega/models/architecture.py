@@ -120,12 +120,30 @@ class Architecture:
     def _tensor_sizes(self) -> list[int]:
         """The tensor-parallel sizes that this model can be cut into."""
         shared = (self.experts.shared_ffn_hidden_size if self.experts else None) or 0
-        return divisors(math.gcd(self.num_query_groups, self.num_attention_heads, self.ffn_hidden_size, shared))
+        sizes = divisors(math.gcd(self.num_attention_heads, self.ffn_hidden_size, shared))
+        return [size for size in sizes if self._key_head_misfit(size) is None]
+
+    def _key_head_misfit(self, tensor: int) -> str | None:
+        """Why the key and value heads cannot be spread over so many tensor-parallel processes, if they cannot.
+
+        Megatron-Core lets several processes share a head: they hold equal runs of the rows of the head's queries, key
+        and value, and gather the products.
+        """
+        heads = self.num_query_groups
+        if heads % tensor and tensor % heads:
+            return f"neither divides the model's num_key_value_heads={heads} nor is a multiple of it"
+        rows = (self.num_attention_heads // heads + 2) * self.head_dim
+        if tensor > heads and rows % (tensor // heads):
+            return (
+                f"makes {tensor // heads} processes share each of the model's num_key_value_heads={heads}, whose "
+                f"{rows} rows (its queries, key and value of head_dim={self.head_dim}) cannot be cut into as many "
+                "equal parts"
+            )
+        return None
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Refuse sizes that do not divide this model, naming those that do."""
         for name, size in (
-            ("num_key_value_heads", self.num_query_groups),
             ("num_attention_heads", self.num_attention_heads),
             ("intermediate_size", self.ffn_hidden_size),
         ):
@@ -134,6 +152,8 @@ class Architecture:
                     f"parallel.tensor={parallel.tensor} does not divide the model's {name}={size}; "
                     f"choose one of {self._tensor_sizes}"
                 )
+        if reason := self._key_head_misfit(parallel.tensor):
+            raise InputError(f"parallel.tensor={parallel.tensor} {reason}; choose one of {self._tensor_sizes}")
         chunks = parallel.pipeline * parallel.virtual_pipeline
         if self.num_layers % chunks:
             factors = f"parallel.pipeline={parallel.pipeline}"

@@ -1,7 +1,9 @@
 """How tensors of a Hugging Face checkpoint are cut for tensor parallelism, and put together again.
 
 Megatron stores q, k and v as one matrix ordered by query group (the group's query heads, its key, its value)
-and gate and up projections as one matrix per rank; Hugging Face keeps them apart. Everything here is exact:
+and gate and up projections as one matrix per rank; Hugging Face keeps them apart. With more ranks than groups it cuts
+that matrix just as evenly, through the groups: each rank holds an equal run of its group's rows, and its attention
+gathers the products. Everything here is exact:
 values are moved, never computed.
 """
 
@@ -28,7 +30,7 @@ class Layout(Enum):
     VOCAB = "vocab"
     """[vocab, hidden] padded with zeros to a multiple of the ranks, cut along vocab."""
     QKV = "qkv"
-    """Weights or biases of q, k, v interleaved by query group, cut along groups."""
+    """Weights or biases of q, k, v interleaved by query group, cut along the rows: between groups, or within each."""
     GATE_UP = "gate_up"
     """Gate and up projections; each rank holds its piece of gate, then its piece of up."""
 
@@ -51,9 +53,10 @@ def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp
     groups = arch.num_query_groups
     rest = tensors[0].shape[1:]
     by_group = [tensor.reshape(groups, -1, *rest) for tensor in tensors]
-    first = groups // tp_size * tp_rank
-    mine = [tensor[first : first + groups // tp_size] for tensor in by_group]
-    return torch.cat(mine, dim=1).reshape(-1, *rest)
+    first = groups * tp_rank // tp_size
+    mine = [tensor[first : first + max(1, groups // tp_size)] for tensor in by_group]
+    ranks_per_group = max(1, tp_size // groups)
+    return torch.cat(mine, dim=1).reshape(-1, *rest).chunk(ranks_per_group)[tp_rank % ranks_per_group]
 
 
 def merge_shards(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -> list[Tensor]:

@@ -6,7 +6,8 @@ allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine
 The local attention is taken as on the CPU, where it computes in float32 whatever the model's type.
 
 All are functions of t, the tokens of a process; s = t / sequence-parallel size; h, the hidden size; b, the bytes of an
-element; n and g, the query and key heads of a process; d, their size; f, the inner size of the MLP on a process.
+element; n and g, the query and key heads of a process; d, their size; p, all heads in the product that they are cut
+from; f, the inner size of the MLP on a process.
 """
 
 from __future__ import annotations
@@ -171,6 +172,12 @@ class ActivationModel:
         """Whether the norm of the keys keeps the whole product that they, the queries and the values are a view of."""
         return self.is_local and self.placement.arch.qk_norm
 
+    @property
+    def _copied_queries(self) -> int:
+        """Query heads that are copied out of the product: where several share one of several keys."""
+        queries, keys = self.placement.query_heads, self.placement.key_heads
+        return queries if queries > keys > 1 else 0
+
     def _recomputes(self, *modules: str) -> bool:
         chosen: tuple[str, ...] = self.compute.recompute_modules
         return self.compute.recompute == "selective" and any(module in chosen for module in modules)
@@ -186,10 +193,8 @@ class ActivationModel:
         size, keys = arch.head_dim, self.placement.key_heads
         total = 0.0
         if arch.qk_norm:
-            total += (heads + keys) * (4 + size * self.element)
-        if self._keeps_projection:
-            # Queries are copied out of it where several share one of several keys.
-            total += size * self.element * (heads + keys if heads > keys > 1 else keys)
+            kept = self.placement.projected_heads + self._copied_queries if self.is_local else heads + keys
+            total += (heads + keys) * 4 + kept * size * self.element
         if self.is_local:
             total += heads * size * self.element
         elif self.compute.fp8.enabled:
@@ -199,13 +204,12 @@ class ActivationModel:
     def _attention_inputs(self) -> float:
         """Queries, keys and values that a recomputed attention keeps."""
         queries, keys = self.placement.query_heads, self.placement.key_heads
-        projection = queries + 2 * keys
+        projection = self.placement.projected_heads
         if not self.is_local or self.placement.arch.qk_norm:
             # Queries and keys after their rotation or norm, and the product that the values are a view of.
             heads = queries + keys + (0 if self._keeps_projection else projection)
         else:
-            # The product, and queries copied out of it where several share one of several keys.
-            heads = projection + (queries if queries > keys > 1 else 0)
+            heads = projection + self._copied_queries
         return self.tokens * heads * self.placement.arch.head_dim * self.element
 
     def _recomputed_attention(self) -> float:
@@ -236,7 +240,8 @@ class ActivationModel:
             if heads == keys:
                 # Values are a view of the product that queries and keys were cut from, too.
                 total -= self.tokens * row
-                total += self.tokens * 3 * row if with_inputs and not self._keeps_projection else 0.0
+                product = self.placement.projected_heads * self.placement.arch.head_dim * _FLOAT
+                total += self.tokens * product if with_inputs and not self._keeps_projection else 0.0
         return total
 
     def _window_masks(self) -> float:

@@ -79,6 +79,9 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     tensor = (passes * blocks + forward + backward) * 2 * hidden * ring
     if parallel.sequence:
         tensor += backward * blocks * hidden * ring
+    # Gathering the projection of processes that share key heads, and scattering its gradient.
+    gathers = passes * layers * placement.gathers_projection
+    projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
     keys = 2 * placement.key_heads * arch.head_dim * element * tokens
     # The ring of Transformer Engine passes keys and values again backwards, beside their gradients.
     context = (passes + backward * (kind != "local")) * layers * keys * (parallel.context - 1)
@@ -93,6 +96,7 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
     return [
         Traffic(name, tensor, parallel.tensor),
+        Traffic("TP gather and scatter of shared keys", projection, parallel.tensor),
         Traffic("CP keys and values", context, parallel.tensor * parallel.context, kind != "local"),
         Traffic("EP all-to-all", expert, parallel.expert * parallel.expert_tensor),
         Traffic("expert-TP gather and scatter", cut, parallel.expert_tensor),

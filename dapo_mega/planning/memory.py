@@ -188,11 +188,14 @@ def cache_bytes_per_token(placement: Placement, engine: EngineLayout) -> float:
 
 
 def _layer_gradients(model: ActivationModel) -> float:
-    """Gradients within one MLP, the widest part of a layer: of its product, of gate and up, of its input and output."""
+    """Gradients within the widest part of a layer: of an MLP's product, of its gate and up, of its input and output; or
+    of the projection that processes with shared key heads gather, twice while it is scattered."""
     arch, parallel = model.placement.arch, model.placement.parallel
     widths = [(model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size)]
     if arch.experts:
         rows = model.shared_tokens * arch.experts.per_token * parallel.expert_tensor
         widths = widths if arch.experts.dense_layers else []
         widths.append((rows * arch.experts.ffn_hidden_size / parallel.expert_tensor, rows * arch.hidden_size))
-    return model.element * max(3 * inner + 2 * outer for inner, outer in widths)
+    placement = model.placement
+    projection = placement.gathers_projection * 2 * model.tokens * placement.projected_heads * arch.head_dim
+    return model.element * max(projection, *(3 * inner + 2 * outer for inner, outer in widths))

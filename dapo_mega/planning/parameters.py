@@ -99,10 +99,10 @@ def dense_numels(placement: Placement, chunk: Chunk) -> list[int]:
 def attention_matrices(placement: Placement) -> list[int]:
     """Elements of the weights around a layer's attention on one process."""
     arch, hidden = placement.arch, placement.arch.hidden_size
-    queries, keys = placement.query_heads * arch.head_dim, placement.key_heads * arch.head_dim
+    queries = placement.query_heads * arch.head_dim
     latent = arch.latent_attention
     if latent is None:
-        return [(queries + 2 * keys) * hidden, queries * hidden]
+        return [placement.projection_rows * hidden, queries * hidden]
     up = placement.query_heads * (latent.unrotated_head_dim + latent.value_head_dim)
     matrices = [
         (latent.key_value_rank + latent.rotated_head_dim) * hidden,
@@ -119,7 +119,7 @@ def _attention_vectors(placement: Placement) -> list[int]:
     arch, latent = placement.arch, placement.arch.latent_attention
     vectors = [latent.key_value_rank, latent.query_rank or 0] if latent else []
     if arch.qkv_bias:
-        vectors.append((placement.query_heads + 2 * placement.key_heads) * arch.head_dim)
+        vectors.append(placement.projection_rows)
     if arch.qk_norm:
         vectors += [arch.head_dim, arch.head_dim]
     if arch.output_bias:

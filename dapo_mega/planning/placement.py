@@ -60,8 +60,26 @@ class Placement:
 
     @property
     def key_heads(self) -> int:
-        """Query groups per process."""
-        return self.arch.num_query_groups // self.parallel.tensor
+        """Key heads, and value heads, that the attention of a process works with; it may share one with others."""
+        return max(1, self.arch.num_query_groups // self.parallel.tensor)
+
+    @property
+    def gathers_projection(self) -> bool:
+        """Whether processes share key heads: each projects to an equal part of all heads, and gathers the rest."""
+        return self.parallel.tensor > self.arch.num_query_groups
+
+    @property
+    def projected_heads(self) -> int:
+        """Heads of queries, keys and values in the product that a process cuts its own from."""
+        if self.gathers_projection:
+            return self.arch.num_attention_heads + 2 * self.arch.num_query_groups
+        return self.query_heads + 2 * self.key_heads
+
+    @property
+    def projection_rows(self) -> int:
+        """Rows of the weight that projects to queries, keys and values, on one process."""
+        heads = self.arch.num_attention_heads + 2 * self.arch.num_query_groups
+        return heads * self.arch.head_dim // self.parallel.tensor
 
     @property
     def vocabulary(self) -> int:

@@ -16,10 +16,12 @@ pytestmark = pytest.mark.distributed
 
 WORKERS = Path(__file__).parent / "workers"
 TP2 = {"tensor": 2, "sequence": True}
+TP4 = {"tensor": 4, "sequence": True}  # Twice the key heads.
 VPP = {"pipeline": 2, "virtual_pipeline": 2}
 # Layouts that a checkpoint is written for, resharded to, and loaded at by four processes.
 CASES = {
-    "qwen2": ({}, TP2, [{"pipeline": 2}]),
+    "qwen2": (TP4, TP2, [TP4]),
+    "qwen3": ({}, TP4, [{"pipeline": 2}]),
     "qwen2, tied": (TP2, VPP, [{**TP2, "pipeline": 2}, VPP]),
     "llama, all biases, tied": ({"pipeline": 2}, TP2, [{}, TP2]),
     "qwen3_moe": ({"expert": 2}, VPP, [{**TP2, "expert_tensor": 2}, {"expert": 2}]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .launching import run_workers
-from .tiny import make_deepseek_v3_model, make_model, make_moe_model
+from .tiny import make_deepseek_v3_model, make_model, make_moe_model, make_qwen3_model
 
 pytestmark = pytest.mark.distributed
 
@@ -57,6 +57,8 @@ DENSE = {
         "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
         "tp2_vpp2x2_dp2_overlap_recompute": {"parallel": {**TP2, **VPP}, "compute": {**OVERLAP, "recompute": "full"}},
         "tp2_pp2_cp2": {"parallel": {**TP2, "pipeline": 2, "context": 2}},
+        # Two key heads, each shared by two processes.
+        "tp4_cp2_from_vpp2x2": {"parallel": {"tensor": 4, "sequence": True, "context": 2}, "resume": "vpp2x2"},
     },
 }
 EXPERTS = {
@@ -75,8 +77,20 @@ EXPERTS = {
     },
     4: {
         "tp2_ep4": {"parallel": {**TP2, "expert": 4}},
+        "tp4_ep4": {"parallel": {"tensor": 4, "sequence": True, "expert": 4}},
         "tp2_ep4_from_ep2": {"parallel": {**TP2, "expert": 4}, "resume": "ep2"},
         "vpp2x2_ep2": {"parallel": {**VPP, "expert": 2}},
+    },
+}
+
+# One key head with a norm and a bias, shared by two processes.
+ONE_KEY_HEAD = {
+    1: {"one": {}},
+    2: {
+        "tp2": {"parallel": {"tensor": 2}, "save_after": 1},
+        "tp2_sp_recompute": {"parallel": TP2, "compute": {"recompute": "full"}},
+        "pp2_from_tp2": {"parallel": {"pipeline": 2}, "resume": "tp2", "save_after": 2},
+        "tp2_from_pp2_from_tp2": {"parallel": TP2, "resume": "pp2_from_tp2"},
     },
 }
 
@@ -105,6 +119,7 @@ def models(tmp_path_factory):
         "softmax": make_moe_model(folder / "softmax"),
         "sigmoid": sigmoid,
         "latent": make_deepseek_v3_model(folder / "latent"),
+        "one_key_head": make_qwen3_model(folder / "one_key_head", num_key_value_heads=1, attention_bias=True),
     }
 
 
@@ -132,6 +147,11 @@ def experts(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def latent(models, tmp_path_factory):
     return run_table(LATENT, models, "latent", tmp_path_factory.mktemp("latent"))
+
+
+@pytest.fixture(scope="module")
+def one_key_head(models, tmp_path_factory):
+    return run_table(ONE_KEY_HEAD, models, "one_key_head", tmp_path_factory.mktemp("one_key_head"))
 
 
 def relative_error(got, expected):
@@ -181,6 +201,11 @@ def test_a_dense_model_learns_the_same_under_every_layout(dense, name):
 )
 def test_a_mixture_of_experts_learns_the_same_under_every_layout(experts, name):
     assert_learns_the_same(experts[name], experts["one"])
+
+
+@pytest.mark.parametrize("name", ONE_KEY_HEAD[2])
+def test_a_key_head_that_processes_share_learns_the_same(one_key_head, name):
+    assert_learns_the_same(one_key_head[name], one_key_head["one"])
 
 
 @pytest.mark.parametrize("name", LATENT[2])
@@ -253,10 +278,11 @@ def test_the_balancing_bias_moves_alike_under_expert_parallelism(experts):
         assert float(reference.abs().max()) <= 3 * 0.01 + 1e-6
 
 
-def test_weights_come_out_as_they_were_loaded(models, dense, experts):
+def test_weights_come_out_as_they_were_loaded(models, dense, experts, one_key_head):
     from safetensors.torch import load_file
 
-    for results, model in ((dense, models["dense"]), (experts, models["softmax"])):
+    tables = ((dense, "dense"), (experts, "softmax"), (one_key_head, "one_key_head"))
+    for results, model in ((results, models[name]) for results, name in tables):
         checkpoint = load_file(model / "model.safetensors")
         for name, result in results.items():
             if name.startswith(("bf16", "bias")):

@@ -55,6 +55,11 @@ TWO_PROCESSES = {
     "tensor": ("wide", "fp32", {"tensor": 2}, {}),
     "sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
     "sequence_biased": ("biased", "fp32", {"tensor": 2, "sequence": True}, {}),
+    # Two processes share one key head and gather queries, keys and values.
+    "shared_key_recomputed": ("one_key", "bf16", {"tensor": 2, "sequence": True}, {"recompute": "selective"}),
+    "shared_key_normed": ("one_key_normed", "fp32", {"tensor": 2}, {}),
+    "shared_key_normed_recomputed": ("one_key_normed", "bf16", {"tensor": 2, "sequence": True}, ALL_DENSE),
+    "one_length_shared_key": ("one_key_each", "fp32", {"tensor": 2, "sequence": True}, {}),
     "sequence_unfused": ("narrow", "fp32", {"tensor": 2, "sequence": True}, {**UNFUSED, **ALL_DENSE}),
     "pipeline": ("wide", "bf16", {"pipeline": 2}, {}),
     "pipeline_tied_recomputed": ("narrow", "bf16", {"pipeline": 2}, FULL),
@@ -91,6 +96,8 @@ def make_models(folder):
         Qwen2ForCausalLM,
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
@@ -144,6 +151,12 @@ def make_models(folder):
     of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}
     biased = LlamaConfig(num_key_value_heads=2, attention_bias=True, mlp_bias=True, **of_llama)
     windowed = MistralConfig(num_key_value_heads=6, sliding_window=205, **of_llama)
+    one_key = LlamaConfig(num_key_value_heads=1, **of_llama)
+    one_key_each = LlamaConfig(num_key_value_heads=1, **{**of_llama, "num_attention_heads": 2})
+    one_key_normed = Qwen3Config(num_key_value_heads=1, head_dim=24, attention_bias=True, **of_llama)
+    LlamaForCausalLM(one_key).save_pretrained(folder / "one_key")
+    LlamaForCausalLM(one_key_each).save_pretrained(folder / "one_key_each")
+    Qwen3ForCausalLM(one_key_normed).save_pretrained(folder / "one_key_normed")
     LlamaForCausalLM(biased).save_pretrained(folder / "biased")
     MistralForCausalLM(windowed).save_pretrained(folder / "windowed")
     Qwen2ForCausalLM(wide).save_pretrained(folder / "wide")

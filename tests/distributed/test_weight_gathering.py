@@ -19,6 +19,7 @@ VPP = {"pipeline": 2, "virtual_pipeline": 2}
 # What remains of four processes is data parallel.
 CASES = {
     "tp2": {"parallel": TP2},
+    "tp4_two_processes_to_a_key_head": {"parallel": {"tensor": 4, "sequence": True}},
     "pp2": {"parallel": {"pipeline": 2}},
     "pp2_tied": {"parallel": {"pipeline": 2}, "model": "tied"},
     "tp2_pp2": {"parallel": {**TP2, "pipeline": 2}},

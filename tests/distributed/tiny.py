@@ -147,8 +147,9 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen2": partial(make_model, tied=False),
     "qwen2, tied": partial(make_model, tied=True),
     "qwen3": make_qwen3_model,
-    "qwen3, biases, tied, linear rope": partial(
+    "qwen3, one key head, biases, tied, linear rope": partial(
         make_qwen3_model,
+        num_key_value_heads=1,
         attention_bias=True,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5},
@@ -163,8 +164,13 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3_moe": partial(make_moe_model, biased=True),
     "qwen3_moe, unscaled weights": partial(make_moe_model, normalised=False),
     "qwen2_moe": make_qwen2_moe_model,
-    "qwen2_moe, scaled weights, no biases, every other layer dense": partial(
-        make_qwen2_moe_model, norm_topk_prob=True, qkv_bias=False, mlp_only_layers=[], decoder_sparse_step=2
+    "qwen2_moe, one key head, scaled weights, no biases, every other layer dense": partial(
+        make_qwen2_moe_model,
+        num_key_value_heads=1,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        mlp_only_layers=[],
+        decoder_sparse_step=2,
     ),
     "deepseek_v2": make_deepseek_v2_model,
     "deepseek_v2, greedy, latent queries, yarn": partial(

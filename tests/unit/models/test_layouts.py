@@ -53,11 +53,12 @@ def hf_tensors(layout, arch, bias):
 @given(
     layout=st.sampled_from(list(Layout)),
     tp_size=st.sampled_from([1, 2, 4]),
+    groups=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     bias=st.booleans(),
 )
-def test_cutting_and_merging_is_exact(layout, tp_size, per_group, bias):
-    arch = architecture(heads=4 * per_group, groups=4)
+def test_cutting_and_merging_is_exact(layout, tp_size, groups, per_group, bias):
+    arch = architecture(heads=4 * per_group, groups=groups, head_dim=4)
     tensors = hf_tensors(layout, arch, bias)
     shards = [take_shard(tensors, layout, arch, rank, tp_size) for rank in range(tp_size)]
     assert len({shard.shape for shard in shards}) == 1
@@ -71,6 +72,12 @@ def test_qkv_is_interleaved_by_query_group_as_megatron_reads_it():
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
     assert take_shard([q, k, v], Layout.QKV, arch, 0, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert take_shard([q, k, v], Layout.QKV, arch, 1, 2).tolist() == [2, 3, 11, 21]
+    # With more ranks than groups, ranks hold equal runs of their group's rows, whatever heads these belong to.
+    shards = [take_shard([q, k, v], Layout.QKV, arch, rank, 4).tolist() for rank in range(4)]
+    assert shards == [[0, 1], [10, 20], [2, 3], [11, 21]]
+    one_group = [torch.tensor(rows) for rows in ([0.0, 1, 2, 3, 4, 5], [10.0, 11, 12], [20.0, 21, 22])]
+    shards = [take_shard(one_group, Layout.QKV, architecture(heads=2, groups=1), rank, 2).tolist() for rank in (0, 1)]
+    assert shards == [[0, 1, 2, 3, 4, 5], [10, 11, 12, 20, 21, 22]]
 
 
 def test_vocabulary_padding_is_zero_and_dropped_again():
@@ -87,7 +94,7 @@ EXPERTS = Experts(number=6, per_token=2, ffn_hidden_size=5, normalised=True)
 @pytest.mark.parametrize(
     ("layout", "experts", "message"),
     [
-        ({"tensor": 3}, None, r"parallel.tensor=3 does not divide.*choose one of \[1, 2\]"),
+        ({"tensor": 3}, None, r"parallel.tensor=3 does not divide.*num_attention_heads=4; choose one of \[1, 2, 4\]"),
         ({"pipeline": 3}, None, r"parallel.pipeline=3 does not divide.*choose one of \[1, 2, 4\]"),
         ({"pipeline": 2, "virtual_pipeline": 3}, None, r"virtual_pipeline=3 = 6 does not divide.*num_hidden_layers=4"),
         ({"expert": 2}, None, r"parallel.expert=2 .* need a mixture-of-experts model"),
@@ -110,6 +117,29 @@ def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout
     arch = replace(architecture(), experts=experts)
     with pytest.raises(InputError, match=message):
         arch.check_layout(ParallelConfig(**layout))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor", "message"),
+    [
+        # 12 query heads in 4 groups of 5 heads of 3 rows, in 2 of 8 x 3, in 3 of 6 x 3, and in 1 of 14 x 4.
+        ({"groups": 4}, 3, r"tensor=3 neither divides .*_heads=4 nor is a multiple.*choose one of \[1, 2, 4, 12\]"),
+        ({"groups": 4}, 12, None),
+        ({"groups": 2}, 4, None),
+        ({"groups": 2}, 6, None),
+        ({"groups": 2}, 3, r"tensor=3 neither divides"),
+        ({"groups": 3}, 12, r"tensor=12 makes 4 processes share each .*=3, whose 18 rows.*choose one of \[1, 3, 6\]"),
+        ({"groups": 1, "head_dim": 4}, 4, None),
+        ({"groups": 1, "head_dim": 4}, 3, r"tensor=3 makes 3 processes share each .*=1, whose 56 rows"),
+    ],
+)
+def test_more_tensor_parallel_processes_than_key_heads_share_them_if_their_rows_can_be_cut(sizes, tensor, message):
+    arch = architecture(heads=12, **sizes)
+    if message is None:
+        assert arch.check_layout(ParallelConfig(tensor=tensor)) is None
+        return
+    with pytest.raises(InputError, match=message):
+        arch.check_layout(ParallelConfig(tensor=tensor))
 
 
 def test_layouts_that_fit_the_model_are_accepted():

@@ -57,6 +57,15 @@ def test_tensor_parallelism_reduces_twice_a_layer_and_once_at_either_end():
     assert traffic(world_size=2, tensor=2, sequence=True)["TP + SP gather and scatter"] == sent + extra
 
 
+def test_processes_that_share_key_heads_gather_the_projection_and_scatter_its_gradient():
+    name = "TP gather and scatter of shared keys"
+    assert name not in traffic(world_size=2, tensor=2)
+    # Four processes and two key heads: of 4 + 2 x 2 heads of size 2 each has a quarter; four layers, three passes.
+    product = 256 * 8 * 2 * 2
+    assert traffic(world_size=4, tensor=4)[name] == 3 * 4 * product * 3 / 4
+    assert traffic(world_size=4, tensor=4, compute={"recompute": "full"})[name] == 4 * 4 * product * 3 / 4
+
+
 def test_full_recompute_repeats_the_forward_pass():
     again = traffic(world_size=2, tensor=2, compute={"recompute": "full"})["TP all-reduce"]
     assert again == (4 * 2 * 4 + 3) * HIDDEN

@@ -155,13 +155,14 @@ def test_proposals_fit_are_sorted_and_accepted_as_overrides(tool, capsys, small)
 
 
 def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
-    # Two key heads and four layers: tensor 1, 2; pipeline 1, 2, 4; context the rest.
+    # Four heads, two key heads and four layers: tensor 1, 2, 4; pipeline 1, 2, 4; context the rest.
     tool.main([small, "--gpus", "8", "--propose", "--gpu-memory-gib", "80"])
     head = capsys.readouterr().out.splitlines()[0]
     # (tensor, pipeline): any divisor of what remains as context; pipeline 2 in 1 or 2 chunks a stage.
     tensor_1 = 4 + 2 * 3 + 2
     tensor_2 = 3 + 2 * 2 + 1
-    assert f"{tensor_1 + tensor_2} are valid" in head
+    tensor_4 = 2 + 2
+    assert f"{tensor_1 + tensor_2 + tensor_4} are valid" in head
 
 
 @pytest.mark.parametrize(
