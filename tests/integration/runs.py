@@ -22,7 +22,8 @@ TRAIN = REPOSITORY / "launch" / "train_dapo.py"
 
 
 def prepare(folder: Path) -> Path:
-    """A tiny arithmetic task with a random model; returns the configuration file of a run of 6 steps.
+    """A tiny arithmetic task with a random model, which has one key head that two tensor-parallel processes share;
+    returns the configuration file of a run of 6 steps.
 
     The reward is a coin that only the request decides, so groups are mixed and dynamic sampling, buffer and
     surplus are in play although the model knows nothing.
@@ -36,7 +37,7 @@ def prepare(folder: Path) -> Path:
     )  # fmt: skip
     subprocess.run(
         [sys.executable, tool, "init-model", "--output", "model", "--hidden-size", "32", "--layers", "2",
-         "--intermediate-size", "48"],
+         "--intermediate-size", "48", "--kv-heads", "1"],
         **common,
     )  # fmt: skip
     config = {
