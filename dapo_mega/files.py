@@ -1,16 +1,123 @@
-"""Small files on disk that are whole or not there."""
+"""Small files on disk that are whole or not there, and reading files that someone else wrote."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from pathlib import Path
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dapo_mega.errors import InputError
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SPECIAL = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `path` so that readers, and a run after a crash, see the old or the new content, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with errors_naming(path), temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Errors of the operating system in this block name `path`, which a full disk's do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def check_regular(file: Path) -> None:
+    """Raise InputError for what opening or reading would hang on or fail at with a misleading reason.
+
+    Links are followed: the files of a Hugging Face cache are links.
+    """
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError:
+        what = "is a link to a file that does not exist" if file.is_symlink() else "is missing"
+        raise InputError(f"{file} {what}; copy the checkpoint again") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({_reason(error)}); correct the path or its permissions") from error
+    kind = _SPECIAL.get(stat.S_IFMT(mode))
+    if kind:
+        raise InputError(f"{file} is {kind}, not a file; remove it, or copy the checkpoint again")
+
+
+def refuse_special_files(folder: Path) -> None:
+    """Raise InputError if the folder holds a FIFO, socket or device, which a library would hang on."""
+    for file in sorted(folder.iterdir()):
+        try:
+            kind = _SPECIAL.get(stat.S_IFMT(file.stat().st_mode))
+        except OSError:
+            continue  # A link without a target, say; an error only for who needs the file.
+        if kind and not file.is_dir():
+            raise InputError(f"{file} is {kind}, not a file; remove it, or copy the checkpoint again")
+
+
+def open_regular(file: Path) -> bytes:
+    """The content of a file. Raises InputError naming it, and the cause, where it cannot be had."""
+    check_regular(file)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be read ({_reason(error)}); correct its permissions, or copy it again"
+        ) from error
+    refuse_lfs_pointer(file, content)
+    return content
+
+
+def refuse_lfs_pointer(file: Path, start: bytes) -> None:
+    """Raise InputError if a file that begins with `start` is what git keeps in place of a large file."""
+    if start.startswith(_LFS_POINTER):
+        raise InputError(
+            f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in the folder that was cloned"
+        )
+
+
+def inside(name: str) -> bool:
+    """Whether `name`, as a file lists it, is that of a file in the folder or one of its sub-folders."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Raises ValueError for text that is no JSON, too deep or not UTF-8."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_object(file: Path, remedy: str = "copy the checkpoint again") -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError naming the file, and what to do, for anything else."""
+    try:
+        found = parse_json(open_regular(file))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{file} is not valid JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{file} holds no JSON object; {remedy}")
+    return found
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

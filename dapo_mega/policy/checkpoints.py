@@ -43,7 +43,9 @@ from dapo_mega.policy.checkpoint_folders import (
 from dapo_mega.policy.megatron_files import write_vocabulary
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.model import unwrapped
+from dapo_mega.policy.pickles import check_pickles
 from dapo_mega.policy.processes import Processes
+from dapo_mega.policy.restricted_loading import load_restricted
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -166,6 +168,8 @@ class CheckpointStore:
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
         """Restore the policy in place, in any layout, and return the loop's state on every process."""
         with leaving_together(policy.processes.control):
+            if policy.processes.rank == 0:
+                check_pickles(path)
             _check_optimizers(policy, path)
         _allocate_adam_state(policy)
         _keep_adam_step(policy)
@@ -177,7 +181,7 @@ class CheckpointStore:
             "scheduler": {},
         }
         try:
-            loaded = dist_checkpointing.load(wanted, str(path))
+            loaded = load_restricted(wanted, path)
             values = json.loads((path / "loop.json").read_text())
             values.pop("num_optimizers", None)
             with np.load(path / "loop.npz") as file:

@@ -6,7 +6,6 @@ Nothing is computed: values are moved between files, and no model is built.
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from dapo_mega.policy.megatron_files import (
     write_blocks,
     write_metadata,
 )
+from dapo_mega.policy.pickles import COMMON_FILE, read_common
 from dapo_mega.policy.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
 from dapo_mega.policy.weights import ChunkLayout
 
@@ -162,7 +162,7 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
         if checkpoint.is_training:
             write_manifest(folder)
 
-    objects = {key: files.read_object(key) for key in files.objects}
+    objects = files.read_objects()
     made_from = _made_from(checkpoint, "reshard", shard_bytes, parallel)
     return write_folder(target, OutputFolder(made_from, _megatron_outputs(parts, objects, shard_bytes), finish))
 
@@ -323,13 +323,9 @@ def _read_common(checkpoint: Checkpoint) -> dict[str, Any]:
         raise InputError(
             f"{checkpoint.path} is damaged ({damage}); take another checkpoint of the run, or copy it again"
         )
-    file = checkpoint.path / "common.pt"
-    try:
-        common: dict[str, Any] = torch.load(file, weights_only=False)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).split(". ")[0]
-        raise InputError(f"{file} cannot be read ({reason}); copy the checkpoint again, or write it anew") from error
+    common = read_common(checkpoint.path)
     if checkpoint.is_training and "optimizer" not in common:
+        file = checkpoint.path / COMMON_FILE
         raise InputError(f"{file} lacks the optimizer's settings; copy the checkpoint again, or take another")
     return common
 

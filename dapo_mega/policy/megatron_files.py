@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,16 @@ from dapo_mega.models import Architecture, Layout, ModelFamily, merge_shards, ta
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.policy.pickles import (
+    COMMON_FILE,
+    DAMAGED_PICKLE,
+    METADATA_FILE,
+    check_object,
+    read_metadata,
+    stored_bytes,
+    stored_objects,
+    unreadable,
+)
 
 Range = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block of a tensor."""
@@ -50,17 +59,11 @@ Range = tuple[tuple[int, ...], tuple[int, ...]]
 OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 """The name of a piece of optimizer state, and the key of the parameter it belongs to."""
 
-_METADATA_FILE = ".metadata"
 _BLOCK_FILES = "*.distcp"
 # Holds the number of rows that are not padding, which the stored shapes do not tell.
 _VOCABULARY_FILE = "vocabulary.json"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _FUSED_NORM = ".layer_norm_weight"
-# What unpickling changed bytes, and using what they made, can raise.
-_DAMAGED_PICKLE = (
-    pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError,
-    MemoryError, RuntimeError, AssertionError, struct.error,
-)  # fmt: skip
 # Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size.
 _MEGATRON_LM_MULTIPLE = 128
 
@@ -137,25 +140,18 @@ class MegatronFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / _METADATA_FILE).is_file():
+        if not (path / METADATA_FILE).is_file():
             raise InputError(
-                f"{path} holds {_BLOCK_FILES} files but no {_METADATA_FILE}, which is written last; copy the "
+                f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy the "
                 f"checkpoint again, or write it anew"
             )
         self._reader = FileSystemReader(path)
-        try:
-            metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            stored = dict(metadata.state_dict_metadata)
-            sizes = self._file_sizes()
-        except (OSError, *_DAMAGED_PICKLE) as error:
-            raise InputError(
-                f"{path / _METADATA_FILE} cannot be read ({error}); copy the checkpoint again, or write it anew"
-            ) from error
+        self._metadata = read_metadata(path)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        stored = self._metadata.state_dict_metadata
         self.tensors = {key: item for key, item in stored.items() if isinstance(item, TensorStorageMetadata)}
-        self.objects = [key for key, item in stored.items() if isinstance(item, BytesStorageMetadata)]
         self._intact: set[MetadataIndex] = set()
-        _check_files(sizes)
+        _check_files(self._file_sizes())
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of the tensor `key`; reads only the stored blocks that overlap it."""
@@ -169,23 +165,24 @@ class MegatronFiles:
             try:
                 self._check_sums(item.storage_index)
                 self._reader.read_data(LoadPlan([item]), _Into(block)).wait()
-            except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, zipfile.BadZipFile) as error:
+            except InputError:
+                raise
+            except (OSError, zipfile.BadZipFile, *DAMAGED_PICKLE) as error:
                 file = self.path / self._location(item.storage_index).relative_path
-                raise InputError(
-                    f"{key!r} cannot be read from {file} ({str(error).split('. ')[0]}); copy the checkpoint again, or "
-                    f"write it anew"
-                ) from error
+                raise unreadable(f"{key!r} cannot be read from {file}", error) from error
         return block
 
-    def read_object(self, key: str) -> bytes:
-        """The serialized bytes of an object that is not a tensor."""
-        return self._stored_bytes(MetadataIndex(key))
+    def read_objects(self) -> dict[str, bytes]:
+        """The serialized bytes of the objects that are not tensors. Raises InputError for one that may run code."""
+        objects = {}
+        for key, what, read in stored_objects(self.path, self._metadata):
+            objects[key] = read()
+            check_object(key, objects[key], what)
+        return objects
 
     def _stored_bytes(self, index: MetadataIndex) -> bytes:
         place = self._location(index)
-        with (self.path / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            return file.read(place.length)
+        return stored_bytes(self.path / place.relative_path, place)
 
     def _check_sums(self, index: MetadataIndex) -> None:
         """Raise BadZipFile if a stored block was changed: torch writes checksums and does not compare them."""
@@ -314,7 +311,7 @@ def _recorded_vocab_size(path: Path) -> int | None:
 
 def is_megatron_folder(path: Path) -> bool:
     """Whether anything of Megatron's format is in the folder, be it incomplete."""
-    return (path / _METADATA_FILE).is_file() or any(path.glob(_BLOCK_FILES))
+    return (path / METADATA_FILE).is_file() or any(path.glob(_BLOCK_FILES))
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:
@@ -426,9 +423,9 @@ def write_metadata(
     metadata = Metadata(stored, storage_data=places, version=CURRENT_DCP_VERSION)
     buffer = io.BytesIO()
     torch.save(dict(common), buffer)
-    replace_file(folder / "common.pt", buffer.getvalue())
+    replace_file(folder / COMMON_FILE, buffer.getvalue())
     write_vocabulary(folder, vocab_size)
-    replace_file(folder / _METADATA_FILE, pickle.dumps(metadata))
+    replace_file(folder / METADATA_FILE, pickle.dumps(metadata))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in backends}
     replace_file(folder / "metadata.json", json.dumps({**backends, **versions}))
