@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -22,6 +23,7 @@ EXIT_STARVED = 3
 EXIT_FLEET = 4
 EXIT_CONTINUE = 75
 """The run stopped before its end and the same command continues it; EX_TEMPFAIL of sysexits.h."""
+EXIT_PIPE_CLOSED = 141
 
 LAUNCHER = os.getppid()
 """The process that started this one, which is torchrun's where RANK is set by it."""
@@ -76,15 +78,18 @@ def leave(message: str, status: int) -> None:
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # Another thread is leaving already.
-    line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {' '.join(message.split())}"
+    line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {printable(' '.join(message.split()))}"
     if _speaks_for_machine():
-        sys.stdout.flush()
-        print(line, file=sys.stderr, flush=True)
+        for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
+            with contextlib.suppress(OSError):  # Nobody may read on.
+                stream.write(text)
+                stream.flush()
         _repeat_after_launcher(line)
-    for action in _before_leaving:
-        action(message, status)
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        for action in _before_leaving:
+            action(message, status)
+    finally:
+        os._exit(status)
 
 
 def is_rank_zero() -> bool:
@@ -98,9 +103,17 @@ def is_started_by_torchrun() -> bool:
 
 
 def say(text: str) -> None:
-    """Print once per run."""
+    """Print once per run; leave without a word when nobody reads on, as after `| head`."""
     if is_rank_zero():
-        print(text, flush=True)
+        try:
+            print(printable(text), flush=True)
+        except BrokenPipeError:
+            os._exit(EXIT_PIPE_CLOSED)
+
+
+def printable(text: str) -> str:
+    """The text with everything that would move a terminal's cursor or colours spelled out: names come from files."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _fail_by_fault(error: Exception) -> None:

@@ -43,6 +43,25 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise
 
 
+_REFUSALS = ("No space left on device", "Disk quota exceeded", "File too large")
+
+
+def disk_refusal(error: BaseException) -> str | None:
+    """Why the disk refused, where a library reports only what came of it, such as torch's "unexpected pos".
+
+    Looks through the errors behind this one, and in its text, which may be the traceback of another process.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return f"{behind.filename}: {behind.strerror}" if behind.filename else behind.strerror
+        behind = behind.__cause__ or behind.__context__
+    found = next((refusal for refusal in _REFUSALS if refusal in str(error)), None)
+    if found is None and "unexpected pos" in str(error):
+        return "the disk took a part only of what was written; it is full or failing"
+    return found
+
+
 def check_regular(file: Path) -> None:
     """Raise InputError for what opening or reading would hang on or fail at with a misleading reason.
 

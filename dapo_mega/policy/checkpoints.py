@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.errors import InputError
-from dapo_mega.files import replace_file
+from dapo_mega.files import disk_refusal, replace_file
 from dapo_mega.handover import leaving_together
 from dapo_mega.models.hf_writer import copy_companions
 from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
@@ -322,7 +322,7 @@ def _attempt(action: Callable[[], object]) -> str | None:
     try:
         action()
     except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
-        return _one_line(error)
+        return disk_refusal(error) or _one_line(error)
     return None
 
 
