@@ -86,11 +86,15 @@ def init_model(options: argparse.Namespace) -> None:
         import torch
         from transformers import GenerationConfig, Qwen2ForCausalLM
 
+        from dapo_mega.models.hf_writer import set_usual_permissions
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.seed)
             model = Qwen2ForCausalLM(_model_config(options, tokenizer)).float()
         model.generation_config = GenerationConfig(**_special_token_ids(tokenizer))
         model.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            set_usual_permissions(file)
         tokenizer.save_pretrained(folder)
 
     written = prepare_folder(options.output, _parameters(options), write, options.force)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dapo_mega.files import errors_naming, read_json_object, replace_file
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 4 * 2**30
@@ -66,8 +68,21 @@ class ShardWriter:
 
 
 def save_shard(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """One safetensors file, marked as transformers expects it."""
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    """One safetensors file, marked as transformers expects it, with the permissions of any new file."""
+    with errors_naming(file):
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+        set_usual_permissions(file)
+
+
+def set_usual_permissions(file: Path) -> None:
+    """Give a file the permissions that the process gives new ones here; safetensors lets only the owner read its own,
+    whatever the umask."""
+    sample = file.with_name(f".{file.name}.permissions")
+    sample.touch()
+    mode = stat.S_IMODE(sample.stat().st_mode)
+    sample.unlink()
+    if stat.S_IMODE(file.stat().st_mode) != mode:
+        file.chmod(mode)
 
 
 def shard_files(count: int) -> list[str]:
@@ -84,7 +99,7 @@ def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int)
     files = shard_files(len(shards))
     weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    replace_file(folder / INDEX_FILE, json.dumps(index, indent=2))
 
 
 def copy_companions(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
@@ -95,12 +110,13 @@ def copy_companions(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -
     """
     for file in source.iterdir():
         if file.is_file() and file.name not in _CHECKPOINT_FILES and file.suffix not in _WEIGHT_SUFFIXES:
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
+            with errors_naming(folder / file.name):
+                shutil.copyfile(file, folder / file.name)
+    config = read_json_object(folder / "config.json")
     dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
     # transformers 4 writes torch_dtype, transformers 5 dtype.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    replace_file(folder / "config.json", json.dumps(config, indent=2))
 
 
 def swap_in(partial: Path, folder: Path) -> None:
