@@ -17,7 +17,7 @@ from dapo_mega.config import RunConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation import Evaluator
-from dapo_mega.files import replace_file
+from dapo_mega.files import read_json_object, replace_file
 from dapo_mega.group_state import dataset_fingerprint
 from dapo_mega.handover import leaving_together
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
@@ -225,7 +225,7 @@ def decoder(tokenizer: Any) -> Decode:
 def stop_tokens(model_path: Path, tokenizer: Any) -> tuple[int, ...]:
     """End tokens of the model: those of generation_config.json, else the tokenizer's."""
     file = model_path / "generation_config.json"
-    eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    eos = read_json_object(file).get("eos_token_id") if file.exists() else None
     if eos is None:
         eos = tokenizer.eos_token_id
     if eos is None:

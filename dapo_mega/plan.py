@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
-from dapo_mega.models.families import find_family
+from dapo_mega.models.families import read_architecture
 from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
 
@@ -64,11 +63,7 @@ def find_architecture(config: RunConfig) -> tuple[Architecture | None, list[str]
     file = Path(config.model.architecture)
     if not file.is_file():
         return None, [f"{note}, nor is model.architecture={file}; sizes are not checked against the model"]
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"model.architecture={file} is not valid JSON ({error})") from error
-    return find_family(str(raw.get("model_type"))).read(raw), [f"{note}; sizes checked against {file}"]
+    return read_architecture(file)[1], [f"{note}; sizes checked against {file}"]
 
 
 def _rollout_line(config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_mega.data.arithmetic import ArithmeticDemonstration, Problem, prompt_text
 from dapo_mega.errors import InputError
+from dapo_mega.files import read_json_object
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -102,14 +103,13 @@ def _must_write(folder: Path, parameters: Mapping[str, Any], force: bool) -> boo
         return True
     if force:
         return True
-    try:
-        record = json.loads(record_path.read_text())
-        made_from, files = record["parameters"], record["files"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{record_path} is damaged; use --force to write {folder} anew") from error
-    missing = [file for file in files if not (folder / file).is_file()]
+    record = read_json_object(record_path, f"use --force to write {folder} anew")
+    made_from, files = record.get("parameters"), record.get("files")
+    if not (isinstance(made_from, dict) and isinstance(files, list)):
+        raise InputError(f"{record_path} is damaged; use --force to write {folder} anew")
+    missing = [file for file in files if not (folder / str(file)).is_file()]
     if missing:
-        raise InputError(f"{folder} lacks {', '.join(missing)}; use --force to write it anew")
+        raise InputError(f"{folder} lacks {', '.join(map(str, missing))}; use --force to write it anew")
     if made_from != parameters:
         different = ", ".join(
             f"{key}={made_from.get(key)!r} (now {parameters.get(key)!r})"

@@ -7,9 +7,11 @@ ordinary characters does not end there, and every text survives encoding and dec
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import refuse_special_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,6 +61,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    if Path(path).is_dir():
+        refuse_special_files(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -12,6 +12,9 @@ from dapo_mega.config import ParallelConfig, divisors
 from dapo_mega.errors import InputError
 from dapo_mega.models.rope import RopeScaling, unscaled_frequencies
 
+# Far above any model's; lists as long are made.
+_MOST_LAYERS_TIMES_EXPERTS = 1_000_000
+
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -46,6 +49,29 @@ class Experts:
     """Whether the shared expert's output is weighted by a sigmoid of the token."""
     dense_layers: frozenset[int] = frozenset()
     """Layers that keep their MLP, counted from 0."""
+
+    def check_sizes(self, num_layers: int) -> None:
+        """Refuse sizes that contradict each other, naming the keys of `config.json`."""
+        if self.per_token > self.number:
+            raise InputError(
+                f"num_experts_per_tok={self.per_token} is more than the {self.number} experts; correct one of them"
+            )
+        if num_layers * self.number > _MOST_LAYERS_TIMES_EXPERTS:
+            raise InputError(
+                f"num_hidden_layers={num_layers} with {self.number} experts each are more than "
+                f"{_MOST_LAYERS_TIMES_EXPERTS:,} experts; correct them"
+            )
+        if groups := self.groups:
+            if self.number % groups.number or not 1 <= groups.per_token <= groups.number:
+                raise InputError(
+                    f"n_group={groups.number} and topk_group={groups.per_token} do not fit {self.number} experts: the "
+                    f"first must divide them, the second be at most the first"
+                )
+            if self.per_token > groups.per_token * (self.number // groups.number):
+                raise InputError(
+                    f"num_experts_per_tok={self.per_token} is more than the experts of topk_group={groups.per_token} "
+                    f"groups; correct them"
+                )
 
 
 @dataclass(frozen=True)
@@ -140,6 +166,21 @@ class Architecture:
                 "equal parts"
             )
         return None
+
+    def check_sizes(self) -> None:
+        """Refuse sizes that contradict each other, naming the keys of `config.json`."""
+        if self.num_attention_heads % self.num_query_groups:
+            raise InputError(
+                f"num_key_value_heads={self.num_query_groups} does not divide "
+                f"num_attention_heads={self.num_attention_heads}; correct them"
+            )
+        if self.sliding_window == 0:
+            raise InputError("sliding_window=0 leaves a query no key to see; set it to null or to 1 and more")
+        rotated = self.latent_attention.rotated_head_dim if self.latent_attention else self.head_dim
+        if rotated % 2:
+            raise InputError(f"the rotated part of a head has {rotated} dimensions, an odd number; correct head_dim")
+        if self.experts:
+            self.experts.check_sizes(self.num_layers)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Refuse sizes that do not divide this model, naming those that do."""

@@ -17,7 +17,7 @@ transformers in every layout.
 from __future__ import annotations
 
 import importlib
-import json
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import read_json_object, refuse_special_files
 from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
+from dapo_mega.models.config_values import check_values
 from dapo_mega.models.layouts import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -115,6 +117,17 @@ class ModelFamily:
         if last_stage:
             yield from self._outside_layers(arch, self.after_layers)
 
+    def num_tensors(self, arch: Architecture) -> int:
+        """How many Hugging Face tensors `tensors` lists for the whole model, counted without listing them."""
+        experts = arch.experts
+        num_dense = sum(not arch.has_experts(layer) for layer in range(arch.num_layers))
+        outside = (rule for rule in (*self.before_layers, *self.after_layers) if rule.applies(arch))
+        count = sum(len(rule.hf) for rule in outside)
+        for rule in (rule for rule in self.per_layer if rule.applies(arch)):
+            layers = {"all": arch.num_layers, "dense": num_dense, "experts": arch.num_layers - num_dense}[rule.layers]
+            count += len(rule.hf) * layers * (experts.number if experts and rule.per_expert else 1)
+        return count
+
     @staticmethod
     def _outside_layers(arch: Architecture, rules: tuple[TensorRule, ...]) -> Iterator[PlacedTensor]:
         return (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in rules if rule.applies(arch))
@@ -139,25 +152,32 @@ def find_family(model_type: str) -> ModelFamily:
 def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:
     """Read the family and the sizes of the Hugging Face checkpoint in folder `path`."""
     file = path / "config.json"
-    if not file.is_file():
+    if path.is_dir():
+        refuse_special_files(path)
+    if not os.path.lexists(file):
         raise InputError(f"{path} holds no config.json; give a folder with a Hugging Face checkpoint")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{file} holds no JSON object; copy the checkpoint again")
+    return read_architecture(file)
+
+
+def read_architecture(file: Path) -> tuple[ModelFamily, Architecture]:
+    """Read the family and the sizes of a `config.json`. Raises InputError naming the file and the key."""
+    raw = read_json_object(file)
     family = find_family(str(raw.get("model_type")))
     try:
+        check_values(raw)
         arch = family.read(raw)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
     except KeyError as error:
         raise InputError(f"{file} lacks the key {error}; copy the checkpoint again") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(
-            f"{file} holds a value that no {family.model_type} model has ({error}); copy the checkpoint again"
-        ) from error
+        raise InputError(f"{file} holds a value that no {family.model_type} model has ({error}); correct it") from error
     for part in (arch, arch.experts, arch.latent_attention):
         _check_sizes(part, file)
+    try:
+        arch.check_sizes()
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
     return family, arch
 
 
@@ -165,4 +185,4 @@ def _check_sizes(part: Architecture | Experts | LatentAttention | None, file: Pa
     sizes = {field.name: getattr(part, field.name) for field in fields(part) if field.type == "int"} if part else {}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise InputError(f"{file} makes {name}={size!r}, not a positive whole number; copy the checkpoint again")
+            raise InputError(f"{file} makes {name}={size!r}, not a positive whole number; correct it")

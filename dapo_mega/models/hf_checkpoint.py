@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import check_regular, inside, read_json_object, refuse_lfs_pointer
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
@@ -48,6 +49,9 @@ _WEIGHT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUM_NAMED = 8
+_LONGEST_POINTER = 1024
+# Tensors that config.json may demand beyond those that are stored, for all of them to be listed and the first be named.
+_FACTOR_TOO_MANY, _ALWAYS_LISTED = 4, 20_000
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class TensorSource(Protocol):
 
     def names(self) -> set[str]:
         """All tensors it holds; one that has no Hugging Face name is listed under its own."""
+
+    def weight_files(self) -> set[str]:
+        """The files that tensors are read from, relative to `path`."""
 
     def spec(self, name: str) -> TensorSpec:
         """What `tensor` would return, without reading it."""
@@ -105,6 +112,9 @@ class HfCheckpoint:
     def names(self) -> set[str]:
         return set(self._files)
 
+    def weight_files(self) -> set[str]:
+        return set(self._files.values())
+
     def spec(self, name: str) -> TensorSpec:
         self._check_present(name)
         return self._specs[name]
@@ -127,18 +137,21 @@ class HfCheckpoint:
 def _read_index(path: Path) -> dict[str, str]:
     """File of each tensor as the index lists them, or what the only file holds."""
     index = path / INDEX_FILE
-    if index.is_file():
-        try:
-            listed = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{index} is not a valid safetensors index ({error}); copy the checkpoint again"
-            ) from error
+    if index.exists():
+        listed = read_json_object(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise InputError(f"{index} is not a valid safetensors index (no weight_map); copy the checkpoint again")
         wrong = [name for name, file in listed.items() if not isinstance(file, str)]
         if wrong:
             raise InputError(f"{index} lists {_listed(wrong)} with no name of a file; copy the checkpoint again")
+        outside = {file for file in listed.values() if not inside(file)}
+        if outside:
+            raise InputError(
+                f"{index} lists files outside of its folder: {_listed(outside)}; correct it so that it names files of "
+                f"the checkpoint, and put them there"
+            )
         return listed
-    if (path / SINGLE_FILE).is_file():
+    if os.path.lexists(path / SINGLE_FILE):
         return dict.fromkeys(_open(path / SINGLE_FILE).keys(), SINGLE_FILE)
     if any(path.glob("pytorch_model*.bin")):
         raise InputError(
@@ -161,10 +174,16 @@ def _specs(file: Path) -> dict[str, TensorSpec]:
 
 
 def _open(file: Path) -> Any:
+    """Raises InputError with the cause, which safetensors' own errors often do not tell."""
+    check_regular(file)
     try:
+        with file.open("rb") as stream:
+            refuse_lfs_pointer(file, stream.read(_LONGEST_POINTER))
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file} cannot be read as safetensors ({error}); copy the checkpoint again") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        remedy = "correct its permissions" if isinstance(error, PermissionError) else "copy the checkpoint again"
+        raise InputError(f"{file} cannot be read as safetensors ({reason}); {remedy}") from error
 
 
 def all_tensors(family: ModelFamily, arch: Architecture) -> Iterator[PlacedTensor]:
@@ -172,10 +191,24 @@ def all_tensors(family: ModelFamily, arch: Architecture) -> Iterator[PlacedTenso
     return family.tensors(arch, range(arch.num_layers), True, True)
 
 
+def check_count(path: Path, family: ModelFamily, arch: Architecture, num_stored: int) -> None:
+    """Raise InputError if config.json demands so many more tensors than are stored that listing them takes long."""
+    expected = family.num_tensors(arch)
+    if expected > _FACTOR_TOO_MANY * num_stored + _ALWAYS_LISTED:
+        raise InputError(
+            f"{path} holds {num_stored:,} tensors where config.json (num_hidden_layers={arch.num_layers}"
+            + (f", {arch.experts.number} experts" if arch.experts else "")
+            + f") demands {expected:,}; correct it, or copy the checkpoint again"
+        )
+
+
 def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) -> None:
     """Raise InputError that names the tensors if `source` is not exactly a model of this family and these sizes."""
+    names = source.names()
+    check_count(source.path, family, arch, len(names))
     expected = {name for placed in all_tensors(family, arch) for name in placed.hf}
-    present = {name for name in source.names() if not _DERIVED.search(name)}
+    present = {name for name in names if not _DERIVED.search(name)}
+    _check_dtypes(source, expected & present)
     missing, additional = expected - present, present - expected
     if family.drops_further_layers:
         additional -= _further_layers(source, additional, arch)
@@ -183,7 +216,7 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
         additional -= _tied_copies(source, additional)
     problems = [f"lacks the tensors {_listed(missing)}"] if missing else []
     problems += [f"has the additional tensors {_listed(additional)}"] if additional else []
-    problems += _wrong_specs(source, expected & present, arch)
+    problems += _wrong_shapes(source, expected & present, arch)
     if problems:
         raise InputError(
             f"{source.path} {'; '.join(problems)}: config.json and the weights are of different models, or files are "
@@ -225,16 +258,27 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
-def _wrong_specs(source: TensorSource, names: set[str], arch: Architecture) -> list[str]:
+def _check_dtypes(source: TensorSource, names: set[str]) -> None:
+    """Looked at first: quantised weights come with scales, which would only be named as additional tensors."""
+    wrong = {name: spec.dtype for name in names if (spec := source.spec(name)).dtype not in _WEIGHT_DTYPES}
+    if not wrong:
+        return
+    quantised = any(dtype.itemsize == 1 for dtype in wrong.values())
+    raise InputError(
+        f"{source.path} has the unsupported dtypes {_listed([f'{name} {dtype}' for name, dtype in wrong.items()])}: "
+        + ("quantised weights are not read; convert the checkpoint to bfloat16 first" if quantised else "")
+        + ("" if quantised else "save the model in float32, float16 or bfloat16")
+    )
+
+
+def _wrong_shapes(source: TensorSource, names: set[str], arch: Architecture) -> list[str]:
     specs = {name: source.spec(name) for name in names}
     shapes = [
-        f"{name} {specs[name].shape} instead of {hf_shape(name, arch)}"
-        for name in names
-        if specs[name].shape != hf_shape(name, arch)
+        f"{name} {spec.shape} instead of {hf_shape(name, arch)}"
+        for name, spec in specs.items()
+        if spec.shape != hf_shape(name, arch)
     ]
-    dtypes = [f"{name} {spec.dtype}" for name, spec in specs.items() if spec.dtype not in _WEIGHT_DTYPES]
-    problems = [f"has the shapes {_listed(shapes)}"] if shapes else []
-    return [*problems, f"has the unsupported dtypes {_listed(dtypes)}"] if dtypes else problems
+    return [f"has the shapes {_listed(shapes)}"] if shapes else []
 
 
 def _listed(items: list[str] | set[str]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import read_json_object
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
 
@@ -129,8 +130,8 @@ def check_node(node: Node) -> None:
 
 
 def _has_fp8_blocks(model: Path) -> bool:
-    quantization = json.loads((model / "config.json").read_text()).get("quantization_config") or {}
-    return bool(quantization.get("weight_block_size") == [128, 128])
+    quantization = read_json_object(model / "config.json").get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("weight_block_size") == [128, 128]
 
 
 def command(node: Node, engine: int, key_path: Path) -> list[str]:

@@ -16,6 +16,7 @@ from dapo_mega.models.families import families, find_family
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.layouts import Layout
+from tests.distributed.tiny import FAMILY_MODELS
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
 SIZES = {
@@ -157,23 +158,83 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_attention_heads": 0}, "no llama model has"),
-        ({"num_hidden_layers": "2"}, "num_layers='2'"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not a whole number from 1"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is not a whole number from 1 to 10000"),
         ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"vocab_size": True}, "vocab_size=True"),
         ({"head_dim": 1.5}, r"head_dim=1\.5"),
+        ({"head_dim": 7}, "odd number"),
         ({"hidden_size": None}, "no llama model has"),
-        ({"rope_scaling": "yarn"}, "no llama model has"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=32"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x' is not a number above 0 and below 1"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_theta": -5}, "rope_theta=-5 is not a number above 1"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf"),
+        ({"rope_theta": [1e4]}, r"rope_theta=\[10000\.0\]"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, r"rope_parameters\.rope_theta=nan"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is no JSON object"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "factor": -2}}, r"rope_scaling\.factor=-2"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "is not below high_freq_factor"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
+        ({"attention_bias": 1.0}, "attention_bias=1.0 is neither"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention' is no list"),
     ],
 )
-def test_values_that_are_no_sizes_are_refused(tmp_path, keys, message):
-    with pytest.raises(InputError, match=message):
+def test_values_that_no_model_has_are_refused_with_the_file(tmp_path, keys, message):
+    with pytest.raises(InputError, match=rf"config\.json(: | ).*{message}.*correct"):
         load_architecture(write_config(tmp_path, "llama", **keys))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        ("qwen3_moe", {"num_experts": 10**9}, "num_experts=1000000000"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts"),
+        ("qwen3_moe", {"num_hidden_layers": 9000, "num_experts": 9000}, "with 9000 experts each"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 3}, "n_group=3 and topk_group=4 do not fit 8 experts"),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2}, "n_group=2 and topk_group=4 do not fit"),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 8}, "num_experts_per_tok=8 is more than the experts of"),
+        ("deepseek_v3", {"first_k_dense_replace": 10**9}, "first_k_dense_replace=1000000000"),
+        ("deepseek_v3", {"routed_scaling_factor": -1}, "routed_scaling_factor=-1"),
+        ("deepseek_v3", {"kv_lora_rank": "512"}, "kv_lora_rank='512'"),
+    ],
+)
+def test_mixtures_that_no_model_has_are_refused(tmp_path, model_type, keys, message):
+    extra = OF_MIXTURES if model_type == "qwen3_moe" else {}
+    with pytest.raises(InputError, match=rf"config\.json: .*{message}"):
+        load_architecture(write_config(tmp_path, model_type, **{**extra, **keys}))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "[1]", "null", "{", "\ud800", ""])
+def test_a_config_json_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InputError, match=r"config\.json (is not valid JSON|holds no JSON object)"):
+        load_architecture(tmp_path)
+
+
+def test_what_is_refused_is_not_to_be_copied_again(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json: hidden_act='gelu' is not supported") as refused:
+        load_architecture(write_config(tmp_path, "llama", hidden_act="gelu"))
+    assert "copy" not in str(refused.value)
+
+
+def test_tensors_are_counted_as_they_are_listed(tmp_path):
+    for name, make in FAMILY_MODELS.items():
+        family, arch = load_architecture(make(tmp_path / name))
+        listed = [hf for placed in all_tensors(family, arch) for hf in placed.hf]
+        assert family.num_tensors(arch) == len(listed), name
 
 
 INVENTED = """
 from dapo_mega.models import llama
 from dapo_mega.models.families import ModelFamily, TensorRule
 from dapo_mega.models.layouts import Layout
+from tests.distributed.tiny import FAMILY_MODELS
 
 FAMILY = ModelFamily(
     model_type="invented",

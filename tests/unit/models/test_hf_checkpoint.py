@@ -1,6 +1,7 @@
 """A checkpoint is used only when it is exactly the model that its config.json describes; what is wrong is named."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,28 @@ def test_integers_are_no_weights(model):
         check(model)
 
 
+def test_quantised_and_wide_weights_are_told_from_those_of_another_model(model):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    held = load_file(model / "model.safetensors")
+    quantised = {name: held[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
+    save_file({**held, **quantised}, model / "model.safetensors")
+    with pytest.raises(InputError, match=r"k_proj\.weight torch\.float8_e4m3fn: .*convert .* to bfloat16") as refused:
+        check(model)
+    assert "different models" not in str(refused.value)
+    save_file({name: tensor.double() for name, tensor in held.items()}, model / "model.safetensors")
+    with pytest.raises(InputError, match=r"float64 and \d+ more: save the model in float32, float16 or bfloat16"):
+        check(model)
+
+
+def test_more_layers_and_experts_than_could_be_listed_are_refused_at_once(tmp_path):
+    model = FAMILY_MODELS["qwen3_moe"](tmp_path / "model")
+    set_config(model, num_hidden_layers=10_000, num_local_experts=100, num_experts=100)
+    with pytest.raises(
+        InputError, match=r"holds \d+ tensors where .*num_hidden_layers=10000, 100 experts.* demands 3,"
+    ):
+        check(model)
+
+
 def test_a_tied_output_layer_may_be_stored_if_it_is_the_embedding(model):
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     change(model, lm_head__weight=embedding.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6))
@@ -90,16 +113,70 @@ def test_a_cut_off_or_damaged_file_is_named(model, damage):
         check(model)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "", ".", "a/../../b", "a\0b"])
+def test_files_outside_of_the_folder_are_refused_by_name(model, name):
+    names = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
+    (model / "model.safetensors").rename(model.parent / "outside.safetensors")
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.norm.weight": name}}))
+    with pytest.raises(InputError, match=r"index\.json lists files outside of its folder: ") as refused:
+        check(model)
+    assert name in str(refused.value)
+
+
+def test_files_in_sub_folders_and_links_of_a_cache_are_read(model):
+    names = dict.fromkeys(load_file(model / "model.safetensors"), "shards/one.safetensors")
+    (model / "shards").mkdir()
+    (model / "model.safetensors").rename(model.parent / "blob")
+    (model / "shards" / "one.safetensors").symlink_to("../../blob")
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    check(model)
+    assert HfCheckpoint(model).weight_files() == {"shards/one.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX_FILE, "config.json", "tokenizer.json"])
+def test_a_fifo_is_refused_and_never_waited_for(model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    with pytest.raises(InputError, match=rf"{name} is a FIFO, not a file"):
+        check(model)
+
+
+def test_what_a_shard_is_instead_of_a_shard_is_said(model):
+    shard = model / "model.safetensors"
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(InputError, match=r"model\.safetensors is a git-lfs pointer, .*git lfs pull"):
+        check(model)
+    shard.unlink()
+    shard.symlink_to("gone")
+    with pytest.raises(InputError, match=r"model\.safetensors is a link to a file that does not exist"):
+        check(model)
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(InputError, match=r"model\.safetensors is a folder"):
+        check(model)
+
+
+def test_a_shard_that_may_not_be_read_is_not_called_missing(model, monkeypatch):
+    """Files of mode 0 are readable to root, whom tests may run as."""
+
+    def refuse(file, *_, **__):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(InputError, match=r"model\.safetensors .*\(Permission denied\); correct its permissions"):
+        HfCheckpoint(model)
+
+
 def test_an_index_that_does_not_fit_its_files_is_refused(model):
     names = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.ghost": "model.safetensors"}}))
     with pytest.raises(InputError, match=r"index\.json lists model\.ghost"):
         check(model)
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.ghost": "gone.safetensors"}}))
-    with pytest.raises(InputError, match=r"gone\.safetensors cannot be read"):
+    with pytest.raises(InputError, match=r"gone\.safetensors is missing"):
         check(model)
     (model / INDEX_FILE).write_text('{"weight_map": ')
-    with pytest.raises(InputError, match=r"not a valid safetensors index"):
+    with pytest.raises(InputError, match=r"index\.json is not valid JSON"):
         check(model)
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {**names, "model.norm.weight": 3}}))
     with pytest.raises(InputError, match=r"index\.json lists model\.norm\.weight with no name of a file"):
