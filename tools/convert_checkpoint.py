@@ -76,7 +76,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
 
 def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
     """Exit status 1 if the checkpoints differ."""
-    from dapo_mega.policy.verification import LOGPROB_TOLERANCE, compare_logprobs, different_fields, different_tensors
+    from dapo_mega.policy.verification import compare_logprobs, different_fields, different_tensors
 
     lines = different_tensors(left, right)
     for line in lines[:_LISTED]:
@@ -92,11 +92,7 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
     elif not tensors_only:
         found = compare_logprobs(left, right)
         agrees = agrees and found.agrees
-        say(
-            f"log-probs differ by at most {found.max_difference:.2e} nats ({LOGPROB_TOLERANCE:g} allowed), the most "
-            f"likely token agrees at {found.argmax_agreement:.1%} of positions (100% needed; ties within "
-            f"{LOGPROB_TOLERANCE:g} nats agree)"
-        )
+        say(found.sentence())
     if not agrees:
         sys.exit(EXIT_DIFFERENT)
 

@@ -6,8 +6,9 @@ Nothing is computed: values are moved between files, and no model is built.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
+from dapo_mega.files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.models import Architecture, Layout, ModelFamily, load_architecture, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
@@ -31,6 +33,7 @@ from dapo_mega.policy.megatron_files import (
     MegatronCheckpoint,
     MegatronFiles,
     cuts,
+    is_finite,
     is_megatron_folder,
     no_extra_state,
     open_source,
@@ -44,7 +47,11 @@ from dapo_mega.policy.pickles import COMMON_FILE, read_common
 from dapo_mega.policy.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
 from dapo_mega.policy.weights import ChunkLayout
 
+logger = logging.getLogger(__name__)
+
 _LOOP_FILE = "loop.json"
+
+_NUM_NAMED = 8
 
 Item = TypeVar("Item")
 
@@ -84,6 +91,7 @@ def open_checkpoint(path: Path, model: Path | None = None) -> Checkpoint:
     """
     if not path.is_dir():
         raise InputError(f"{path} is not a folder; give a Hugging Face or a Megatron checkpoint")
+    refuse_special_files(path)
     companions = path if (path / "config.json").is_file() or model is None else model
     if not (companions / "config.json").is_file() and is_megatron_folder(path):
         raise InputError(f"{path} holds no config.json; give a folder that does with --model, such as the run's model")
@@ -102,22 +110,45 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
         for file, names in zip(shard_files(len(shards)), shards, strict=True)
     ]
 
-    def finish(folder: Path, _: Mapping[str, Any]) -> None:
+    def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
         copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
         write_index(folder, shards, sum(sizes.values()))
 
     return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
 
 
-def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance: Advance) -> None:
-    tensors = {}
+def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance: Advance) -> list[str]:
+    """Returns the names of tensors with values that are NaN or infinite."""
+    tensors, not_finite = {}, []
     for name in names:
         tensors[name] = owned(source.tensor(name))
+        if not is_finite(tensors[name]):
+            not_finite.append(name)
         advance(tensors[name].nbytes)
     try:
         save_shard(tensors, file)
-    except SafetensorError as error:
-        raise InputError(f"cannot write {file} ({error}); free space and start again") from error
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot write {file} ({disk_refusal(error) or error}); free space and start again") from error
+    return not_finite
+
+
+def _warn_of_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """The conversion moves every bit, also those that no sound model has: say so once."""
+    found = list(dict.fromkeys(names))
+    if found:
+        logger.warning(
+            "%s: %d tensors hold NaN or infinite values, and so does what was written: %s%s",
+            checkpoint.path,
+            len(found),
+            ", ".join(found[:_NUM_NAMED]),
+            f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else "",
+        )
+
+
+def _labels_of_not_finite(records: Mapping[str, Any]) -> list[str]:
+    # Records of earlier versions have no such field.
+    return [item["label"] for items in records.values() for item in items if item.get("not_finite")]
 
 
 def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shard_bytes: int) -> bool:
@@ -131,6 +162,7 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
     ]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
         copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
         write_metadata(folder, records, {}, checkpoint.arch.vocab_size)
 
@@ -154,6 +186,7 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
     ]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
         if checkpoint.is_training:
             common["optimizer"] = _regrouped(common["optimizer"], parallel.expert > 1)
             _copy_loop_state(files.path, folder, 2 if parallel.expert > 1 else 1)
@@ -172,7 +205,7 @@ def _made_from(
 ) -> dict[str, Any]:
     return {
         "command": command,
-        "source": fingerprint(checkpoint.path),
+        "source": fingerprint(checkpoint.path, checkpoint.source.weight_files()),
         "companions": fingerprint(checkpoint.companions),
         "shard_bytes": shard_bytes,
         "layout": parallel.model_dump() if parallel else None,
@@ -230,7 +263,7 @@ def _hf_blocks(checkpoint: Checkpoint, place: _Place, entry: Entry) -> Iterator[
             names = (placed.hf[part],) if gated else placed.hf
             layout = Layout.COLUMN if gated else placed.layout
             read = partial(_hf_shard, checkpoint.source, names, layout, arch, rank, size)
-            yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read)
+            yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
 
 
 def _hf_shard(
@@ -248,7 +281,9 @@ def _stored_blocks(
     for rank, file in enumerate(place.files):
         for offsets, sizes in cuts(place.placed.layout, shape, rank, size):
             read = partial(_stored_block, files, source_key, entry, offsets, sizes)
-            yield file, _stacked(entry, key, shape, dtype, offsets, sizes, read)
+            state = "" if source_key == entry.key else f" (optimizer, {source_key})"
+            label = f"{' / '.join(place.placed.hf)}{state}"
+            yield file, _stacked(entry, key, shape, dtype, offsets, sizes, read, label)
 
 
 def _stored_block(
@@ -272,9 +307,10 @@ def _stacked(
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
     read: Callable[[], Tensor],
+    label: str,
 ) -> Block:
     ones = (1,) * len(entry.stack)
-    return Block(key, (*entry.stack, *shape), dtype, (*entry.index, *offsets), (*ones, *sizes), read)
+    return Block(key, (*entry.stack, *shape), dtype, (*entry.index, *offsets), (*ones, *sizes), read, label)
 
 
 def _padded(placed: PlacedTensor, arch: Architecture, tensor_parallel: int) -> tuple[int, ...]:
@@ -368,8 +404,8 @@ def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]
 def _copy_loop_state(source: Path, folder: Path, num_optimizers: int) -> None:
     for file in source.glob("loop.*"):
         shutil.copyfile(file, folder / file.name)
-    state = json.loads((source / _LOOP_FILE).read_text())
-    (folder / _LOOP_FILE).write_text(json.dumps({**state, "num_optimizers": num_optimizers}))
+    state = read_json_object(source / _LOOP_FILE)
+    replace_file(folder / _LOOP_FILE, json.dumps({**state, "num_optimizers": num_optimizers}))
 
 
 def require_format(checkpoint: Checkpoint, *, megatron: bool, command: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from dapo_mega.errors import InputError
+from dapo_mega.files import check_regular, read_json_object
 from dapo_mega.policy.conversion import Checkpoint
 from dapo_mega.policy.megatron_files import MegatronCheckpoint
 from dapo_mega.policy.resumable_folder import RECORD_FILE
 
-_WEIGHT_SUFFIXES = {".safetensors", ".distcp"}
+_REMEDY = "copy the checkpoint again, or write it anew"
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
@@ -33,7 +34,7 @@ def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
     )
     yield f"{'parameters':12s} {num_parameters:,}"
     yield f"{'dtype':12s} {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in checkpoint.dtypes))}"
-    files = sorted(file for file in checkpoint.path.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+    files = [checkpoint.path / name for name in checkpoint.source.weight_files()]
     yield f"{'files':12s} {len(files)} with {sum(file.stat().st_size for file in files):,} bytes"
     if is_megatron:
         yield from _megatron_lines(checkpoint.path)
@@ -43,15 +44,18 @@ def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
 
 
 def _megatron_lines(path: Path) -> Iterator[str]:
-    if (path / RECORD_FILE).is_file():
-        with _damage_named(path / RECORD_FILE) as file:
-            layout = json.loads(file.read_text())["made_from"]["layout"]
-            sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if size)
-        yield f"{'layout':12s} {sizes}"
-    if (path / "loop.json").is_file():
-        with _damage_named(path / "loop.json") as file:
-            step = json.loads(file.read_text())["step"]
+    if os.path.lexists(path / RECORD_FILE):
+        made_from = read_json_object(path / RECORD_FILE, _REMEDY).get("made_from")
+        layout = made_from.get("layout") if isinstance(made_from, dict) else None
+        if not isinstance(layout, dict):
+            raise InputError(f"{path / RECORD_FILE} holds no layout; {_REMEDY}")
+        yield f"{'layout':12s} {', '.join(f'{name}={size}' for name, size in layout.items() if size)}"
+    if os.path.lexists(path / "loop.json"):
+        step = read_json_object(path / "loop.json", _REMEDY).get("step")
+        if type(step) is not int:
+            raise InputError(f"{path / 'loop.json'} holds no step; {_REMEDY}")
         yield f"{'step':12s} {step}, with optimizer and loop state"
+        check_regular(path / "loop.npz")
         with _damage_named(path / "loop.npz") as file, np.load(file) as arrays:
             layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})
         yield f"{'written by':12s} {', '.join(layouts)}"
@@ -62,5 +66,5 @@ def _damage_named(file: Path) -> Iterator[Path]:
     """Reading `file` in this block raises InputError with its name if it does not hold what was written."""
     try:
         yield file
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file} cannot be read ({error}); copy the checkpoint again, or write it anew") from error
+    except (OSError, EOFError, ValueError, KeyError, LookupError, zipfile.BadZipFile) as error:
+        raise InputError(f"{file} cannot be read ({error}); {_REMEDY}") from error

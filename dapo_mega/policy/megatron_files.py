@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -37,10 +38,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dapo_mega.errors import InputError
-from dapo_mega.files import replace_file
+from dapo_mega.files import check_regular, disk_refusal, read_json_object, replace_file
 from dapo_mega.models import Architecture, Layout, ModelFamily, merge_shards, take_shard
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.policy.pickles import (
     COMMON_FILE,
@@ -66,6 +67,8 @@ _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _FUSED_NORM = ".layer_norm_weight"
 # Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size.
 _MEGATRON_LM_MULTIPLE = 128
+# Queries, keys and values share one.
+_MOST_TENSORS_OF_A_BLOCK = 3
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class MegatronFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / METADATA_FILE).is_file():
+        if not os.path.lexists(path / METADATA_FILE):
             raise InputError(
                 f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy the "
                 f"checkpoint again, or write it anew"
@@ -171,6 +174,15 @@ class MegatronFiles:
                 file = self.path / self._location(item.storage_index).relative_path
                 raise unreadable(f"{key!r} cannot be read from {file}", error) from error
         return block
+
+    @property
+    def num_blocks(self) -> int:
+        """Stored blocks of all tensors together."""
+        return sum(len(tensor.chunks) for tensor in self.tensors.values())
+
+    def block_files(self) -> set[str]:
+        """The files that hold what `.metadata` lists, relative to the folder."""
+        return {place.relative_path for place in self._metadata.storage_data.values()}
 
     def read_objects(self) -> dict[str, bytes]:
         """The serialized bytes of the objects that are not tensors. Raises InputError for one that may run code."""
@@ -208,7 +220,8 @@ class MegatronFiles:
 
 def _check_files(sizes: Mapping[Path, int]) -> None:
     for file, expected in sizes.items():
-        size = file.stat().st_size if file.is_file() else 0
+        check_regular(file)
+        size = file.stat().st_size
         if size < expected:
             raise InputError(
                 f"{file} has {size} bytes instead of {expected}; copy the checkpoint again, or write it anew"
@@ -233,6 +246,8 @@ class MegatronCheckpoint:
         self.path = path
         self.files = MegatronFiles(path)
         self._arch = arch
+        # Every layer and expert has blocks of its own.
+        check_count(path, family, arch, _MOST_TENSORS_OF_A_BLOCK * self.files.num_blocks)
         entries = stored_entries(family, arch)
         self._known = {entry.key for entry in entries.values()}
         self._places = {name: (placed, entry) for placed, entry in entries.items() for name in placed.hf}
@@ -248,6 +263,9 @@ class MegatronCheckpoint:
         found = {name for name, (_, entry) in self._places.items() if entry.key in self.files.tensors}
         weights = {key for key in self.files.tensors if not OPTIMIZER_KEY.fullmatch(key)}
         return found | (weights - self._known)
+
+    def weight_files(self) -> set[str]:
+        return self.files.block_files()
 
     def spec(self, name: str) -> TensorSpec:
         placed, entry = self._places[name]
@@ -301,17 +319,17 @@ def _is_padded(stored: TensorStorageMetadata, vocab_size: int) -> bool:
 def _recorded_vocab_size(path: Path) -> int | None:
     """What `write_metadata` was given, or None in folders of other writers."""
     file = path / _VOCABULARY_FILE
-    if not file.is_file():
+    if not file.exists():
         return None
-    try:
-        return int(json.loads(file.read_text())["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f'{file} is not {{"vocab_size": ROWS}} ({error!r}); copy it again') from error
+    size = read_json_object(file, "copy it again").get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise InputError(f'{file} is not {{"vocab_size": ROWS}}; copy it again')
+    return size
 
 
 def is_megatron_folder(path: Path) -> bool:
     """Whether anything of Megatron's format is in the folder, be it incomplete."""
-    return (path / METADATA_FILE).is_file() or any(path.glob(_BLOCK_FILES))
+    return os.path.lexists(path / METADATA_FILE) or any(path.glob(_BLOCK_FILES))
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:
@@ -331,6 +349,8 @@ class Block:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     read: Callable[[], Tensor]
+    label: str = ""
+    """What to call it in a message."""
 
     @property
     def nbytes(self) -> int:
@@ -349,8 +369,11 @@ def write_blocks(
             records = [*_write_objects(stream, objects), *_write_tensors(stream, blocks, advance)]
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:
-        raise InputError(f"cannot write {file} ({error}); free space and start again") from error
+    except (OSError, RuntimeError) as error:
+        reason = disk_refusal(error)
+        if reason is None:
+            raise
+        raise InputError(f"cannot write {file} ({reason}); free space and start again") from error
     return records
 
 
@@ -365,8 +388,11 @@ def _write_tensors(
 ) -> Iterator[dict[str, Any]]:
     for block in blocks:
         start = stream.tell()
-        _save(owned(block.read().reshape(block.sizes)), stream)
+        tensor = owned(block.read().reshape(block.sizes))
+        torch.save(tensor, stream)
         yield {
+            "not_finite": not is_finite(tensor),
+            "label": block.label,
             "key": block.key,
             "shape": block.shape,
             "dtype": str(block.dtype).removeprefix("torch."),
@@ -378,14 +404,12 @@ def _write_tensors(
         advance(block.nbytes)
 
 
-def _save(tensor: Tensor, stream: IO[bytes]) -> None:
-    """`torch.save`, which hides the OSError of a write that fails behind an error of its own."""
-    try:
-        torch.save(tensor, stream)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; takes no memory beside the tensor."""
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() == 0:
+        return True
+    # The least and the largest value are NaN where any value is.
+    return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
 
 
 def owned(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dapo_mega.errors import InputError
-from dapo_mega.files import replace_file
+from dapo_mega.files import errors_naming, read_json_object, replace_file
 from dapo_mega.handover import leaving_together
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ def write_folder(target: Path, output: OutputFolder) -> bool:
     with contextlib.ExitStack() as held:
         with together():
             if _rank() == 0:
+                _refuse_dangling(target)
                 held.enter_context(_locked(target))
         with together():
             if _is_finished(target, made_from):
@@ -83,6 +84,11 @@ def write_folder(target: Path, output: OutputFolder) -> bool:
             if _rank() == 0:
                 _complete(partial, target, output, made_from)
     return True
+
+
+def _refuse_dangling(target: Path) -> None:
+    if target.is_symlink() and not target.exists():
+        raise InputError(f"{target} is a link to a folder that does not exist; give another folder, or remove the link")
 
 
 @contextlib.contextmanager
@@ -115,9 +121,11 @@ def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapp
     _discard(partial)
 
 
-def fingerprint(folder: Path) -> dict[str, list[int]]:
-    """Sizes in bytes and modification times in ns of the files of a checkpoint."""
-    status = {file.name: file.stat() for file in sorted(folder.iterdir()) if file.is_file()}
+def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int]]:
+    """Sizes in bytes and modification times in ns of the files of a checkpoint: those in the folder, and `further` ones
+    in sub-folders. Of a link, those of the file it leads to."""
+    names = {file.name for file in folder.iterdir() if file.is_file()} | set(further)
+    status = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
 
 
@@ -136,16 +144,31 @@ def _rank() -> int:
 def _is_finished(target: Path, made_from: Mapping[str, Any]) -> bool:
     if not target.exists():
         return False
-    try:
-        record = json.loads((target / RECORD_FILE).read_text())
-        same = record["made_from"] == made_from
-        whole = all((target / name).stat().st_size == size for name, size in record["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{target} exists already; give another folder, or remove it") from None
+    record = _json_object(target / RECORD_FILE)
+    sizes = record.get("files")
+    if "made_from" not in record or not isinstance(sizes, dict):
+        raise InputError(f"{target} exists already; give another folder, or remove it")
+    same = record["made_from"] == made_from
+    whole = all(_size(target / str(name)) == size for name, size in sizes.items())
     if not (same and whole):
         reason = "made from another source or with other options" if whole else "damaged"
         raise InputError(f"{target} exists already and was {reason}; give another folder, or remove it")
     return True
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file that this module wrote; empty where it holds anything else."""
+    try:
+        return read_json_object(file)
+    except InputError:
+        return {}
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except (OSError, ValueError):
+        return None
 
 
 def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
@@ -169,12 +192,9 @@ def _discard(partial: Path) -> None:
     shutil.rmtree(partial)
 
 
-def _begun_from(partial: Path) -> Any:
+def _begun_from(partial: Path) -> dict[str, Any] | None:
     """What the content of the partial folder is made from; None without a record of that."""
-    try:
-        return json.loads((partial / RECORD_FILE).read_text())
-    except (OSError, ValueError):
-        return None
+    return _json_object(partial / RECORD_FILE) or None
 
 
 def _check_ours(partial: Path, has_record: bool) -> None:
@@ -202,7 +222,7 @@ def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
                 continue
             temporary = partial / f"{file.name}.tmp"
             value = file.write(temporary, lambda nbytes: bar.advance(task, nbytes))
-            with temporary.open("rb") as written:
+            with errors_naming(temporary), temporary.open("rb") as written:
                 os.fsync(written.fileno())
             record = {"size": temporary.stat().st_size, "value": value}
             temporary.rename(partial / _CONTENT / file.name)
@@ -210,15 +230,12 @@ def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
 
 
 def _is_written(partial: Path, name: str) -> bool:
-    try:
-        return bool(_read_record(partial, name)["size"] == (partial / _CONTENT / name).stat().st_size)
-    except (OSError, ValueError):
-        return False
+    record = _read_record(partial, name)
+    return "value" in record and _size(partial / _CONTENT / name) == record.get("size")
 
 
 def _read_record(partial: Path, name: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((partial / _RECORDS / f"{name}.json").read_text())
-    return record
+    return _json_object(partial / _RECORDS / f"{name}.json")
 
 
 def _progress() -> Progress:

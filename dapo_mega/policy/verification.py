@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,10 +39,28 @@ class LogprobComparison:
 
     max_difference: float
     argmax_agreement: float
+    num_undefined: tuple[int, int] = (0, 0)
+    """Positions at which each model's log-probs are NaN; only those at which neither's are have been compared."""
+    num_positions: int = 0
 
     @property
     def agrees(self) -> bool:
         return self.max_difference <= LOGPROB_TOLERANCE and self.argmax_agreement == 1.0
+
+    def sentence(self) -> str:
+        """The outcome for a reader."""
+        if any(self.num_undefined):
+            first, second = self.num_undefined
+            return (
+                f"log-probs are NaN at {first} of {self.num_positions} positions of the first model and at {second} of "
+                f"the second (a weight is NaN, infinite or far too large), which leaves nothing to compare there; "
+                + ("apart from that the models agree" if self.agrees else "the models differ")
+            )
+        return (
+            f"log-probs differ by at most {self.max_difference:.2e} nats ({LOGPROB_TOLERANCE:g} allowed), the most "
+            f"likely token agrees at {self.argmax_agreement:.1%} of positions (100% needed; ties within "
+            f"{LOGPROB_TOLERANCE:g} nats agree)"
+        )
 
 
 def different_fields(left: Checkpoint, right: Checkpoint) -> list[str]:
@@ -80,12 +99,25 @@ def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
 
 
 def compare_distributions(first: Tensor, second: Tensor) -> LogprobComparison:
-    """Log-probs [positions, vocabulary] of two models."""
+    """Log-probs [positions, vocabulary] of two models.
+
+    Where both are NaN they are equal, where one is the difference is infinite.
+    """
+    undefined = [logprobs.isnan().any(-1) for logprobs in (first, second)]
+    defined = ~(undefined[0] | undefined[1])
+    counts = (int(undefined[0].sum()), int(undefined[1].sum()))
+    if not torch.equal(*undefined):
+        return LogprobComparison(math.inf, 0.0, counts, len(first))
+    if not defined.any():
+        return LogprobComparison(0.0, 1.0, counts, len(first))
+    first, second = first[defined], second[defined]
     best_of_first, best_of_second = (logprobs.argmax(-1, keepdim=True) for logprobs in (first, second))
     lead_in_first = first.gather(-1, best_of_first) - first.gather(-1, best_of_second)
     lead_in_second = second.gather(-1, best_of_second) - second.gather(-1, best_of_first)
     same_best = torch.maximum(lead_in_first, lead_in_second) <= LOGPROB_TOLERANCE
-    return LogprobComparison(float((first - second).abs().max()), float(same_best.float().mean()))
+    # Two log-probs of -inf are equal, their difference would be NaN.
+    difference = torch.where(first == second, 0.0, (first - second).abs())
+    return LogprobComparison(float(difference.max()), float(same_best.float().mean()), counts, len(defined))
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:

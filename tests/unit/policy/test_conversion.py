@@ -1,6 +1,7 @@
 """Conversions move every bit, write only what is whole, and continue where they stopped."""
 
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -125,6 +126,152 @@ def test_an_interrupted_conversion_continues_and_ends_bit_equal(tmp_path, monkey
     assert not set(again) & set(written)
     assert files_of(tmp_path / "target") == files_of(tmp_path / "at once")
     assert not convert(open_checkpoint(source), tmp_path / "target", *arguments, SMALL)
+
+
+def move_into_sub_folder(model):
+    """The only shard goes to a folder of its own, which an index lists."""
+    (model / "shards").mkdir()
+    names = dict.fromkeys(load_file(model / "model.safetensors"), "shards/one.safetensors")
+    (model / "model.safetensors").rename(model / "shards" / "one.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def test_a_source_whose_sub_folder_changed_is_not_continued_from(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    move_into_sub_folder(model)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_metadata", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    shard = model / "shards" / "one.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
+    to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert different_tensors(open_checkpoint(model), open_checkpoint(tmp_path / "target")) == []
+
+
+def test_weights_that_are_nan_or_infinite_are_named_once(tmp_path, caplog):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    in_bf16(model)
+    tensors = weights(model)
+    for layer, value in enumerate((float("nan"), float("-inf"))):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(**TP2), SMALL)
+    reshard(open_checkpoint(tmp_path / "megatron"), tmp_path / "again", ParallelConfig(), SMALL)
+    to_hf(open_checkpoint(tmp_path / "again"), tmp_path / "back", SMALL)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 3
+    for warning in warnings:
+        assert "3 tensors hold NaN or infinite values" in warning
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+            assert name in warning
+    left, right = open_checkpoint(model), open_checkpoint(tmp_path / "again")
+    assert different_tensors(left, right) == []
+    found = compare_logprobs(left, right)
+    assert found.agrees
+    assert found.sentence().startswith(
+        "log-probs are NaN at 58 of 58 positions of the first model and at 58 of the sec"
+    )
+
+
+def test_log_probs_that_are_nan_on_one_side_differ():
+    sound = torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log()
+    broken = sound.clone()
+    broken[1, 0] = float("nan")
+    found = compare_distributions(sound, broken)
+    assert not found.agrees
+    assert "NaN at 0 of 2 positions of the first model and at 1 of the second" in found.sentence()
+    assert found.sentence().endswith("the models differ")
+    assert compare_distributions(broken, broken).agrees
+    assert not compare_distributions(broken, broken + torch.tensor([[0.0, 1.0], [0.0, 0.0]])).agrees
+    certain = torch.tensor([[1.0, 0.0]]).log()
+    assert compare_distributions(certain, certain).max_difference == 0.0
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_of_new_files(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        model = make_model(tmp_path / "model", tied=True, num_layers=2)
+        to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+        to_hf(open_checkpoint(tmp_path / "megatron"), tmp_path / "back", SMALL)
+    finally:
+        os.umask(before)
+    modes = {
+        file.name: file.stat().st_mode & 0o777 for name in ("megatron", "back") for file in (tmp_path / name).iterdir()
+    }
+    assert set(modes.values()) == {0o666 & ~umask}
+
+
+def test_a_target_that_is_a_dangling_link_is_refused_before_the_work(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    (tmp_path / "target").symlink_to("gone")
+    monkeypatch.setattr(resumable_folder, "_write_files", lambda *_: pytest.fail("worked"))
+    with pytest.raises(InputError, match=r"target is a link to a folder that does not exist"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
+
+
+@pytest.mark.parametrize(
+    "content", ['{"made_from": 1, "files": 3}', "[1]", "null", "3", "[" * 100_000, "", '{"files": {}}']
+)
+def test_records_of_another_shape_are_no_finished_conversion(tmp_path, content):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    (tmp_path / "target" / "conversion.json").write_text(content)
+    with pytest.raises(InputError, match=r"target exists already"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    with pytest.raises(InputError, match=r"conversion\.json (is not valid JSON|holds no)"):
+        list(describe(open_checkpoint(tmp_path / "target"), False))
+
+
+def test_records_of_another_shape_are_written_again(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_metadata", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    records = sorted((tmp_path / ".target.partial" / "records").iterdir())
+    for record, content in zip(records, ("[1]", "null", "[" * 100_000, "3"), strict=False):
+        record.write_text(content)
+    to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    assert different_tensors(open_checkpoint(model), open_checkpoint(tmp_path / "target")) == []
+
+
+def test_more_layers_than_a_megatron_checkpoint_holds_are_refused_at_once(tmp_path):
+    model = FAMILY_MODELS["qwen3_moe"](tmp_path / "model")
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    config = tmp_path / "megatron" / "config.json"
+    sizes = {"num_hidden_layers": 10_000, "num_local_experts": 100, "num_experts": 100}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **sizes}))
+    with pytest.raises(InputError, match=r"tensors where config\.json \(num_hidden_layers=10000, 100 experts"):
+        open_checkpoint(tmp_path / "megatron")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "vocabulary.json", "loop.json"])
+def test_special_files_are_refused_and_never_waited_for(tmp_path, name):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    (tmp_path / "megatron" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "megatron" / name)
+    with pytest.raises(InputError, match=rf"{name} is a FIFO"):
+        open_checkpoint(tmp_path / "megatron")
+
+
+def test_a_deleted_block_file_is_missing_not_empty(tmp_path):
+    model = make_model(tmp_path / "model", tied=True, num_layers=2)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    (tmp_path / "megatron" / "__0_1.distcp").unlink()
+    with pytest.raises(InputError, match=r"__0_1\.distcp is missing; copy the checkpoint again"):
+        open_checkpoint(tmp_path / "megatron")
 
 
 def test_a_partial_result_of_other_options_is_not_continued(tmp_path, monkeypatch):
@@ -265,7 +412,7 @@ def test_rows_that_were_trained_are_not_taken_for_padding_unless_the_folder_says
     (folder / "vocabulary.json").write_text('{"vocab_size": 100}')
     assert torch.equal(open_checkpoint(folder).source.tensor(name), tensors[name][:100])
     (folder / "vocabulary.json").write_text("100")
-    with pytest.raises(InputError, match=r"vocabulary\.json is not"):
+    with pytest.raises(InputError, match=r"vocabulary\.json holds no JSON object"):
         open_checkpoint(folder)
 
 
@@ -376,7 +523,7 @@ def test_damaged_small_files_of_a_megatron_checkpoint_are_named_before_work_is_d
         before = sound.read_bytes() if sound.exists() else b'{"step": 3}'
         for content in contents:
             sound.write_text(content)
-            with pytest.raises(InputError, match=rf"{file} cannot be read"):
+            with pytest.raises(InputError, match=rf"{file} (cannot be read|is not valid JSON|holds no)"):
                 list(describe(open_checkpoint(megatron), False))
         sound.write_bytes(before)
     assert not list(tmp_path.glob("*target*"))
