@@ -74,7 +74,7 @@ def _fleet(
     with leaving_together(processes.control):
         if processes.rank == 0:
             key = require_api_key(config.rollout.fleet.api_key_env)
-            driver = FleetDriver(config, policy.arch.vocab_size, key, run, policy.arch)
+            driver = FleetDriver(config, policy.arch.vocab_size, key, run, policy.arch, check_stop)
     fleet = SglangFleet(processes, driver)
     transport = make_transport(config, processes, lambda folder: save_hf_checkpoint(policy, folder))
     weight_sync = FleetWeightSync(

@@ -55,11 +55,19 @@ class FleetDriver:
     """Drives all engines of a run over HTTP."""
 
     def __init__(
-        self, config: RunConfig, vocab_size: int, api_key: str, run: str = "", arch: Architecture | None = None
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        api_key: str,
+        run: str = "",
+        arch: Architecture | None = None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines, and their
-        models must have the sizes `arch`. Raises InputError when rollout.fleet.rendezvous is taken."""
+        models must have the sizes `arch`. `check_stop` is called while answers or engines are waited for, and may raise
+        StopRequested. Raises InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
+        self._check_stop = check_stop
         self._fleet = config.rollout.fleet
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._registry = EngineRegistry(self._fleet.rendezvous, api_key) if self._fleet.rendezvous else None
@@ -133,13 +141,15 @@ class FleetDriver:
 
     def wait_for_engines(self) -> None:
         """Return when at least `min_engines` are reachable; see `targets`. Raises FleetError, too, when another trainer
-        uses the engines."""
+        uses the engines, and StopRequested when the run is to stop."""
+        self._check_stop()
         self._refuse_conflict()
         started = time.monotonic()
         is_paused = False
         speaks_next = self._fleet.heartbeat_s
         while (present := self._num_reachable()) < self._fleet.min_engines:
             waited = time.monotonic() - started
+            self._check_stop()
             self._refuse_conflict()
             if self._registry is None or waited > _REGISTRATION_GRACE_S:
                 self._refuse_misfits()

@@ -5,6 +5,7 @@ The engines are scripted servers; tests/integration has real ones.
 
 import asyncio
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import FleetError
+from dapo_mega.errors import FleetError, StopRequested
 from dapo_mega.models.families import find_family
 from dapo_mega.rollout import fleet_driver
 from dapo_mega.rollout.event_loop import LoopThread
@@ -68,7 +69,7 @@ def servers():
 def drive():
     drivers = []
 
-    def start(urls, weight_sync=None, rollout=None, run="", arch=None, **fleet):
+    def start(urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, **fleet):
         config = RunConfig.model_validate(
             {
                 "output_dir": "o",
@@ -86,7 +87,7 @@ def drive():
                 "weight_sync": weight_sync or {},
             }
         )
-        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run, arch))
+        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run, arch, check_stop))
         return drivers[-1]
 
     yield start
@@ -622,6 +623,27 @@ def test_colocated_engines_sleep_until_the_next_update(servers, drive):
     assert calls["/resume_memory_occupation"] == 2
     give_weights(driver, 2)
     assert calls["/resume_memory_occupation"] == 2
+
+
+@pytest.mark.parametrize("waits_for", ["engines", "answers"])
+def test_waiting_ends_when_the_run_is_to_stop(servers, drive, waits_for):
+    told = threading.Event()
+
+    def check_stop():
+        if told.is_set():
+            raise StopRequested("told so")
+
+    class Alone:
+        rank = 0
+
+    driver = drive(servers(1).urls if waits_for == "answers" else ["http://127.0.0.1:9"], check_stop=check_stop)
+    if waits_for == "answers":
+        give_weights(driver)
+    timer = threading.Timer(0.3, told.set)
+    timer.start()
+    with pytest.raises(StopRequested):
+        SglangFleet(Alone(), driver).next_answer()
+    timer.join()
 
 
 def test_answers_to_other_requests_wait_while_an_evaluation_is_answered(servers, drive):
