@@ -43,11 +43,17 @@ _STOP = "stop"
 class ProcessWatch:
     """Watches from `__enter__` to `__exit__`, which belong to the main thread: signal handlers do.
 
-    `grace_s`: seconds after SIGTERM in which the run has to come to its end by itself.
+    `grace_s`: seconds after SIGTERM in which the run has to come to its end by itself. `nothing_saved`: what to say
+    when SIGTERM comes before `begin_training`.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(
+        self,
+        grace_s: float = 0.0,
+        nothing_saved: str = "the run was stopped by SIGTERM before training began; start the same command again",
+    ) -> None:
         self._grace_s = grace_s
+        self._nothing_saved = nothing_saved
         self._stop = threading.Event()
         self._closed = threading.Event()
         self._is_training = False
@@ -129,7 +135,7 @@ class ProcessWatch:
             self._tell_peers("another process of the run on this machine has ended; see its output", EXIT_FAULT)
             os._exit(EXIT_FAULT)
         if not self._is_training:
-            leave("the run was stopped by SIGTERM before training began; start the same command again", EXIT_CONTINUE)
+            leave(self._nothing_saved, EXIT_CONTINUE)
         self._set_stop()
         self._write(_STOP, "")
 

@@ -110,8 +110,7 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     processes = start_processes(config.parallel, config.seed)
     watch.follow_peers()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_locked(folder, processes))
-        status.has_lock = True
+        stack.enter_context(held_folder(folder, status, processes))
         store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
         newest, skipped = store.newest_intact(processes)
         _refuse_lost_checkpoints(folder, newest)
@@ -144,12 +143,13 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, processes: Processes) -> Iterator[None]:
-    """Rank 0 holds the run's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
+    """Rank 0 holds the folder's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
     with contextlib.ExitStack() as held:
         with leaving_together(processes.control):
             if processes.rank == 0:
                 held.enter_context(RunLock(folder, on_loss=lambda reason: leave(reason, EXIT_INPUT_ERROR)))
+        status.has_lock = True
         yield
 
 

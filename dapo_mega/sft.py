@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.commands import is_rank_zero, say
+from dapo_mega.commands import before_leaving, forget_before_leaving, is_rank_zero, say
 from dapo_mega.config import SftConfig, dump_config, load_config
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
@@ -21,16 +21,29 @@ from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import MegatronPolicy
 from dapo_mega.policy.objectives import Imitation, TokenBatch
 from dapo_mega.policy.processes import start_processes, stop_processes
+from dapo_mega.process_watch import ProcessWatch
+from dapo_mega.run import held_folder
+from dapo_mega.run_status import RunStatus
 from dapo_mega.types import Sample
 
+_STOPPED = "fine-tuning was stopped by SIGTERM and has no checkpoints; the same command begins it again"
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
 
 def run_sft(config: SftConfig) -> None:
     """Imitate the demonstrations for `num_steps` updates and write the result to `output_dir/hf`.
 
-    A finished output is left as it is. Every process draws the same order of demonstrations from the seed.
+    A finished output is left as it is. Every process draws the same order of demonstrations from the seed. Raises
+    InputError while another trainer works in the folder.
     """
+    status = RunStatus(Path(config.output_dir))
+    before_leaving(status.left)
+    with ProcessWatch(nothing_saved=_STOPPED) as watch:
+        _run(config, status, watch)
+    forget_before_leaving(status.left)
+
+
+def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     if (folder / "hf" / "config.json").is_file():
         _refuse_changes(config, folder)
@@ -43,25 +56,31 @@ def run_sft(config: SftConfig) -> None:
     tokenizer = load_tokenizer(config.model.path)
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
     processes = start_processes(config.parallel, config.seed)
-    policy = MegatronPolicy(
-        config.model,
-        config.parallel,
-        config.optimizer,
-        processes,
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=config.num_steps,
-        compute=config.compute,
-    )
-    if is_rank_zero():
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "config.yaml", dump_config(config))
-        with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
-            _imitate(policy, config, demonstrations, writer, progress)
-    else:
-        _imitate(policy, config, demonstrations, None, None)
-    save_hf_checkpoint(policy, folder / "hf")
-    dist.barrier(group=processes.control)
+    watch.follow_peers()
+    with held_folder(folder, status, processes):
+        policy = MegatronPolicy(
+            config.model,
+            config.parallel,
+            config.optimizer,
+            processes,
+            temperature=1.0,
+            updates_per_step=1,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+        if is_rank_zero():
+            replace_file(folder / "config.yaml", dump_config(config))
+            status.running()
+            with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
+                _imitate(policy, config, demonstrations, writer, progress)
+        else:
+            _imitate(policy, config, demonstrations, None, None)
+        save_hf_checkpoint(policy, folder / "hf")
+        status.completed_step = lambda: config.num_steps
+        if is_rank_zero():
+            status.finished()
+        watch.forget_peers()
+        dist.barrier(group=processes.control)
     stop_processes()
 
 

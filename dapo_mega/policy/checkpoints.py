@@ -10,7 +10,6 @@ import errno
 import functools
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -104,13 +103,18 @@ class CheckpointStore:
         checkpoints in writing: the run's lock must be held. Raises InputError, on all processes, where they see
         different files.
         """
-        found: list[Any] = [None, None]
         with leaving_together(processes.control):
             if processes.rank == 0:
                 self._folders.discard_partials()
-                found = [self._folders.complete_ones(), self._folders.skipped()]
-        dist.broadcast_object_list(found, src=0, group=processes.control)
-        folders, skipped = found
+            folders, skipped = self._folders.complete_ones(), self._folders.skipped()
+        seen: list[Any] = [None] * processes.world_size
+        dist.all_gather_object(seen, [folder.name for folder in folders], group=processes.control)
+        if any(names != seen[0] for names in seen):
+            differing = sorted({names[0] if names else "none" for names in seen})
+            raise InputError(
+                f"the processes see different checkpoints in {self.root} (the newest: {', '.join(differing)}); "
+                f"output_dir must be on a file system that all machines share"
+            )
         for folder in folders:
             damage = _find_changed_bytes(folder, processes)
             if damage is None:
@@ -223,12 +227,6 @@ class CheckpointStore:
 
 def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
     """Collective; see `find_changed_bytes`. Large files are spread evenly."""
-    with leaving_together(processes.control):
-        if not folder.is_dir():
-            raise InputError(
-                f"process {processes.rank} on {platform.node()} does not see the checkpoint {folder}, which process 0 "
-                f"does; output_dir must be on a file system that all machines share"
-            )
     try:
         records = read_manifest(folder)
         names = sorted(records, key=lambda name: records[name].size, reverse=True)
