@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes an environment with SGLang for a machine without a GPU, for rollout engines and their tests:
 #   bash tools/install_sglang.sh [FOLDER]     default: .venv-sglang in the project folder; 1.7 GB, a few minutes
-# On a machine with GPUs install SGLang as its own documentation says, in an environment of its own.
+# An engine then takes 1.7 GB of memory beside the model and its cache, and about 30 s to start on idle cores.
+# On a machine with GPUs install SGLang as its own documentation says, in an environment of its own, and then there, in
+# the project folder, what this script does at its end: pip install --no-deps --editable .
 #   TORCH=torch==2.13.0   the torch to install, of the version that this SGLang is made for
 #   PYTHON_BASE=python3   the interpreter that makes the environment
 set -euo pipefail
@@ -28,7 +30,7 @@ install --requirement "$parts/requirements.txt"
 install --no-deps --requirement "$parts/without-dependencies.txt"
 # Seen by this environment only; packages that are installed in it go before the stand-ins.
 echo "$parts/stubs" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_stand_ins.pth"
-# What engines need of this project to take weights in pieces and as changes.
+# What engines need of this project to take weights in pieces and as changes. Editable: they load what is in the folder.
 install --no-deps --no-build-isolation --editable "$project"
 "$python" -c 'import sglang.srt.server_args' 2> "$log" ||
     { cat "$log" >&2; echo "error: SGLang cannot be imported from $folder; see above" >&2; exit 1; }

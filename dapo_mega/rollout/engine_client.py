@@ -90,8 +90,8 @@ class EngineInfo:
     `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
     that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
     `supports_batches`: it understands `sglang_api.batch_payload`, and its last output of a prompt has all tokens.
-    `has_plugin`: it has a `dapo_mega.sglang_plugin` that this trainer understands. `model`: the configuration of its
-    model, where it says so.
+    `plugin_protocol`: what its `dapo_mega.sglang_plugin` speaks, None without one; `has_plugin`: this trainer speaks it
+    too. `model`: the configuration of its model, where it says so.
     """
 
     url: str
@@ -108,6 +108,7 @@ class EngineInfo:
     disable_radix_cache: bool
     has_plugin: bool = False
     model: Mapping[str, Any] | None = None
+    plugin_protocol: object = None
 
 
 class EngineClient:
@@ -355,6 +356,7 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         context_length = server["max_req_input_len"] + _RESERVED_POSITIONS
     startup = server.get("startup_time")
     vocab_size = server.get("vocab_size")
+    protocols = [state.get(PROTOCOL_FIELD) for state in server.get("internal_states", [])]
     return EngineInfo(
         url=url,
         version=one_line(str(server.get("version", "unknown")), 40),
@@ -368,6 +370,7 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         supports_sessions=supports_sessions,
         supports_batches=_supports_batches(server),
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
-        has_plugin=any(state.get(PROTOCOL_FIELD) == PROTOCOL for state in server.get("internal_states", [])),
+        has_plugin=PROTOCOL in protocols,
+        plugin_protocol=next((protocol for protocol in protocols if protocol is not None), None),
         model=described_model(server.get("internal_states", [])),
     )

@@ -17,6 +17,9 @@ from dapo_mega.files import read_json_object
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
 
+# In SGLang's environment. Editable: a copy would stay behind when the project changes.
+INSTALL_PLUGIN = "pip install --no-deps --editable ."
+
 _DTYPE_ARGUMENTS: dict[EngineDtype, list[str]] = {
     "fp32": ["--dtype", "float32"],
     "bf16": ["--dtype", "bfloat16"],
@@ -87,8 +90,9 @@ def sglang_gpus(python: Path) -> int:
     if result.returncode != 0:
         reason = (result.stderr.strip() or "no output").splitlines()[-1]
         raise InputError(
-            f"SGLang is not usable from {python} ({reason}); install it (pip install sglang; without a GPU: "
-            "bash tools/install_sglang.sh) and name its interpreter with --python"
+            f"SGLang is not usable from {python} ({reason}); install it (pip install sglang, then in the project "
+            f"folder {INSTALL_PLUGIN}; without a GPU bash tools/install_sglang.sh does both) and name its interpreter "
+            "with --python"
         )
     return int(result.stdout.splitlines()[-1])
 

@@ -24,12 +24,14 @@ from dapo_mega.config import RunConfig
 from dapo_mega.models import Architecture
 from dapo_mega.rollout.dispatcher import Dispatcher
 from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
+from dapo_mega.rollout.engine_commands import INSTALL_PLUGIN
 from dapo_mega.rollout.engine_model import model_misfit
 from dapo_mega.rollout.event_loop import report_fault
 from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
 from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import Answer
+from dapo_mega.weight_sync.wire import PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -309,13 +311,29 @@ class Membership:
             member.state, member.version, member.reason = "stale", -1, ""
             self.counts["engines_joined"] += 1
             logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
-            if self._config.weight_sync.full_every > 1 and not info.has_plugin:
-                logger.warning(
-                    "engine %s, and all others with it, gets all weights at every update: weight_sync.full_every=%d "
-                    "needs dapo_mega installed in its environment (pip install --no-deps)",
-                    url,
-                    self._config.weight_sync.full_every,
-                )
+            self._warn_of_plugin(url, info)
+
+    def _warn_of_plugin(self, url: str, info: EngineInfo) -> None:
+        if info.has_plugin:
+            return
+        if info.plugin_protocol is not None:
+            logger.warning(
+                "engine %s has dapo_mega in its environment, but a copy that speaks protocol %s and not %d as this "
+                "trainer does, so all engines get weights without it; install the trainer's project folder there and "
+                "start the engine again: %s",
+                url,
+                info.plugin_protocol,
+                PROTOCOL,
+                INSTALL_PLUGIN,
+            )
+        if self._config.weight_sync.full_every > 1:
+            logger.warning(
+                "engine %s, and all others with it, gets all weights at every update: weight_sync.full_every=%d "
+                "needs dapo_mega installed in its environment (in the project folder: %s)",
+                url,
+                self._config.weight_sync.full_every,
+                INSTALL_PLUGIN,
+            )
 
     def _look_for_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
         """What it holds when it is met for the first time may be left from any run, or what it was started with."""

@@ -1,6 +1,7 @@
 """What an SGLang server needs to take weights as the trainer can send them best: in pieces, and only what has changed.
 
-SGLang loads it by itself where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`).
+SGLang loads it by itself where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
+`engine_commands.INSTALL_PLUGIN`).
 Servers without it get weights in SGLang's own form.
 """
 

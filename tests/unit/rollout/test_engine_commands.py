@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.engine_commands import (
+    INSTALL_PLUGIN,
     Node,
     check_node,
     check_router,
@@ -20,6 +22,7 @@ from dapo_mega.rollout.engine_commands import (
     environment,
     router_command,
     router_environment,
+    sglang_gpus,
     share_of_gpus,
 )
 from tests.distributed.launching import free_port
@@ -179,3 +182,15 @@ def test_what_could_only_fail_later_is_an_input_error(tmp_path, changes, message
     check_node(node)
     with pytest.raises(InputError, match=message):
         check_node(replace(node, num_engines=2 if "port" in changes else 1, **changes))
+
+
+def test_there_is_one_way_to_install_the_plugin_and_every_place_tells_it(tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho no sglang >&2\nexit 1\n")
+    interpreter.chmod(0o755)
+    with pytest.raises(InputError, match=re.escape(INSTALL_PLUGIN)):
+        sglang_gpus(interpreter)
+    for file in ("README.md", "tools/install_sglang.sh"):
+        text = (Path(__file__).resolve().parents[3] / file).read_text()
+        assert INSTALL_PLUGIN in text
+        assert "--no-deps ." not in text, "a copy would stay behind when the project changes"

@@ -23,7 +23,7 @@ from dapo_mega.rollout.registry import Registration, announce
 from dapo_mega.rollout.sglang_fleet import SglangFleet
 from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
-from dapo_mega.weight_sync.wire import MODEL_FIELD
+from dapo_mega.weight_sync.wire import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD
 from tests.distributed.launching import free_port
 from tests.unit.rollout.scripted_server import serve
 from tools.scripted_engine import ScriptedEngine
@@ -506,6 +506,22 @@ def test_a_hung_engines_work_moves(servers, drive):
     driver.submit(requests(8))
     assert {answer.request_id for answer in answers(driver, 8)} == set(range(8))
     assert driver.pop_metrics()["fleet/engines_hung"] == 1
+
+
+def test_an_engine_with_another_copy_of_the_plugin_is_named_with_the_way_to_install_it(servers, drive, caplog):
+    group = servers(3)
+    for engine, protocol in zip(group.engines, (PROTOCOL, PROTOCOL - 1, None), strict=True):
+        states = [{PROTOCOL_FIELD: protocol}] if protocol else [{}]
+        engine.settings = {"internal_states": states}
+    driver = drive(group.urls, min_engines=3)
+    targets = driver.targets(only_stale=False)
+    assert {target.url: target.has_plugin for target in targets} == dict(
+        zip(group.urls, (True, False, False), strict=True)
+    )
+    warnings = [record.getMessage() for record in caplog.records if "protocol" in record.getMessage()]
+    assert len(warnings) == 1
+    assert group.urls[1] in warnings[0]
+    assert "pip install --no-deps --editable ." in warnings[0]
 
 
 def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog):
