@@ -117,7 +117,10 @@ class ProcessWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            if select.select([self._signals], [], [], _POLL_S)[0] and signal.SIGTERM in os.read(self._signals, 512):
+            arrived = select.select([self._signals], [], [], _POLL_S)[0]
+            if self._closed.is_set():
+                return
+            if arrived and signal.SIGTERM in os.read(self._signals, 512):
                 self._got_sigterm()
             _look_at_launcher()
             self._look_at_peers()

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.errors import InputError
-from dapo_mega.files import disk_refusal, replace_file
+from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.handover import leaving_together
 from dapo_mega.models.hf_writer import copy_companions
 from dapo_mega.policy.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
@@ -186,7 +186,8 @@ class CheckpointStore:
         }
         try:
             loaded = load_restricted(wanted, path)
-            values = json.loads((path / "loop.json").read_text())
+            values = read_json_object(path / "loop.json")
+            step = int(values.pop("step"))
             values.pop("num_optimizers", None)
             with np.load(path / "loop.npz") as file:
                 arrays = {name: file[name] for name in file.files}
@@ -201,8 +202,8 @@ class CheckpointStore:
         _separate_adam_steps(policy)
         policy.scheduler.load_state_dict(loaded["scheduler"])
         _restore_rng(policy, arrays)
-        self.last_step = values["step"]
-        return LoopState(values.pop("step"), values, arrays)
+        self.last_step = step
+        return LoopState(step, values, arrays)
 
     def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> dict[str, int]:
         """Leave together when any process failed; what was written goes, earlier checkpoints stay. Returns the
@@ -359,7 +360,7 @@ def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
     """Under expert parallelism Megatron keeps the optimizer of the experts apart, also in the checkpoint."""
     here = len(policy.optimizer.chained_optimizers)
     try:
-        there = json.loads((path / "loop.json").read_text()).get("num_optimizers", here)
+        there = read_json_object(path / "loop.json").get("num_optimizers", here)
     except (OSError, ValueError):
         return  # Loading will say what is wrong with the file.
     if here != there:
