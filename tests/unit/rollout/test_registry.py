@@ -105,6 +105,8 @@ def body_signed(content):
 
 def fields(**changes):
     entries = {"registrations": [vars(ENGINE)], "leaving": False, "sent_at": time.time(), **changes}
+    if entries["sent_at"] is int:
+        entries["sent_at"] = int(time.time())
     return json.dumps(entries).encode()
 
 
@@ -118,25 +120,25 @@ def fields(**changes):
         b"[1]",
         b"[" * 8000,
         b'{"sent_at": ' + b"9" * 5000 + b"}",
-        fields(sent_at=math.nan),
-        fields(sent_at=math.inf),
-        fields(sent_at=None),
-        fields(sent_at="now"),
-        fields(sent_at=int(time.time())),
-        fields(sent_at=10**4000),
-        fields(leaving=1),
-        fields(leaving=None),
-        fields(registrations=None),
-        fields(registrations={"url": ENGINE.url}),
-        fields(registrations=[[["http://127.0.0.1:30000"]]]),
-        fields(registrations=[vars(ENGINE)] * (MAX_REGISTRATIONS + 1)),
-        fields(registrations=[vars(OTHER), {"url": ENGINE.url}]),
+        dict(sent_at=math.nan),
+        dict(sent_at=math.inf),
+        dict(sent_at=None),
+        dict(sent_at="now"),
+        dict(sent_at=int),
+        dict(sent_at=10**4000),
+        dict(leaving=1),
+        dict(leaving=None),
+        dict(registrations=None),
+        dict(registrations={"url": ENGINE.url}),
+        dict(registrations=[[["http://127.0.0.1:30000"]]]),
+        dict(registrations=[vars(ENGINE)] * (MAX_REGISTRATIONS + 1)),
+        dict(registrations=[vars(OTHER), {"url": ENGINE.url}]),
         *(
-            fields(registrations=[{"url": ENGINE.url, "instance": i}])
+            dict(registrations=[{"url": ENGINE.url, "instance": i}])
             for i in (None, 3, "", "a b", "\n", "\ud800", "x" * 65)
         ),
         *(
-            fields(registrations=[{"url": url, "instance": "first"}])
+            dict(registrations=[{"url": url, "instance": "first"}])
             for url in (
                 *(None, 3, [], "", "no URL", "ftp://127.0.0.1:30000", "http://", "http://host", "http://:30000"),
                 *("http://host:70000", "http://host:port", "http://[::1", "http://host:1/", "http://host:1/path"),
@@ -145,8 +147,10 @@ def fields(**changes):
             )
         ),
     ],
+    ids=lambda content: type(content).__name__,
 )
 def test_a_malformed_announcement_that_is_signed_is_refused_with_one_warning(trainer, address, caplog, content):
+    content = content if isinstance(content, bytes) else fields(**content)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert push(address, body_signed(content)) in (400, 409)
