@@ -87,11 +87,16 @@ class ProcessWatch:
         os.close(self._signals)
         os.close(self._signal_sink)
 
-    def follow_peers(self) -> None:
-        """Tell the run's other processes from now on when this one fails, and end when they do; torch.distributed is
-        up. Nothing to do for a process without others."""
+    def follow_peers(self, *, group_is_up: bool) -> None:
+        """Tell the run's other processes from now on when this one fails, and end when they do.
+
+        Where torchrun keeps the store that works before torch.distributed is up, else afterwards. Nothing to do for a
+        process without others.
+        """
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or self._store is not None:
+            return
+        if not group_is_up and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return
         store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         # torchrun keeps the store when it starts its processes again.

@@ -66,6 +66,7 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
     with ProcessWatch(config.checkpoint.grace_s) as watch:
+        watch.follow_peers(group_is_up=False)
         if not _is_finished(config, status, accept_changes):
             _train(config, status, watch)
     forget_before_leaving(status.left)
@@ -108,7 +109,7 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     inputs = read_inputs(config)
     processes = start_processes(config.parallel, config.seed)
-    watch.follow_peers()
+    watch.follow_peers(group_is_up=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(held_folder(folder, status, processes))
         store = CheckpointStore.of_run(config.output_dir, config.checkpoint)

@@ -39,6 +39,7 @@ def run_sft(config: SftConfig) -> None:
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
     with ProcessWatch(nothing_saved=_STOPPED) as watch:
+        watch.follow_peers(group_is_up=False)
         _run(config, status, watch)
     forget_before_leaving(status.left)
 
@@ -56,7 +57,7 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     tokenizer = load_tokenizer(config.model.path)
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
     processes = start_processes(config.parallel, config.seed)
-    watch.follow_peers()
+    watch.follow_peers(group_is_up=True)
     with held_folder(folder, status, processes):
         policy = MegatronPolicy(
             config.model,
