@@ -28,7 +28,11 @@ EXIT_PIPE_CLOSED = 141
 LAUNCHER = os.getppid()
 """The process that started this one, which is torchrun's where RANK is set by it."""
 
+Reason = tuple[str, int]
+"""Why a process leaves: what to say, and the exit status."""
+
 _before_leaving: list[Callable[[str, int], None]] = []
+_agreeing: list[Callable[[Reason], Reason]] = []
 _leaving = threading.Lock()
 
 
@@ -71,6 +75,11 @@ def forget_before_leaving(action: Callable[[str, int], None]) -> None:
     _before_leaving.remove(action)
 
 
+def agree_before_leaving(agree: Callable[[Reason], Reason] | None) -> None:
+    """Have `leave` ask `agree` which reason counts: that of the process which was first to leave. It must not raise."""
+    _agreeing[:] = [agree] if agree else []
+
+
 def leave(message: str, status: int) -> None:
     """End this process at once, from any thread, with one line that says why.
 
@@ -78,6 +87,8 @@ def leave(message: str, status: int) -> None:
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # Another thread is leaving already.
+    for agree in _agreeing:
+        message, status = agree((message, status))
     line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {printable(' '.join(message.split()))}"
     if _speaks_for_machine():
         for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
@@ -121,7 +132,7 @@ def _fail_by_fault(error: Exception) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         raise error
     if isinstance(error, RuntimeError):
-        time.sleep(_PEER_PATIENCE_S)  # A broken connection: the process that broke it says why, and ends this one.
+        time.sleep(_PEER_PATIENCE_S)  # A broken connection: the watch hears from the process that broke it, and leaves.
     traceback.print_exception(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
     leave(f"{type(error).__name__}: {first_line}; see the traceback above, or in this process's log", EXIT_FAULT)

@@ -204,10 +204,10 @@ def _driver(
     )
 
 
-def open_writer(config: RunConfig, start_step: int) -> MetricsWriter:
-    """The record of the steps after `start_step`. Raises InputError where the file of earlier ones is unreadable."""
+def open_writer(config: RunConfig, first_step: int = 0) -> MetricsWriter:
+    """The record of the steps from `first_step` on. Raises InputError where the file of earlier ones is unreadable."""
     try:
-        return MetricsWriter(Path(config.output_dir), start_step=start_step + 1 if start_step else 0)
+        return MetricsWriter(Path(config.output_dir), start_step=first_step)
     except ValueError as error:
         raise InputError(f"{error}; move the file away, or give another output_dir") from error
 

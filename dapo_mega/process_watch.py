@@ -10,6 +10,7 @@ A thread watches for three things that a process inside a collective cannot see 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -27,8 +28,8 @@ from dapo_mega.commands import (
     EXIT_CONTINUE,
     EXIT_FAULT,
     LAUNCHER,
-    before_leaving,
-    forget_before_leaving,
+    Reason,
+    agree_before_leaving,
     is_started_by_torchrun,
     leave,
 )
@@ -67,7 +68,6 @@ class ProcessWatch:
         os.set_blocking(self._signal_sink, False)
         self._old_handler = signal.signal(signal.SIGTERM, _ignore)
         self._old_sink = signal.set_wakeup_fd(self._signal_sink, warn_on_full_buffer=False)
-        before_leaving(self._tell_peers)
         self._thread.start()
         return self
 
@@ -77,9 +77,10 @@ class ProcessWatch:
         exc: BaseException | None,
         traceback_: TracebackType | None,
     ) -> None:
-        """After an error the peers are still told of it, by `leave`."""
-        if exc is None:
-            forget_before_leaving(self._tell_peers)
+        """After an error a process that has peers goes on watching until it leaves: theirs may be the cause."""
+        if exc is not None and self._store is not None:
+            return
+        agree_before_leaving(None)
         self._closed.set()
         self._thread.join()
         signal.set_wakeup_fd(self._old_sink)
@@ -102,9 +103,11 @@ class ProcessWatch:
         # torchrun keeps the store when it starts its processes again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"dapo_mega/attempt_{attempt}", store)
+        agree_before_leaving(self._agree)
 
     def forget_peers(self) -> None:
         """Follow them no longer: from here on they may end as they like."""
+        agree_before_leaving(None)
         self._store = None
 
     def begin_training(self) -> None:
@@ -140,12 +143,14 @@ class ProcessWatch:
     def _got_sigterm(self) -> None:
         if not _siblings_live():
             # torchrun ends the others of a process that has failed; they would wait for it in vain.
-            self._tell_peers("another process of the run on this machine has ended; see its output", EXIT_FAULT)
+            self._agree(("another process of the run on this machine has ended; see its output", EXIT_FAULT))
             os._exit(EXIT_FAULT)
         if not self._is_training:
             leave(self._nothing_saved, EXIT_CONTINUE)
         self._set_stop()
-        self._write(_STOP, "")
+        with contextlib.suppress(dist.DistError, OSError):  # Then the store is gone, and so are the peers.
+            if self._store is not None:
+                self._store.set(_STOP, "")
 
     def _set_stop(self) -> None:
         if not self._stop.is_set():
@@ -157,7 +162,7 @@ class ProcessWatch:
         if store is None:
             return
         try:
-            failure = json.loads(store.get(_FAILURE)) if store.check([_FAILURE]) else None
+            failure = store.get(_FAILURE) if store.check([_FAILURE]) else None
             if store.check([_STOP]):
                 self._set_stop()
         except (dist.DistError, OSError) as error:
@@ -172,24 +177,17 @@ class ProcessWatch:
                 EXIT_FAULT,
             )
         if failure is not None:
-            leave(failure["message"], failure["status"])
+            leave(*json.loads(failure))
 
-    def _tell_peers(self, message: str, status: int) -> None:
-        if self._store is not None and not self._store_has(_FAILURE):
-            self._write(_FAILURE, json.dumps({"message": message, "status": status}))
-
-    def _store_has(self, key: str) -> bool:
-        try:
-            return self._store is not None and self._store.check([key])
-        except (dist.DistError, OSError):
-            return False
-
-    def _write(self, key: str, value: str) -> None:
+    def _agree(self, reason: Reason) -> Reason:
+        """Tell the peers why this process leaves, unless one of them was first; returns what the first one said."""
         try:
             if self._store is not None:
-                self._store.set(key, value)
+                message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
+                return message, status
         except (dist.DistError, OSError):
-            return  # The store ended with the processes that would have read it.
+            pass  # The store ended with the processes that would have read it.
+        return reason
 
 
 def _look_at_launcher() -> None:

@@ -13,7 +13,7 @@ from dapo_mega.commands import EXIT_INPUT_ERROR, before_leaving, forget_before_l
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.handover import leaving_together
-from dapo_mega.pipeline import Pipeline, build_pipeline, open_writer, read_inputs, write_run_record
+from dapo_mega.pipeline import Pipeline, build_pipeline, read_inputs, write_run_record
 from dapo_mega.plan import describe_run
 from dapo_mega.policy.checkpoint_folders import step_of
 from dapo_mega.policy.checkpoints import CheckpointStore
@@ -128,7 +128,6 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         with leaving_together(processes.control):
             if pipeline.driver:
                 write_run_record(config)
-                pipeline.driver.writer = open_writer(config, start_step)
                 stack.enter_context(pipeline.driver.progress)
                 status.running()
                 if newest:

@@ -23,7 +23,7 @@ from dapo_mega.handover import HandoverGroups, broadcast_columns, broadcast_name
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.packing import MicroBatch, columns_from_samples
-from dapo_mega.pipeline import Pipeline
+from dapo_mega.pipeline import Pipeline, open_writer
 from dapo_mega.policy.checkpoints import LoopState
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.megatron_policy import TokenScores
@@ -44,6 +44,10 @@ def train(pipeline: Pipeline) -> None:
     or when a step's update is done. `loop_state` is then what the run continues from.
     """
     config = pipeline.config
+    with leaving_together(pipeline.policy.processes.control):
+        if pipeline.driver and pipeline.driver.writer is None:
+            num_recorded = pipeline.step + (pipeline.unrecorded is None)  # Step 0 included.
+            pipeline.driver.writer = open_writer(config, num_recorded if pipeline.step else 0)
     if pipeline.unrecorded is not None:
         complete_step(pipeline, pipeline.unrecorded)
     else:

@@ -38,7 +38,7 @@ from dapo_mega import trainer
 from dapo_mega.commands import quiet_libraries, run_command
 from dapo_mega.data import load_tokenizer
 from dapo_mega.errors import InputError
-from dapo_mega.pipeline import Pipeline, build_pipeline, decoder
+from dapo_mega.pipeline import Pipeline, build_pipeline, decoder, open_writer
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.engine import RolloutEngine
 from dapo_mega.rollout.scoring import ResponseScorer
@@ -209,7 +209,7 @@ def _measure(pipeline: Pipeline, peer: Peer | None, lengths: Sequence[int], opti
         config.reward, driver.verifier, decoder(tokenizer), config.rollout.max_response_tokens, config.seed
     )
     engine: Any = FixedLengths(pipeline.fleet, lengths)
-    record: Any = _Record(driver.writer)
+    record: Any = _Record(open_writer(pipeline.config))
     progress: Any = turns
     collector = Collector(config, driver.collector.prompts, engine, scorer, ())
     pipeline.driver = replace(driver, collector=collector, progress=progress, writer=record)

@@ -174,8 +174,8 @@ def test_no_process_waits_for_one_that_failed(task, monkeypatch, failure, messag
     """torchrun is not there to end the others, as it is not for those of other machines."""
     folder, config = task
     output = folder / f"failure_in_{failure.replace(' ', '_')}"
-    monkeypatch.setenv("FAILURE", failure)
-    script = Path(__file__).with_name("failing_trainer.py")
+    monkeypatch.setenv("DISTURBANCE", failure)
+    script = Path(__file__).with_name("disturbed_trainer.py")
     statuses = wait_for(start(config, 2, output, script=script), 240, patience_s=60)
     logs = [log.read_text() for log in sorted((folder / f"{output.name}_logs").glob("*.log"))]
     assert statuses == [exit_status, exit_status], logs

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -70,20 +71,26 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
     assert_equal_runs(uninterrupted, output)
 
 
-def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(task, uninterrupted):
+@pytest.mark.parametrize("moment", ["some time", "after an update"])
+def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(
+    task, uninterrupted, monkeypatch, moment
+):
     """It reaches one process, which tells the others. The run ends with the status that asks to be continued."""
     folder, config = task
-    output = folder / "terminated"
-    workers = start(config, 2, output, *EXPORTS)
-    while steps_done(output) < 2:
+    output = folder / f"terminated {moment}"
+    monkeypatch.setenv("DISTURBANCE", moment)
+    workers = start(config, 2, output, *EXPORTS, script=Path(__file__).with_name("disturbed_trainer.py"))
+    while moment == "some time" and steps_done(output) < 2:
         time.sleep(0.002)
         assert all(worker.exitcode is None for worker in workers)
-    os.kill(workers[1].pid, signal.SIGTERM)
+    if moment == "some time":
+        os.kill(workers[1].pid, signal.SIGTERM)
     assert wait_for(workers, 240, patience_s=60) == [75, 75]
-    log = (folder / "terminated_logs" / "rank_0.log").read_text()
+    log = (folder / f"{output.name}_logs" / "rank_0.log").read_text()
     status = read_status(output)
     assert (status["state"], status["exit_status"], status["continue"]) == ("stopped", 75, True)
-    assert status["step"] >= 2
+    # The step that is saved was not recorded when its evaluation was still to come.
+    assert status["step"] == 3 > steps_done(output) if moment == "after an update" else status["step"] >= 2
     assert log.splitlines()[-1] == f"stopped: {status['message']}"
     assert (output / "checkpoints" / f"step_{status['step']:08d}").is_dir()
     assert not (output / "run.lock").exists()
