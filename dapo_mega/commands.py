@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested, is_lost_connection
 
 EXIT_FAULT = 1
 EXIT_INPUT_ERROR = 2
@@ -24,6 +25,11 @@ EXIT_FLEET = 4
 EXIT_CONTINUE = 75
 """The run stopped before its end and the same command continues it; EX_TEMPFAIL of sysexits.h."""
 EXIT_PIPE_CLOSED = 141
+
+PEER_LOST = (
+    "another process of the run has ended without saying why: it was killed, for memory perhaps, or its machine is "
+    "gone; see its output and the system's log, and start the same command again to continue from the last checkpoint"
+)
 
 LAUNCHER = os.getppid()
 """The process that started this one, which is torchrun's where RANK is set by it."""
@@ -54,6 +60,8 @@ def run_command(main: Callable[[], None]) -> None:
     except StopRequested as error:
         leave(str(error), EXIT_CONTINUE)
     except OSError as error:
+        if is_lost_connection(error):
+            _fail_by_fault(error)
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             _fail_by_fault(error)
         where = f"{error.filename}: " if error.filename else ""
@@ -63,6 +71,11 @@ def run_command(main: Callable[[], None]) -> None:
         leave("interrupted; start the same command again to continue", 130)
     except Exception as error:
         _fail_by_fault(error)
+
+
+def leave_at_sigterm(message: str) -> None:
+    """From now on SIGTERM ends this process with a line and the status that asks to be continued."""
+    signal.signal(signal.SIGTERM, lambda *_: leave(message, EXIT_CONTINUE))
 
 
 def before_leaving(action: Callable[[str, int], None]) -> None:
@@ -129,13 +142,17 @@ def printable(text: str) -> str:
 
 def _fail_by_fault(error: Exception) -> None:
     """A fault of the program keeps its traceback; where there are other processes, they end with it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        raise error
-    if isinstance(error, RuntimeError):
-        time.sleep(_PEER_PATIENCE_S)  # A broken connection: the watch hears from the process that broke it, and leaves.
-    traceback.print_exception(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
-    leave(f"{type(error).__name__}: {first_line}; see the traceback above, or in this process's log", EXIT_FAULT)
+    reason = f"{type(error).__name__}: {first_line}; see the traceback above, or in this process's log"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        for action in _before_leaving:
+            action(reason, EXIT_FAULT)
+        raise error
+    if not is_lost_connection(error):
+        traceback.print_exception(error)
+        leave(reason, EXIT_FAULT)
+    time.sleep(_PEER_PATIENCE_S)  # The watch hears from the process that broke it, if that says why, and leaves.
+    leave(PEER_LOST, EXIT_CONTINUE)
 
 
 _PEER_PATIENCE_S = 3.0

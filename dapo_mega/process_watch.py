@@ -28,6 +28,7 @@ from dapo_mega.commands import (
     EXIT_CONTINUE,
     EXIT_FAULT,
     LAUNCHER,
+    PEER_LOST,
     Reason,
     agree_before_leaving,
     is_started_by_torchrun,
@@ -143,8 +144,7 @@ class ProcessWatch:
     def _got_sigterm(self) -> None:
         if not _siblings_live():
             # torchrun ends the others of a process that has failed; they would wait for it in vain.
-            self._agree(("another process of the run on this machine has ended; see its output", EXIT_FAULT))
-            os._exit(EXIT_FAULT)
+            leave(PEER_LOST, EXIT_CONTINUE)
         if not self._is_training:
             leave(self._nothing_saved, EXIT_CONTINUE)
         self._set_stop()

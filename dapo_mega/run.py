@@ -20,7 +20,7 @@ from dapo_mega.policy.checkpoints import CheckpointStore
 from dapo_mega.policy.hf_export import save_hf_checkpoint
 from dapo_mega.policy.processes import Processes, start_processes, stop_processes, world_size_from_environment
 from dapo_mega.process_watch import ProcessWatch
-from dapo_mega.run_lock import RunLock
+from dapo_mega.run_lock import RunLock, is_locked
 from dapo_mega.run_status import RunStatus
 from dapo_mega.trainer import loop_state, restore, train
 
@@ -83,15 +83,16 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     start_step = step_of(newest) if newest else 0
     status.completed_step = lambda: start_step
     is_exported = (folder / "hf" / "config.json").is_file()
+    is_complete = newest is not None and not store.has_unrecorded_step(newest)
     if newest and not accept_changes:
         _refuse_changes(config, folder)
     _refuse_lost_checkpoints(folder, newest)
-    if start_step >= config.num_steps and (is_exported or not config.checkpoint.save_hf_at_end):
+    if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         say(
             f"{folder} already holds a finished run of {start_step} steps; raise num_steps to continue it, or give "
             f"another output_dir"
         )
-        if is_rank_zero() and not status.is_finished():
+        if is_rank_zero() and not status.is_finished() and not is_locked(folder):
             status.finished()
         return True
     return False
@@ -116,20 +117,22 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         newest, skipped = store.newest_intact(processes)
         _refuse_lost_checkpoints(folder, newest)
         start_step = step_of(newest) if newest else 0
+        status.completed_step = lambda: start_step
+        if processes.rank == 0:
+            status.running()
         for sentence in skipped:
             say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
         pipeline = build_pipeline(
             config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested
         )
-        status.completed_step = lambda: pipeline.step
         stack.callback(close, pipeline)
         if newest:
             restore(pipeline, pipeline.store.load(pipeline.policy, newest))
+        status.completed_step = lambda: pipeline.step
         with leaving_together(processes.control):
             if pipeline.driver:
                 write_run_record(config)
                 stack.enter_context(pipeline.driver.progress)
-                status.running()
                 if newest:
                     pipeline.driver.progress.message(f"resuming {folder} after step {start_step}")
         watch.begin_training()
@@ -145,10 +148,15 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
 @contextlib.contextmanager
 def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
     """Rank 0 holds the folder's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+
+    def lost(reason: str) -> None:
+        status.has_lock = False  # The new holder's record stays.
+        leave(reason, EXIT_INPUT_ERROR)
+
     with contextlib.ExitStack() as held:
         with leaving_together(processes.control):
             if processes.rank == 0:
-                held.enter_context(RunLock(folder, on_loss=lambda reason: leave(reason, EXIT_INPUT_ERROR)))
+                held.enter_context(RunLock(folder, on_loss=lost))
         status.has_lock = True
         yield
 

@@ -26,6 +26,7 @@ import psutil
 
 from dapo_mega.commands import before_leaving, forget_before_leaving, say
 from dapo_mega.errors import InputError
+from dapo_mega.files import errors_naming
 
 LOCK_FILE = "run.lock"
 _TOUCH_EVERY_S = 5.0
@@ -134,7 +135,7 @@ class RunLock:
         except FileExistsError:
             return False
         try:
-            with file:
+            with errors_naming(self._file), file:
                 json.dump(asdict(self._holder), file)
         except OSError:
             self._file.unlink(missing_ok=True)
@@ -151,8 +152,13 @@ class RunLock:
         except FileNotFoundError:
             return
         if _read(aside) != holder:
-            with contextlib.suppress(FileExistsError):  # Then that lock's holder will notice, and give up.
+            try:
                 os.link(aside, self._file)
+            except FileExistsError:
+                pass  # That lock's holder will notice that this one is gone, and give up.
+            except OSError:  # Some file systems have no links.
+                aside.rename(self._file)
+                return
         aside.unlink()
 
     def _remove(self, message: str = "", status: int = 0) -> None:

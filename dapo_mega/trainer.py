@@ -63,7 +63,7 @@ def train(pipeline: Pipeline) -> None:
         with pipeline.timers.stage("score"):
             mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
             if not batch.has_fresh and config.rollout.placement != "colocated":  # Those engines sleep by now.
-                mismatch = {**probe_agreement(pipeline), **mismatch}
+                mismatch = {**probe_agreement(pipeline, groups), **mismatch}
         with pipeline.timers.stage("update"):
             updates = update(pipeline, mini_batches, batch.engines)
         pipeline.step += 1
@@ -179,15 +179,19 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
     return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
 
 
-def probe_agreement(pipeline: Pipeline) -> Metrics:
+def probe_agreement(pipeline: Pipeline, groups: Sequence[Group]) -> Metrics:
     """Engine against trainer on one response sampled for this purpose: for steps that train on surplus alone, which
-    brings no response of the current weights."""
+    brings no response of the current weights. `groups` are the step's; the collector gets them back, on rank 0, when
+    the run is to stop."""
     probed: list[tuple[Prompt, Response]] = []
     with leaving_together(pipeline.policy.processes.control):
         if pipeline.driver:
             collector = pipeline.driver.collector
             try:
                 answers = collector.probe(pipeline.step)
+            except StopRequested:
+                collector.undo(groups)
+                raise
             finally:
                 pipeline.fleet.release()
             if not answers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.commands import leave_at_sigterm, quiet_libraries, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -24,6 +24,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config
 

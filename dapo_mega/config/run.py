@@ -93,7 +93,7 @@ class RolloutConfig(Section):
         gt=0,
         description="An engine of a fleet that joins is refused when it gives a fixed sequence log-probs that differ "
         "from the trainer's by more than this many nats on average; null means 0.001 where both compute in fp32, 0.5 "
-        "where the engine computes in fp8 and 0.25 otherwise.",
+        "where the engine computes in fp8 and 0.15 otherwise.",
     )
 
 
@@ -354,7 +354,7 @@ class RunConfig(Section):
             return self.rollout.engine_tolerance
         if self.model.dtype == self.engine_dtype == "fp32":
             return 0.001
-        return 0.5 if self.engine_dtype == "fp8" else 0.25
+        return 0.5 if self.engine_dtype == "fp8" else 0.15
 
     @property
     def engine_dtype(self) -> str:

@@ -8,6 +8,7 @@ writes and the steps after all have written, stays Megatron's. Can go when Megat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -74,7 +75,7 @@ def _write(
         unfinished.put(number)
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, reports, unfinished, use_fsync=True)
         file = Path(bucket[0])
-        if file.is_file():
+        with contextlib.suppress(OSError):  # What was written is then read when the checkpoint is completed.
             checksums[file.name] = checksum(file)
     written = dict(reports.get() for _ in buckets)
     failure = next((report for report in written.values() if isinstance(report, Exception)), None)

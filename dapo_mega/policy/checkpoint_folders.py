@@ -64,7 +64,10 @@ class CheckpointFolders:
     def discard_partials(self) -> None:
         """Remove what killed runs left of checkpoints that they were writing; no other run may be writing."""
         for partial in self.root.glob(".step_*.partial"):
-            shutil.rmtree(partial)
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
 
     def partial(self, step: int) -> Path:
         """The folder that the checkpoint of `step` is written into."""
@@ -87,16 +90,20 @@ class CheckpointFolders:
         partial = self.partial(step)
         write_manifest(partial, checksums)
         final = self.root / _name(step)
-        _make_way(final)
+        if final.exists():
+            final.rename(self.root / f".{final.name}.replaced.partial")
         partial.rename(final)
         latest = self.root / _LATEST
         if latest.is_dir():
-            _make_way(latest)
+            shutil.rmtree(latest)
         replace_file(latest, final.name)
-        self._rotate()
+        self._rotate(step)
 
-    def _rotate(self) -> None:
-        last = [folder for folder, _ in zip(self._complete(), range(self._keep_last), strict=False)]
+    def _rotate(self, step: int) -> None:
+        """Remove what is no longer kept. Newer folders than that of `step` were passed over: they hold other bytes than
+        were written, and count for nothing until their steps come again."""
+        of_this_run = (folder for folder in self._complete() if step_of(folder) <= step)
+        last = [folder for folder, _ in zip(of_this_run, range(self._keep_last), strict=False)]
         for folder in self._steps():
             is_kept = self._keep_every is not None and step_of(folder) % self._keep_every == 0
             if folder < last[-1] and not is_kept:
@@ -187,14 +194,6 @@ def _file_record(name: str, values: object) -> FileRecord:
         case {"size": int(size), "crc32": int(crc32)}:
             return FileRecord(size, crc32)
     raise ValueError(f"says of {name} neither size nor checksum")
-
-
-def _make_way(path: Path) -> None:
-    """Remove what stands where a folder is to be."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _name(step: int) -> str:

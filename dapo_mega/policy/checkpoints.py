@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.config import CheckpointConfig
-from dapo_mega.errors import InputError
+from dapo_mega.errors import InputError, is_lost_connection
 from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.handover import leaving_together
 from dapo_mega.models.hf_writer import copy_companions
@@ -121,6 +121,13 @@ class CheckpointStore:
                 return folder, skipped
             skipped.append(f"skipping the damaged checkpoint {folder} ({damage})")
         return None, skipped
+
+    def has_unrecorded_step(self, path: Path) -> bool:
+        """Whether the run was stopped before the step of this checkpoint was recorded. Local: reads only."""
+        try:
+            return read_json_object(path / "loop.json").get("unrecorded") is not None
+        except (OSError, ValueError):
+            return False
 
     def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
         """Write `step_{step}`; `state` is asked on rank 0 only. Saving asynchronously, this returns when everything is
@@ -317,10 +324,12 @@ def _set_states_but_step(part: Any, model_param: torch.nn.Parameter, tensors: Ma
 
 
 def _attempt(action: Callable[[], object]) -> str | None:
-    """None, or why the file system refused."""
+    """None, or why the file system refused. Raises what is no refusal: another process has ended."""
     try:
         action()
     except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
+        if is_lost_connection(error):
+            raise
         return disk_refusal(error) or _one_line(error)
     return None
 

@@ -78,6 +78,7 @@ class Collector:
         self.next_request_id = 0
         self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
         self._in_flight = None if streaming_engine is None else GroupsInFlight(streaming_engine)
+        self._beginning: tuple[Any, int, list[Group]] = (self.cursor.state(), 0, [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is that of the engine's weights.
@@ -86,16 +87,22 @@ class Collector:
         raises StopRequested, `state` is afterwards what the step began with, or, with partial rollouts, all that has
         been asked and answered since.
         """
-        cursor, next_request_id, groups = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
+        self._beginning = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
         try:
             return self._collect(version)
         except StopRequested:
-            if not self._config.rollout.partial:
-                if self._in_flight is not None:
-                    self._in_flight.cancel_all()
-                self.cursor.load_state(cursor)
-                self.next_request_id, self.buffer.groups = next_request_id, groups
+            self.undo([])
             raise
+
+    def undo(self, groups: Sequence[Group]) -> None:
+        """Take back the last `collect`, which gave these groups: its step will not be trained by this process."""
+        if self._config.rollout.partial:
+            self.buffer.groups = [*groups, *self.buffer.groups]
+            return
+        if self._in_flight is not None:
+            self._in_flight.cancel_all()
+        cursor, self.next_request_id, self.buffer.groups = self._beginning
+        self.cursor.load_state(cursor)
 
     def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         tally = RolloutTally()

@@ -127,7 +127,7 @@ class EngineClient:
         model = await self._json("GET", "/model_info")
         try:
             return _engine_info(self.url, server, model, await self._has("/begin_weight_update"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
     async def weight_version(self) -> str:
@@ -276,7 +276,7 @@ class EngineClient:
     def _parsed(self, path: str, content: bytes) -> Any:
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_quote(content)}") from None
 
     def _output(self, content: bytes) -> Any:
@@ -290,6 +290,8 @@ class EngineClient:
         """Turn what aiohttp raises into EngineError."""
         try:
             yield
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise EngineGarbled(self.url, f"there can be no host of that name: {error}") from error
         except aiohttp.ClientSSLError as error:
             raise EngineGarbled(self.url, f"no TLS connection for {path}: {error}") from error
         except aiohttp.ClientResponseError as error:

@@ -203,7 +203,7 @@ class Membership:
             )
         else:
             logger.warning(
-                "WARNING: engine %s holds weights of %s, which this run (%s) did not send: what a trainer before left "
+                "engine %s holds weights of %s, which this run (%s) did not send: what a trainer before left "
                 "under way, or another trainer uses this engine",
                 url,
                 foreign.describe(),

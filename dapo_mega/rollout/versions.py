@@ -26,7 +26,7 @@ class WeightVersion:
     def parse(cls, text: object) -> WeightVersion | None:
         """What an engine says that it holds; None when no trainer has named it so."""
         run, _, step = str(text).rpartition(":")
-        return cls(run, int(step)) if step.isascii() and step.isdecimal() else None
+        return cls(run, int(step)) if re.fullmatch("[0-9]{1,18}", step) else None
 
     def describe(self) -> str:
         """For people."""

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dapo_mega.commands import run_command
@@ -19,8 +20,6 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from dapo_mega import trainer  # noqa: E402
 from launch import train_dapo  # noqa: E402
 
-complete_step = trainer.complete_step
-
 
 def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -30,12 +29,17 @@ def fault(*_: Any, **__: Any) -> None:
     raise ArithmeticError("the first line\nthe second line")
 
 
-def stop_after_an_update(pipeline: trainer.Pipeline, metrics: dict[str, float]) -> None:
-    if pipeline.step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not pipeline.stop_requested():
-            time.sleep(0.01)
-    complete_step(pipeline, metrics)
+def stopped_before(function: Callable[..., Any], step: int) -> Callable[..., Any]:
+    """The function of the trainer's, before which this process gets SIGTERM after so many steps."""
+
+    def call(pipeline: trainer.Pipeline, *arguments: Any) -> Any:
+        if pipeline.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not pipeline.stop_requested():
+                time.sleep(0.01)
+        return function(pipeline, *arguments)
+
+    return call
 
 
 if __name__ == "__main__":
@@ -45,5 +49,9 @@ if __name__ == "__main__":
         case "forward pass", "1":
             GPTModel.forward = fault
         case "after an update", "1":
-            trainer.complete_step = stop_after_an_update
+            trainer.complete_step = stopped_before(trainer.complete_step, 3)
+        case "in a probe", "0":
+            trainer.probe_agreement = stopped_before(trainer.probe_agreement, 3)
+        case "in the last evaluation", "0":
+            trainer.evaluate = stopped_before(trainer.evaluate, 6)
     run_command(train_dapo.main)

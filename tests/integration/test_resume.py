@@ -71,7 +71,7 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
     assert_equal_runs(uninterrupted, output)
 
 
-@pytest.mark.parametrize("moment", ["some time", "after an update"])
+@pytest.mark.parametrize("moment", ["some time", "after an update", "in a probe", "in the last evaluation"])
 def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(
     task, uninterrupted, monkeypatch, moment
 ):
@@ -79,7 +79,9 @@ def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happen
     folder, config = task
     output = folder / f"terminated {moment}"
     monkeypatch.setenv("DISTURBANCE", moment)
-    workers = start(config, 2, output, *EXPORTS, script=Path(__file__).with_name("disturbed_trainer.py"))
+    # A run without an export at its end is finished when its last step is.
+    overrides = [*EXPORTS, f"checkpoint.save_hf_at_end={str(moment != 'in the last evaluation').lower()}"]
+    workers = start(config, 2, output, *overrides, script=Path(__file__).with_name("disturbed_trainer.py"))
     while moment == "some time" and steps_done(output) < 2:
         time.sleep(0.002)
         assert all(worker.exitcode is None for worker in workers)
@@ -89,21 +91,26 @@ def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happen
     log = (folder / f"{output.name}_logs" / "rank_0.log").read_text()
     status = read_status(output)
     assert (status["state"], status["exit_status"], status["continue"]) == ("stopped", 75, True)
+    assert status["step"] >= STOPPED_AFTER[moment]
     # The step that is saved was not recorded when its evaluation was still to come.
-    assert status["step"] == 3 > steps_done(output) if moment == "after an update" else status["step"] >= 2
+    if moment != "some time":
+        assert status["step"] == STOPPED_AFTER[moment] == steps_done(output) + (moment != "in a probe")
     assert log.splitlines()[-1] == f"stopped: {status['message']}"
     assert (output / "checkpoints" / f"step_{status['step']:08d}").is_dir()
     assert not (output / "run.lock").exists()
-    finish(start(config, 2, output, *EXPORTS), output)
-    assert_equal_runs(uninterrupted, output)
+    finish(start(config, 2, output, *overrides), output)
+    assert_equal_runs(uninterrupted, output, has_final_export=moment != "in the last evaluation")
 
 
-def assert_equal_runs(reference, output):
+STOPPED_AFTER = {"some time": 2, "after an update": 3, "in a probe": 3, "in the last evaluation": 6}
+
+
+def assert_equal_runs(reference, output, has_final_export=True):
     expected, got = (read_metrics(run / "metrics.jsonl") for run in (reference, output))
     assert [record["step"] for record in got] == list(range(7))
     for before, after in zip(expected, got, strict=True):
         assert decisive(after) == decisive(before), f"step {before['step']}"
-    for export in ("hf_step_00000003", "hf_step_00000006", "hf"):
+    for export in ("hf_step_00000003", "hf_step_00000006", *(["hf"] if has_final_export else [])):
         final, wanted = (load_file(run / export / "model.safetensors") for run in (output, reference))
         assert all((final[name] == tensor).all() for name, tensor in wanted.items())
     kept = ["latest", "step_00000004", "step_00000006"]

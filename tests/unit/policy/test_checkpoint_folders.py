@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo_mega.policy.checkpoint_folders import CheckpointFolders, find_changed_bytes, read_manifest
+from dapo_mega.policy.checkpoint_folders import (
+    CheckpointFolders,
+    find_changed_bytes,
+    read_manifest,
+    write_manifest,
+)
 
 
 def begin(folders, step):
@@ -95,6 +100,22 @@ def test_a_checkpoint_without_checksums_counts_as_it_did(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(sizes, indent=1))
     assert folders.newest() == folder
     assert find_changed_bytes(folder, list(sizes)) is None
+
+
+@pytest.mark.parametrize(("keep_last", "before", "passed_over"), [(1, [2, 4], [4]), (2, [10, 12, 14], [12, 14])])
+def test_a_new_checkpoint_never_goes_for_newer_ones_that_were_passed_over(tmp_path, keep_last, before, passed_over):
+    """Their sizes are right, so that they count as complete; the run went on from the one before them."""
+    folders = CheckpointFolders(tmp_path, keep_last, keep_every=None)
+    for step in before:
+        begin(folders, step)
+        folders.partial(step).rename(tmp_path / f"step_{step:08d}")
+        write_manifest(tmp_path / f"step_{step:08d}")
+    for step in passed_over:
+        (tmp_path / f"step_{step:08d}" / "__0_0.distcp").write_bytes(b"y" * 100)
+    step = min(passed_over) - 1
+    write(folders, step)
+    intact = [s for s in [*before, step] if s not in passed_over and (tmp_path / f"step_{s:08d}").is_dir()]
+    assert sorted(intact)[-keep_last:] == sorted({*before, step} - set(passed_over))[-keep_last:]
 
 
 @pytest.mark.parametrize("name", ["latest", "step_00000004"])

@@ -1,6 +1,8 @@
 """One engine's HTTP calls: what is sent, and how what goes wrong is told."""
 
 import asyncio
+import json
+import math
 import re
 import socket
 
@@ -18,6 +20,7 @@ from dapo_mega.rollout.engine_client import (
     is_no_engine,
 )
 from dapo_mega.rollout.sglang_api import generate_payload
+from dapo_mega.weight_sync.wire import MODEL_FIELD
 from tests.unit.rollout.scripted_server import (
     VOCAB_SIZE,
     make_request,
@@ -184,6 +187,28 @@ def test_redirects_are_not_followed_and_the_key_goes_nowhere_else():
         assert error.status == 307
         assert "redirects to /elsewhere" in error.reason
     assert "/elsewhere" not in seen
+
+
+@pytest.mark.parametrize("url", ["http://engine-7..cluster:9", f"http://{'e' * 64}.cluster:9", "http://10.0.0..7:9"])
+def test_a_host_that_cannot_be_is_no_engine(url):
+    async def body():
+        client = EngineClient(url, "secret")
+        with pytest.raises(EngineGarbled) as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "server", [{"tp_size": math.inf}, {"internal_states": [{MODEL_FIELD: "[" * 100_000}]}, {"internal_states": [3]}]
+)
+def test_settings_that_no_server_has_are_no_engines(server):
+    async def handler(request):
+        return web.Response(text=json.dumps({"tp_size": 1, "dtype": "float32", **server}))
+
+    assert is_no_engine(answered_by(handler, lambda c: c.info()))
 
 
 @pytest.mark.parametrize("answer", [b"\x15\x03\x01\x00\x02\x02\x46", b"SSH-2.0-OpenSSH_9.6\r\n"])
