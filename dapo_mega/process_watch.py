@@ -37,6 +37,7 @@ from dapo_mega.commands import (
 from dapo_mega.errors import StopRequested
 
 _POLL_S = 0.5
+_READ_S = 3 * _POLL_S
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILURE = "failure"
 _STOP = "stop"
@@ -98,7 +99,7 @@ class ProcessWatch:
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or self._store is not None:
             return
-        if not group_is_up and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if not group_is_up and not _launcher_keeps_store():
             return
         store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         # torchrun keeps the store when it starts its processes again.
@@ -184,10 +185,17 @@ class ProcessWatch:
         try:
             if self._store is not None:
                 message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
+                if os.environ.get("RANK") == "0" and not _launcher_keeps_store():
+                    time.sleep(_READ_S)  # The store ends with this process: let the others read.
                 return message, status
         except (dist.DistError, OSError):
             pass  # The store ended with the processes that would have read it.
         return reason
+
+
+def _launcher_keeps_store() -> bool:
+    """Whether torchrun keeps torch.distributed's store; otherwise the process of rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _look_at_launcher() -> None:

@@ -33,6 +33,7 @@ _TOUCH_EVERY_S = 5.0
 _SILENT_AFTER_S = 30.0
 _PATIENCE_S = 5.0
 _POLL_S = 0.25
+_SETTLE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RunLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         observed = _Observation()
-        while not self._create():
+        while not self._create_and_keep():
             holder = _read(self._file)
             seen_for = observed.silence_s(self._file)
             is_gone = holder.is_gone() if holder else None
@@ -127,6 +128,13 @@ class RunLock:
         self._remove()
         if self._made_folder and not any(self._folder.iterdir()):
             self._folder.rmdir()
+
+    def _create_and_keep(self) -> bool:
+        """Create the file, and see whether another process that was about to remove a dead lock has taken it for it."""
+        if not self._create() and _read(self._file) != self._holder:
+            return False
+        time.sleep(_SETTLE_S)
+        return _read(self._file) == self._holder
 
     def _create(self) -> bool:
         """Create the file, which one process alone can do."""
