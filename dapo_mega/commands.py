@@ -38,7 +38,7 @@ Reason = tuple[str, int]
 """Why a process leaves: what to say, and the exit status."""
 
 _before_leaving: list[Callable[[str, int], None]] = []
-_agreeing: list[Callable[[Reason], Reason]] = []
+_agreeing: list[tuple[Callable[[Reason], Reason], float]] = []
 _leaving = threading.Lock()
 
 
@@ -88,9 +88,12 @@ def forget_before_leaving(action: Callable[[str, int], None]) -> None:
     _before_leaving.remove(action)
 
 
-def agree_before_leaving(agree: Callable[[Reason], Reason] | None) -> None:
-    """Have `leave` ask `agree` which reason counts: that of the process which was first to leave. It must not raise."""
-    _agreeing[:] = [agree] if agree else []
+def agree_before_leaving(agree: Callable[[Reason], Reason] | None, linger_s: float = 0.0) -> None:
+    """Have `leave` ask `agree` which reason counts: that of the process which was first to leave. It must not raise.
+
+    When all is said and done the process stays for `linger_s`, so that others can read its reason.
+    """
+    _agreeing[:] = [(agree, linger_s)] if agree else []
 
 
 def leave(message: str, status: int) -> None:
@@ -100,7 +103,7 @@ def leave(message: str, status: int) -> None:
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # Another thread is leaving already.
-    for agree in _agreeing:
+    for agree, _ in _agreeing:
         message, status = agree((message, status))
     line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {printable(' '.join(message.split()))}"
     if _speaks_for_machine():
@@ -112,6 +115,8 @@ def leave(message: str, status: int) -> None:
     try:
         for action in _before_leaving:
             action(message, status)
+        for _, linger_s in _agreeing:
+            time.sleep(linger_s)
     finally:
         os._exit(status)
 

@@ -105,7 +105,8 @@ class ProcessWatch:
         # torchrun keeps the store when it starts its processes again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"dapo_mega/attempt_{attempt}", store)
-        agree_before_leaving(self._agree)
+        keeps_store = os.environ.get("RANK") == "0" and not _launcher_keeps_store()
+        agree_before_leaving(self._agree, linger_s=_READ_S if keeps_store else 0.0)
 
     def forget_peers(self) -> None:
         """Follow them no longer: from here on they may end as they like."""
@@ -185,8 +186,6 @@ class ProcessWatch:
         try:
             if self._store is not None:
                 message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
-                if os.environ.get("RANK") == "0" and not _launcher_keeps_store():
-                    time.sleep(_READ_S)  # The store ends with this process: let the others read.
                 return message, status
         except (dist.DistError, OSError):
             pass  # The store ended with the processes that would have read it.
