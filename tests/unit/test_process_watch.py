@@ -77,11 +77,16 @@ def test_processes_end_when_torchrun_was_killed(torchrun):
 def test_the_signal_that_follows_the_death_of_another_process_does_not_wait_for_a_checkpoint(torchrun):
     _, workers = torchrun
     workers[0].kill()
+    wait_until_ended(workers[0])
     workers[1].terminate()
-    started = time.monotonic()
-    while workers[1].status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < started + 20
-        time.sleep(0.05)
+    wait_until_ended(workers[1])
+
+
+def wait_until_ended(process):
+    deadline = time.monotonic() + 30
+    while process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
