@@ -10,7 +10,7 @@ from typing import Any
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.models.families import families, find_family
-from dapo_mega.weight_sync.wire import MODEL_FIELD
+from dapo_mega.weight_sync.wire import MODEL_FIELD, OTHER_MODEL
 
 # The vocabulary is compared with what every server says; lengths are limited by an engine's own setting.
 _NOT_COMPARED = ("model_type", "vocab_size", "max_positions")
@@ -41,8 +41,8 @@ def model_misfit(described: Mapping[str, Any] | None, arch: Architecture) -> str
     if not differences:
         return ""
     return (
-        f"its model is not the policy's: {', '.join(differences)}; start it with --model FOLDER, a checkpoint of the "
-        "same model as model.path"
+        f"{OTHER_MODEL}: {', '.join(differences)}; start it with --model FOLDER, a checkpoint of the same model as "
+        "model.path"
     )
 
 

@@ -31,7 +31,7 @@ from dapo_mega.rollout.health import HealthMonitor
 from dapo_mega.rollout.registry import EngineRegistry, Registration
 from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import Answer
-from dapo_mega.weight_sync.wire import PROTOCOL
+from dapo_mega.weight_sync.wire import OTHER_MODEL, PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,11 @@ class Membership:
         self.counts["failed_updates"] += 1
         self.leave(url, reason)
         member.failed_updates += 1
-        if member.failed_updates >= _MAX_FAILED_UPDATES:
+        if OTHER_MODEL in reason:
+            self._refuse(
+                member, f"{OTHER_MODEL}{reason.partition(OTHER_MODEL)[2]}; start it with model.path's checkpoint"
+            )
+        elif member.failed_updates >= _MAX_FAILED_UPDATES:
             self._refuse(member, f"{_MAX_FAILED_UPDATES} updates in a row failed, lastly: {reason}")
 
     def reported(self, url: str, version: str) -> None:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dapo_mega.sglang_plugin.homes import Homes
+from dapo_mega.sglang_plugin.homes import Differences, Homes
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
 from dapo_mega.weight_sync.wire import (
     CHANGES_FORMAT,
     MODEL_FIELD,
+    OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
     PiecesFormat,
@@ -30,9 +31,12 @@ from dapo_mega.weight_sync.wire import (
 )
 
 logger = logging.getLogger(__name__)
+_MOST_NAMED = 4
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 _homes: WeakKeyDictionary[Any, Homes] = WeakKeyDictionary()
+_misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -43,14 +47,17 @@ def register() -> None:
         module = importlib.import_module(_UPDATER)
         updater = module.WeightUpdater
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
-        _ = module.init_custom_process_group
+        _ = module.init_custom_process_group, updater.begin_weight_update
+        _ = importlib.import_module(_MANAGER).SchedulerWeightUpdaterManager.end_weight_update
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.begin_weight_update", _begin, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.SchedulerWeightUpdaterManager.end_weight_update", _answer, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
@@ -58,6 +65,9 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     """Names with tensors, to be loaded while they arrive."""
     load_format = request["load_format"] or ""
     pieces = PiecesFormat.parse(load_format)
+    homes = _homes.setdefault(updater.get_model(), Homes())
+    if pieces is None:
+        homes.miss()
     if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
     groups = [
@@ -67,9 +77,7 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
         return ChangedWeights(groups[0], updater.device, specs)
-    model = updater.get_model()
-    homes = _homes.setdefault(model, Homes())
-    homes.keep(model.parameters())
+    homes.keep(updater.get_model().parameters())
     return ArrivingWeights(Lanes(groups), updater.device, specs, pieces, homes)
 
 
@@ -96,10 +104,48 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     return success, message
 
 
-def _end(_: None, updater: Any, **__: Any) -> None:
+def _begin(_: None, updater: Any) -> None:
+    _homes.setdefault(updater.get_model(), Homes()).begin()
+
+
+def _end(end: Callable[..., None], updater: Any, **request: Any) -> None:
+    """Compares what was sent with what there is, before the model makes something else of its parameters."""
     model = updater.get_model()
-    if homes := _homes.get(model):
-        homes.keep(model.parameters())
+    homes = _homes.setdefault(model, Homes())
+    _misfits[model] = _misfit(_of_all_ranks(homes.differences(model.named_parameters())))
+    end(updater, **request)
+    homes.keep(model.parameters())
+
+
+def _of_all_ranks(found: Differences) -> list[Differences]:
+    """Of those that hold the parts of one model. Collective."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group.cpu_group
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, found, group=group)
+    return everywhere
+
+
+def _misfit(everywhere: Sequence[Differences]) -> str:
+    """How this engine's model differs from the one whose weights were sent; empty where it does not."""
+    unwritten = list(dict.fromkeys(name for names, _ in everywhere for name in names))
+    unplaced = sorted(set.intersection(*(names for _, names in everywhere)))  # An expert may have its place elsewhere.
+    parts = [f"it has {_listed(unwritten)}, for which no weights come"] if unwritten else []
+    parts += [f"it has no place for {_listed(unplaced)}"] if unplaced else []
+    return f"{OTHER_MODEL}: {'; '.join(parts)}" if parts else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _answer(output: Any, manager: Any, *_: Any) -> None:
+    """Of a session that was closed."""
+    misfit = _misfits.pop(manager.tp_worker.model_runner.weight_updater.get_model(), "")
+    if misfit and output.success:
+        output.success, output.message = False, misfit
 
 
 def _announce(state: Any, scheduler: Any, *_: Any) -> None:

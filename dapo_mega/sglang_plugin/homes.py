@@ -20,6 +20,9 @@ from torch import Tensor
 from dapo_mega.sglang_plugin.wrappers import Wrapper
 from dapo_mega.weight_sync.wire import TensorSpec, checksum
 
+Differences = tuple[list[str], set[str]]
+"""Parameters that nothing was copied to, with their shapes, and names of tensors that were copied nowhere."""
+
 
 class Homes:
     """Where tensors of one model are received, by name."""
@@ -30,6 +33,30 @@ class Homes:
         self._places: dict[str, Tensor] = {}
         self._trusted: set[str] = set()
         self._journeys: list[_Journey] = []
+        self._written: set[int] = set()
+        self._unplaced: set[str] = set()
+        self._sees_all = True
+
+    def begin(self) -> None:
+        """A session of updates begins, which brings all weights unless `miss` is called."""
+        self._written.clear()
+        self._unplaced.clear()
+        self._sees_all = not self._is_closed
+
+    def miss(self) -> None:
+        """Weights of this session come otherwise: it cannot be told what they reach."""
+        self._sees_all = False
+
+    def differences(self, parameters: Iterable[tuple[str, Tensor]]) -> Differences:
+        """Of this session, at its end. Of single values, which loaders fill in otherwise, nothing is said."""
+        if not self._sees_all or not self._written:
+            return [], set()
+        unwritten = [
+            f"{name} {list(parameter.shape)}"
+            for name, parameter in parameters
+            if parameter.numel() > 1 and _memory(parameter) not in self._written
+        ]
+        return unwritten, set(self._unplaced)
 
     def close(self) -> None:
         """Give the model's loader plain tensors from now on, received in memory of their own."""
@@ -70,10 +97,11 @@ class Homes:
         would clear what has just arrived there.
         """
         if self._is_closed:
+            self._sees_all = False
             return content
         is_home = self.find(spec) is content
         on_trial = checksum(content) if is_home and spec.name not in self._trusted else None
-        journey = _Journey(spec.name, is_home, on_trial)
+        journey = _Journey(spec.name, is_home, on_trial, self._written, is_used=content.numel() <= 1)
         self._journeys.append(journey)
         return Arrival.of(content, content, journey)
 
@@ -81,6 +109,8 @@ class Homes:
         """The loader is done with the tensors that have come. Names of those at home that it did not copy."""
         left = []
         for journey in self._journeys:
+            if not journey.is_used:
+                self._unplaced.add(journey.name)
             if journey.is_home:
                 self._trusted.add(journey.name)
                 left += [] if journey.copies else [journey.name]
@@ -93,11 +123,14 @@ class Homes:
 @dataclass
 class _Journey:
     """What a loader does with a tensor. At home its checksum must still be `on_trial` when it is copied, if given;
-    `copies` are the places that could be its home, None for a copy to any other or of a part."""
+    `copies` are the places that could be its home, None for a copy to any other or of a part. `written` is the memory
+    that tensors have been copied to; `is_used`: this one has, alone or together with others."""
 
     name: str
     is_home: bool
     on_trial: Tensor | None
+    written: set[int]
+    is_used: bool = False
     copies: list[Tensor | None] = field(default_factory=list)
 
 
@@ -116,6 +149,8 @@ class Arrival(Wrapper):
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
         """See `Wrapper`."""
+        for other in others:
+            other.journey.is_used = True
         return self.of(content, self.whole, self.journey)
 
     def write_to(self, parameter: Tensor) -> None:
@@ -123,6 +158,8 @@ class Arrival(Wrapper):
         journey = self.journey
         if journey.on_trial is not None and not torch.equal(checksum(self.whole), journey.on_trial):
             raise RuntimeError(f"the model's loader changes the parameter of {journey.name} before it copies to it")
+        journey.is_used = True
+        journey.written.add(_memory(parameter))
         is_whole = _form(self.content) == _form(self.whole)
         if journey.is_home:
             if not is_whole or _form(parameter) != _form(self.whole):

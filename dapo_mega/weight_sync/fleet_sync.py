@@ -6,6 +6,7 @@ the configured timeout per step; the others end up with the complete weights.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -189,7 +190,8 @@ async def _begin_session(client: EngineClient) -> None:
     try:
         await client.begin_weight_update()
     except EngineRefused:
-        await client.end_weight_update()
+        with contextlib.suppress(EngineRefused):  # What it brought was not all.
+            await client.end_weight_update()
         await client.begin_weight_update()
 
 

@@ -23,6 +23,8 @@ PROTOCOL_FIELD = "dapo_mega_protocol"
 """Where a server with the plugin says so, in its internal state."""
 MODEL_FIELD = "dapo_mega_model"
 """Where it describes its model there: the text of a `config.json`."""
+OTHER_MODEL = "its model is not the policy's"
+"""How an engine's refusal of an update begins when it cannot serve the model that was sent."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")

@@ -347,6 +347,11 @@ OTHER_MODELS = {
     "layer": ({"num_hidden_layers": 3}, "num_layers is 2 instead of 3"),
     "rotation": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000 instead of 1e"),
     "head": ({"tie_word_embeddings": True}, "tied_embeddings is False instead of True"),
+    "layer, not described": ({"num_hidden_layers": 3}, r"it has no place for model\.layers\.2\."),
+    "head, not described": (
+        {"tie_word_embeddings": True},
+        r"it has lm_head\.weight \[\d+, \d+\], for which no weights",
+    ),
     "rotation, not described": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         r"nats from the trainer's on average, which is not within rollout\.engine_tolerance=0\.001",
@@ -357,7 +362,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("other", OTHER_MODELS)
 def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, two_engines, monkeypatch, other):
     changes, difference = OTHER_MODELS[other]
-    if "not described" in other:  # By an engine without the plugin.
+    if "not described" in other:  # What is sent must show it then, or what the engine computes.
         monkeypatch.setattr("dapo_mega.rollout.engine_client.described_model", lambda states: None)
     values = fleet_values(tmp_path, two_engines)
     values["model"]["path"] = str(tiny_model(tmp_path / "model", **changes))

@@ -10,7 +10,7 @@ from dapo_mega import sglang_plugin
 from dapo_mega.rollout.engine_model import described_model
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.wire import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
+from dapo_mega.weight_sync.wire import MODEL_FIELD, OTHER_MODEL, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
 
 NAMES = ("a", "b", "c", "d")
 SHAPE = (4, 4)
@@ -105,6 +105,9 @@ class Model:
     def parameters(self):
         return list(self.held.values())
 
+    def named_parameters(self):
+        return self.held.items()
+
 
 class Updater:
     """As much of SGLang's as the hooks use."""
@@ -175,6 +178,12 @@ def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_
     assert kinds[1:] == [torch.Tensor] * 4
 
 
+@pytest.fixture
+def _alone(monkeypatch):
+    monkeypatch.setattr(sglang_plugin, "_of_all_ranks", lambda found: [found])
+
+
+@pytest.mark.usefixtures("_alone")
 def test_a_loader_that_leaves_out_what_has_come_to_its_parameters_fails_and_gets_plain_tensors():
     updater = Updater()
     left_out = set()
@@ -188,7 +197,7 @@ def test_a_loader_that_leaves_out_what_has_come_to_its_parameters_fails_and_gets
     def update():
         weights = sglang_plugin._receive(None, updater, **updater.request())
         answer = sglang_plugin._load(load, updater, weights)
-        sglang_plugin._end(None, updater, run_post_load=False)
+        sglang_plugin._end(lambda *_, **__: None, updater, run_post_load=False)
         return answer
 
     for _ in range(3):
@@ -212,6 +221,13 @@ def test_an_engine_with_a_draft_model_that_would_load_the_same_again_is_without_
     assert described_model([state.internal_state])["num_hidden_layers"] == 5
     del state.internal_state[MODEL_FIELD]
     assert state.internal_state == announced
+
+
+def test_an_engine_misses_what_any_of_its_ranks_misses_and_has_no_place_for_what_none_has():
+    ranks = [(["head [3, 2]"], {"expert_0", "bias"}), (["head [3, 2]", *"abcd"], {"expert_1", "bias"})]
+    difference = "it has head [3, 2], a, b, c and 1 more, for which no weights come; it has no place for bias"
+    assert sglang_plugin._misfit(ranks) == f"{OTHER_MODEL}: {difference}"
+    assert sglang_plugin._misfit([([], {"expert_0"}), ([], {"expert_1"})]) == ""
 
 
 def test_the_format_says_the_same_at_both_ends():

@@ -297,3 +297,40 @@ def test_closed_homes_give_the_loader_plain_tensors():
     specs = tensor_specs(["gate"], ["float32"], [SHAPE])
     ((_, tensor),) = ArrivingWeights(Group(0), "cpu", specs, PiecesFormat((1,), 0), homes)
     assert type(tensor) is torch.Tensor
+
+
+class ModelWithMore(Model):
+    """Has a head that nobody sends, and no place for `wide`; gate and up come together."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.scale = torch.zeros(3, 2), torch.zeros(1)
+
+    def named_parameters(self):
+        return vars(self).items()
+
+    def load(self, weights):
+        tensors = dict(weights)
+        self.gate_up.copy_(torch.cat([tensors["gate"], tensors["up"]]))
+        self.down.copy_(tensors["down"].t())
+
+
+def test_what_is_not_sent_and_what_has_no_place_is_named():
+    model, homes = ModelWithMore(), Homes()
+    for version in range(2):
+        homes.begin()
+        update(model, homes, version, (4,))
+        assert homes.differences(model.named_parameters()) == (["wide [6, 6]", "head [3, 2]"], {"wide"})
+    homes.begin()
+    assert homes.differences(model.named_parameters()) == ([], set())
+    update(model, homes, 2, (4,))
+    homes.miss()
+    assert homes.differences(model.named_parameters()) == ([], set())
+
+
+def test_nothing_is_missed_of_a_model_that_fits():
+    model, homes = Model(), Homes()
+    for version in range(3):  # The first time from memory of their own, then at home.
+        homes.begin()
+        update(model, homes, version)
+        assert homes.differences(vars(model).items()) == ([], set())
