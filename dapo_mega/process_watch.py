@@ -34,7 +34,6 @@ from dapo_mega.commands import (
     is_started_by_torchrun,
     leave,
 )
-from dapo_mega.errors import StopRequested
 
 _POLL_S = 0.5
 _READ_S = 3 * _POLL_S
@@ -120,11 +119,6 @@ class ProcessWatch:
     def stop_requested(self) -> bool:
         """Whether any process of the run has got SIGTERM."""
         return self._stop.is_set()
-
-    def check_stop(self) -> None:
-        """Raise StopRequested when the run is to stop."""
-        if self._stop.is_set():
-            raise StopRequested("the run was stopped by SIGTERM")
 
     def _watch(self) -> None:
         while not self._closed.is_set():

@@ -66,6 +66,9 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
     with ProcessWatch(config.checkpoint.grace_s) as watch:
+        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
+        step = step_of(newest) if newest else 0
+        status.completed_step = lambda: step  # Known before a peer's failure may end this process.
         watch.follow_peers(group_is_up=False)
         if not _is_finished(config, status, accept_changes):
             _train(config, status, watch)
@@ -81,7 +84,6 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
-    status.completed_step = lambda: start_step
     is_exported = (folder / "hf" / "config.json").is_file()
     is_complete = newest is not None and not store.has_unrecorded_step(newest)
     if newest and not accept_changes:

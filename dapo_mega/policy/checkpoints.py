@@ -223,8 +223,9 @@ class CheckpointStore:
         return {name: value for _, checksums in outcomes for name, value in checksums.items()}
 
     def _refusal(self, policy: MegatronPolicy, reason: str, step: int) -> InputError:
-        if self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES:
-            reason = f"{os.strerror(errno.ENOSPC)}: {reason}"  # Writers of files in C++ do not say so.
+        is_full = self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES
+        if is_full and (no_space := os.strerror(errno.ENOSPC)) not in reason:
+            reason = f"{no_space}: {reason}"  # Writers of files in C++ do not say so.
         if policy.processes.rank == 0:
             self._folders.discard(step)
         return InputError(

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dapo_mega.commands import PEER_LOST
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Stands for torchrun: it starts processes, says their numbers, and lives until it is killed.
@@ -75,11 +77,15 @@ def test_processes_end_when_torchrun_was_killed(torchrun):
 
 
 def test_the_signal_that_follows_the_death_of_another_process_does_not_wait_for_a_checkpoint(torchrun):
-    _, workers = torchrun
-    workers[0].kill()
-    wait_until_ended(workers[0])
-    workers[1].terminate()
+    launcher, workers = torchrun
+    workers[1].kill()
     wait_until_ended(workers[1])
+    workers[0].terminate()
+    wait_until_ended(workers[0])
+    launcher.kill()
+    output, errors = launcher.communicate(timeout=20)
+    assert PEER_LOST in errors
+    assert "came to its end" not in output
 
 
 def wait_until_ended(process):

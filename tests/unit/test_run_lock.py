@@ -81,7 +81,7 @@ def test_a_lock_whose_holder_was_killed_is_taken_over_at_once(tmp_path, monkeypa
 def test_a_process_with_the_same_number_is_not_the_holder(tmp_path):
     leave_lock(tmp_path, replace(LockHolder.this_process(), started=1.0))
     with RunLock(tmp_path, unexpected):
-        pass
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["started"] != 1.0
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"token": 3}', b"\xff\xfe"])

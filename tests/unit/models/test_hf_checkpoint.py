@@ -113,7 +113,7 @@ def test_a_cut_off_or_damaged_file_is_named(model, damage):
         check(model)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/outside.safetensors", "", ".", "a/../../b", "a\0b"])
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "", ".", "a/../../b", "a\0b"])
 def test_files_outside_of_the_folder_are_refused_by_name(model, name):
     names = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
     (model / "model.safetensors").rename(model.parent / "outside.safetensors")
