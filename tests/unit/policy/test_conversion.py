@@ -1,5 +1,6 @@
 """Conversions move every bit, write only what is whole, and continue where they stopped."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -54,6 +55,18 @@ def in_bf16(folder):
 
 def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "conversion.json"}
+
+
+@contextlib.contextmanager
+def interrupted_at(monkeypatch, module, name):
+    """What is done inside ends when it comes to call this function."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, interrupted)
+        yield
 
 
 def set_vocab_size(folder, value):
@@ -139,14 +152,8 @@ def move_into_sub_folder(model):
 def test_a_source_whose_sub_folder_changed_is_not_continued_from(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     move_into_sub_folder(model)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_metadata", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    with interrupted_at(monkeypatch, conversion, "write_metadata"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     shard = model / "shards" / "one.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
     to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
@@ -231,14 +238,8 @@ def test_records_of_another_shape_are_no_finished_conversion(tmp_path, content):
 
 def test_records_of_another_shape_are_written_again(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_metadata", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    with interrupted_at(monkeypatch, conversion, "write_metadata"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     records = sorted((tmp_path / ".target.partial" / "records").iterdir())
     for record, content in zip(records, ("[1]", "null", "[" * 100_000, "3"), strict=False):
         record.write_text(content)
@@ -276,14 +277,8 @@ def test_a_deleted_block_file_is_missing_not_empty(tmp_path):
 
 def test_a_partial_result_of_other_options_is_not_continued(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_metadata", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(**TP2), SMALL)
+    with interrupted_at(monkeypatch, conversion, "write_metadata"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(**TP2), SMALL)
     to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     to_megatron(open_checkpoint(model), tmp_path / "expected", ParallelConfig(), SMALL)
     assert files_of(tmp_path / "target") == files_of(tmp_path / "expected")
@@ -561,14 +556,8 @@ def test_what_no_conversion_wrote_is_never_replaced(tmp_path):
 
 def test_the_rest_of_a_finished_conversion_is_removed_when_it_is_started_again(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(resumable_folder, "_discard", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
+    with interrupted_at(monkeypatch, resumable_folder, "_discard"):
+        to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     assert (tmp_path / ".target.partial").is_dir()
     assert not to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
