@@ -64,9 +64,10 @@ def interrupted_at(monkeypatch, module, name):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(module, name, interrupted)
-        yield
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def set_vocab_size(folder, value):
