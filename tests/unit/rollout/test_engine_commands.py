@@ -190,7 +190,7 @@ def test_there_is_one_way_to_install_the_plugin_and_every_place_tells_it(tmp_pat
     interpreter.chmod(0o755)
     with pytest.raises(InputError, match=re.escape(INSTALL_PLUGIN)):
         sglang_gpus(interpreter)
-    for file in ("README.md", "tools/install_sglang.sh"):
+    for file in ("dapo_mega/rollout/README.md", "tools/install_sglang.sh"):
         text = (Path(__file__).resolve().parents[3] / file).read_text()
         assert INSTALL_PLUGIN in text
         assert "--no-deps ." not in text, "a copy would stay behind when the project changes"
