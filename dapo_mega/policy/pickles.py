@@ -83,6 +83,9 @@ _FP8_NAMES = {
     ),
 }  # fmt: skip
 _LOAD_FROM_BYTES = "torch.storage._load_from_bytes"
+# Python 3.11.0 to 3.11.3 pickles a member of an enumeration as a call of this with the class and the member's name.
+_GETATTR = "builtins.getattr"
+_ENUMERATIONS = {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_PLANNER}.WriteItemType", f"{_RECIPES}.Format"}
 
 # Python's pickler of protocol 2 to 5 writes no others for such values.
 _OPCODES = {
@@ -141,7 +144,20 @@ def _records(names: set[str]) -> dict[str, Any]:
     return {name: type("_Record", (_Record,), {"name": name, "__slots__": ()}) for name in names}
 
 
-_OF_METADATA = {**_records(_METADATA_NAMES), **_DTYPES}
+def _member(enumeration: Any, name: Any) -> _Record:
+    """What `getattr` stands for in a pickle: a member of an enumeration."""
+    is_record = isinstance(enumeration, type) and issubclass(enumeration, _Record)
+    if not is_record or enumeration.name not in _ENUMERATIONS:
+        raise _ForbiddenName(_GETATTR)
+    if type(name) is not str or not name.isidentifier() or name.startswith("_"):
+        raise _ForbiddenName(f"{enumeration.name}.{name}")
+    member = enumeration(name)
+    member.is_final = True
+    return member
+
+
+_GETATTRS = {_GETATTR: _member, "__builtin__.getattr": _member}  # The second in protocol 2.
+_OF_METADATA = {**_records(_METADATA_NAMES), **_DTYPES, **_GETATTRS}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -346,7 +362,7 @@ def _check_extra_state(part: Any) -> None:
     if data.startswith(_ZIP):
         _load_restricted(data)
     elif data:
-        _unpickled(data, {**_records(_FP8_NAMES), **_DTYPES, _LOAD_FROM_BYTES: _load_restricted})
+        _unpickled(data, {**_records(_FP8_NAMES), **_DTYPES, **_GETATTRS, _LOAD_FROM_BYTES: _load_restricted})
 
 
 def _load_restricted(data: bytes) -> None:

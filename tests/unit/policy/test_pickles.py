@@ -1,6 +1,7 @@
 """A checkpoint's pickles are read without running anything that they name."""
 
 import copyreg
+import enum
 import io
 import os
 import pickle
@@ -9,7 +10,12 @@ import shutil
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.errors import InputError
@@ -62,6 +68,9 @@ def attacks():
     yield "OBJ", b"(cbuiltins\nexec\nS" + repr(COMMAND).encode() + b"\no."
     yield "copyreg", pickle.dumps(Calls(copyreg._reconstructor, Calls, object, None), 2)
     yield "getattr", pickle.dumps(Calls(getattr, torch.Tensor, "numpy"))
+    yield "getattr of what belongs", pickle.dumps(Calls(getattr, Metadata, "planner_data"))
+    yield "getattr of an enumeration", pickle.dumps(Calls(getattr, _MEM_FORMAT_ENCODING, "__class__"))
+    yield "a method of an enumeration", pickle.dumps(Calls(getattr, _MEM_FORMAT_ENCODING, "mro.__call__"))
     yield "a state", pickle.dumps(Builds())
     yield "through torch", as_written("torch", "serialization.os.system", 4)
     yield "through a class", as_written("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__", 4)
@@ -192,11 +201,20 @@ def change_metadata(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+class EarlyPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("pickler", [pickle.Pickler, EarlyPickler])
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_metadata_means_what_it_means_to_torch_whatever_the_protocol(megatron, protocol):
+def test_metadata_means_what_it_means_to_torch_whatever_the_protocol(megatron, protocol, pickler):
     expected = FileSystemReader(megatron).read_metadata()
     expected.planner_data = {"a": ("b", 1)}
-    (megatron / ".metadata").write_bytes(pickle.dumps(expected, protocol))
+    with (megatron / ".metadata").open("wb") as file:
+        pickler(file, protocol).dump(expected)
     found = read_metadata(megatron)
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
