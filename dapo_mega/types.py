@@ -10,14 +10,20 @@ log-probabilities in nats.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    import torch
+
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
+NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
+"""Hugging Face parameter names with full (unsharded) tensors."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was sampled; `length`: the response limit cut the response off (truncated)."""
@@ -136,3 +142,34 @@ class Sample:
     num_stale_tokens: int = 0
     engine: int = -1
     engine_start: int = 0
+
+
+class WeightSource(Protocol):
+    """The policy: its weights as Hugging Face tensors in buckets. Collectives over all processes."""
+
+    def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
+        """Full tensors on the leader of every replica, nothing on the other processes."""
+
+    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
+        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
+        consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
+        one tensor. With `most_bytes` large tensors are pieces themselves; those that the leader holds whole are not
+        copied, and count for a bucket's size of at most `most_bytes` only."""
+
+
+@dataclass(frozen=True)
+class StageBucket:
+    """Tensors that travel together, in the order of `names`, as runs of bytes with `piece_lengths` tensors each.
+
+    `stage` is the pipeline stage whose leader holds the pieces, each [bytes] uint8; None on all other processes. They
+    are to be read once, before the next bucket is asked for.
+    `dtypes` are torch's names (`bfloat16`), `shapes` those of the full tensors.
+    """
+
+    stage: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    piece_lengths: tuple[int, ...]
+    pieces: Iterable[torch.Tensor] | None
+    is_last: bool

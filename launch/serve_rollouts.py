@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.cli import quiet_libraries, run_command
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -56,9 +56,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
     quiet_libraries()
-    from dapo_mega.rollout.engine_commands import Node, check_node, check_router, sglang_gpus, share_of_gpus
-    from dapo_mega.rollout.registry import parse_address, require_api_key
-    from dapo_mega.rollout.serving import ServingOptions, serve
+    from dapo_mega.engines.sglang.engine_commands import Node, check_node, check_router, sglang_gpus, share_of_gpus
+    from dapo_mega.engines.sglang.registry import parse_address, require_api_key
+    from dapo_mega.engines.sglang.serving import ServingOptions, serve
 
     api_key = require_api_key(options.api_key_env)
     if options.rendezvous is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dapo_mega.commands import leave_at_sigterm, quiet_libraries, run_command
+from dapo_mega.cli import leave_at_sigterm, quiet_libraries, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,14 +30,14 @@ def main() -> None:
 
     config = load_config(RunConfig, arguments.config, arguments.overrides)
     if arguments.dry_run:
-        from dapo_mega.dry_run import print_dry_run
+        from dapo_mega.planning.dry_run import print_dry_run
 
         print_dry_run(config)
         return
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
-    from dapo_mega.run import run_training
+    from dapo_mega.training.run import run_training
 
     run_training(config, accept_changes=arguments.accept_changes)
 

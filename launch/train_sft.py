@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.cli import quiet_libraries, run_command
 
 
 def main() -> None:
@@ -17,10 +17,10 @@ def main() -> None:
     from dapo_mega.config import SftConfig, load_config
 
     config = load_config(SftConfig, arguments.config, arguments.overrides)
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
-    from dapo_mega.sft import run_sft
+    from dapo_mega.training.sft import run_sft
 
     run_sft(config)
 

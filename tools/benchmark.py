@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from dapo_mega.commands import run_command
+from dapo_mega.cli import run_command
 
 NAMES = ("update", "step", "mfu", "packing", "handover", "gather", "checkpoint", "logprobs", "weight_sync", "fleet")
 

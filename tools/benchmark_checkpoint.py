@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmark_workload import add_model_options, num_parameters, prepare_workload
 
 from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.megatron import cpu_accelerator
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> list[str]:
     """The report's lines."""
     cpu_accelerator.install()
-    from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
-    from dapo_mega.policy.processes import start_processes, stop_processes
+    from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.processes import start_processes, stop_processes
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)

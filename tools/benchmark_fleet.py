@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
 
+from dapo_mega.engines.sglang.api import generate_payload
+from dapo_mega.engines.sglang.dispatcher import Dispatcher
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineInfo
+from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.errors import InputError
-from dapo_mega.rollout.dispatcher import Dispatcher
-from dapo_mega.rollout.engine_client import EngineClient, EngineInfo
-from dapo_mega.rollout.sglang_api import generate_payload
-from dapo_mega.rollout.versions import WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
 
 _TIMEOUT_S = 600.0

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmark_processes import barrier_timed, run_processes
 
 from dapo_mega.config import ModelConfig, ParallelConfig
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.megatron import cpu_accelerator
 
 _TIMEOUT_S = 300
 _LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -117,10 +117,10 @@ def _measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Measure
 def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) -> Measurement:
     from megatron.core import parallel_state
 
-    from dapo_mega.policy.gathering import WeightGatherer
-    from dapo_mega.policy.megatron_policy import ScoringModel
-    from dapo_mega.policy.model import unwrapped
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.gathering import WeightGatherer
+    from dapo_mega.megatron.megatron_policy import ScoringModel
+    from dapo_mega.megatron.model import unwrapped
+    from dapo_mega.megatron.processes import start_processes
 
     processes = start_processes(parallel, 0)
     model = ScoringModel(ModelConfig(path=str(path), dtype="bf16"), parallel, processes, 1.0)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from benchmark_processes import barrier_timed, run_processes
 
-from dapo_mega.handover import HandoverGroups, broadcast_columns, broadcast_headers, distribute_samples
-from dapo_mega.packing import SampleColumns, plan_micro_batches
+from dapo_mega.batching.handover import HandoverGroups, broadcast_columns, broadcast_headers, distribute_samples
+from dapo_mega.batching.packing import SampleColumns, plan_micro_batches
 
 _TIMEOUT_S = 60
 _FULL_RESPONSES, _FULL_LENGTH, _PROMPT = 8192, 20480, 480

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.policy.fused_logprobs import output_logprobs
-from dapo_mega.policy.logprobs import vocab_parallel_logprobs
+from dapo_mega.megatron.fused_logprobs import output_logprobs
+from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIB = 1 << 20

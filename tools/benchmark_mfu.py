@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.errors import InputError
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.megatron import cpu_accelerator
 
 _BYTES_PER_PARAMETER = 18
 """bf16 weight, float32 gradient, main weight and two moments."""
@@ -164,8 +164,8 @@ def write_hollow_checkpoint(folder: Path, shape: Shape, num_layers: int, longest
 
 def _build_policy(folder: Path, options: argparse.Namespace) -> Any:
     from dapo_mega.config import ComputeConfig, Fp8Config, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.processes import start_processes
 
     compute = ComputeConfig(fp8=Fp8Config(scaling=options.fp8), recompute=options.recompute)
     parallel = ParallelConfig()
@@ -195,8 +195,8 @@ def _randomise(policy: Any) -> None:
 
 def _make_batch(policy: Any, shape: Shape, options: argparse.Namespace) -> tuple[list[Any], list[int], int]:
     """Micro-batches with old log-probs, the lengths of all segments, the number of response tokens."""
-    from dapo_mega.packing import build_micro_batch, columns_from_samples
-    from dapo_mega.policy.objectives import TokenBatch
+    from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+    from dapo_mega.megatron.objectives import TokenBatch
     from dapo_mega.types import Sample
 
     rng = np.random.default_rng(0)
@@ -231,7 +231,7 @@ def _make_batch(policy: Any, shape: Shape, options: argparse.Namespace) -> tuple
 
 def _make_update(policy: Any, batches: list[Any]) -> Callable[[], object]:
     from dapo_mega.config import AlgorithmConfig
-    from dapo_mega.policy.objectives import PolicyGradient
+    from dapo_mega.megatron.objectives import PolicyGradient
 
     objective = PolicyGradient(AlgorithmConfig())
     return lambda: policy.update(batches, objective)

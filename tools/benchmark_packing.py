@@ -17,13 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.packing import (
-    Plan,
-    fewest_micro_batches,
-    padded_lengths,
-    plan_micro_batches,
-    sample_costs,
-)
+from dapo_mega.batching.packing import Plan, fewest_micro_batches, padded_lengths, plan_micro_batches, sample_costs
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512)
 

@@ -34,14 +34,15 @@ from typing import Any
 import benchmark_workload as workload
 from benchmark_timing import Duration, median_cpu, median_wall, speed_ratio
 
-from dapo_mega import trainer
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.data import load_tokenizer
+from dapo_mega.data.tokenizer import decoder
+from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError
-from dapo_mega.pipeline import Pipeline, build_pipeline, decoder, open_writer
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.engine import RolloutEngine
 from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.training import loop as trainer
+from dapo_mega.training.build import Pipeline, build_pipeline, open_writer
 from dapo_mega.types import GenerationFailure, GenerationRequest, Response
 
 _STAGES = ("rollout", "pack", "score", "update", "weight_sync")

@@ -30,11 +30,11 @@ import torch
 from benchmark_timing import Duration, measure, median_cpu, median_wall, speed_ratio, take_turns
 from torch import Tensor
 
-from dapo_mega import trainer
 from dapo_mega.algorithms import group_advantages
-from dapo_mega.commands import quiet_libraries, run_command
-from dapo_mega.pipeline import Pipeline, build_pipeline
-from dapo_mega.policy.objectives import PolicyGradient
+from dapo_mega.cli import quiet_libraries, run_command
+from dapo_mega.megatron.objectives import PolicyGradient
+from dapo_mega.training import loop as trainer
+from dapo_mega.training.build import Pipeline, build_pipeline
 from dapo_mega.types import Group, Response, ScoredResponse
 
 _TRIED_TOKENS = (512, 1024, 2048, 4096, 8192)

@@ -32,15 +32,16 @@ import torch
 from benchmark_timing import measure, median_wall, speed_ratio, take_turns
 
 from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
+from dapo_mega.distributed.stores import connect_store, open_store
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
-from dapo_mega.policy import cpu_accelerator
-from dapo_mega.rollout.engine import NamedTensors, StageBucket
-from dapo_mega.rollout.engine_client import EngineClient, EngineError
-from dapo_mega.rollout.event_loop import LoopThread
-from dapo_mega.rollout.fleet_driver import SyncTarget
+from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.types import NamedTensors, StageBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.buckets import bucket_bytes as num_bytes
-from dapo_mega.weight_sync.engine_groups import connect_store, join_group, open_store
+from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
@@ -136,10 +137,10 @@ def _serving(options: argparse.Namespace) -> Iterator[str]:
 
 def run(options: argparse.Namespace, url: str) -> list[str]:
     """The report's lines."""
-    from dapo_mega.policy.gathering import WeightGatherer
-    from dapo_mega.policy.megatron_policy import ScoringModel
-    from dapo_mega.policy.model import unwrapped
-    from dapo_mega.policy.processes import start_processes, stop_processes
+    from dapo_mega.megatron.gathering import WeightGatherer
+    from dapo_mega.megatron.megatron_policy import ScoringModel
+    from dapo_mega.megatron.model import unwrapped
+    from dapo_mega.megatron.processes import start_processes, stop_processes
 
     cpu_accelerator.install()
     torch.set_num_threads(1)

@@ -21,14 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.commands import quiet_libraries, run_command, say
+from dapo_mega.cli import quiet_libraries, run_command, say
 from dapo_mega.config import ParallelConfig
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
+    from dapo_mega.conversion.convert import Checkpoint
     from dapo_mega.models import Architecture
-    from dapo_mega.policy.conversion import Checkpoint
 
 _GIB = 2**30
 _LISTED = 20
@@ -40,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name."""
     options = _parser().parse_args(argv)
     quiet_libraries()
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     _join_processes(options.command)
-    from dapo_mega.policy.conversion import open_checkpoint
-    from dapo_mega.policy.resumable_folder import together
+    from dapo_mega.conversion.convert import open_checkpoint
+    from dapo_mega.conversion.resumable_folder import together
 
     with together():
         checkpoint = open_checkpoint(options.source, options.model)
     if options.command == "inspect":
-        from dapo_mega.policy.inspection import describe
+        from dapo_mega.conversion.inspection import describe
 
         for line in describe(checkpoint, options.tensors):
             say(line)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
-    from dapo_mega.policy.conversion import require_format, reshard, to_hf, to_megatron
+    from dapo_mega.conversion.convert import require_format, reshard, to_hf, to_megatron
 
     require_format(checkpoint, megatron=options.command != "hf-to-megatron", command=options.command)
     shard_bytes = round(options.shard_gib * _GIB)
@@ -76,7 +76,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
 
 def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
     """Exit status 1 if the checkpoints differ."""
-    from dapo_mega.policy.verification import compare_logprobs, different_fields, different_tensors
+    from dapo_mega.conversion.verification import compare_logprobs, different_fields, different_tensors
 
     lines = different_tensors(left, right)
     for line in lines[:_LISTED]:

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dapo_mega.commands import quiet_libraries, run_command
+from dapo_mega.cli import quiet_libraries, run_command
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config
-    from dapo_mega.standalone_evaluation import evaluate_checkpoint
+    from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
 
     metrics = evaluate_checkpoint(load_config(RunConfig, arguments.config, arguments.overrides))
     for name, value in metrics.items():

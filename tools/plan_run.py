@@ -15,14 +15,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_mega.commands import run_command, say
+from dapo_mega.cli import run_command, say
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
-from dapo_mega.plan import describe_run, find_architecture
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
 from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.plan import describe_run, find_architecture
 from dapo_mega.planning.proposals import propose
 from dapo_mega.planning.report import proposal_lines, report
 from dapo_mega.planning.step_time import Machine

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import DatasetConfig
-from dapo_mega.data.arithmetic import (
-    ALPHABET,
-    DEFAULT_SHARES,
-    OPERATORS,
-    QUALITIES,
-    ArithmeticTask,
-)
+from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.preparation import demonstration_table, prepare_folder, problem_table
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_prompt

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from dapo_mega.rollout.versions import WeightVersion
+from dapo_mega.engines.sglang.versions import WeightVersion
 
 Fault = Literal[
     "malformed_json",

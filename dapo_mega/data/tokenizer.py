@@ -6,16 +6,19 @@ ordinary characters does not end there, and every text survives encoding and dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_mega.errors import InputError
-from dapo_mega.files import refuse_special_files
+from dapo_mega.files import read_json_object, refuse_special_files
+from dapo_mega.types import TokenIds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+Decode = Callable[[Sequence[TokenIds]], list[str]]
 
 PAD, EOS, BOS, UNKNOWN = "<pad>", "</s>", "<s>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN)
@@ -91,3 +94,24 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         split_special_tokens=True,
         model_max_length=_UNLIMITED,
     )
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Responses as text, without special tokens."""
+
+    def decode(responses: Sequence[TokenIds]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        return texts
+
+    return decode
+
+
+def stop_tokens(model_path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """End tokens of the model: those of generation_config.json, else the tokenizer's."""
+    file = model_path / "generation_config.json"
+    eos = read_json_object(file).get("eos_token_id") if file.exists() else None
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

@@ -14,13 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.normalization import (
-    after_last_equals,
-    canonical_latex,
-    compact,
-    left_sides,
-    split_list,
-)
+from dapo_mega.rewards.normalization import after_last_equals, canonical_latex, compact, left_sides, split_list
 from dapo_mega.rewards.numerals import Numeral, numerals_equal, parse_numeral
 
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dapo_mega.buffer import GroupBuffer, most_offered
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
+from dapo_mega.engines.protocol import RolloutEngine, StreamingEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.group_state import Arrays, pack_groups, unpack_groups
-from dapo_mega.rollout.engine import RolloutEngine, StreamingEngine
+from dapo_mega.rollout.buffer import GroupBuffer, most_offered
+from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo_mega.group_state import Arrays, Record, pack_responses, unpack_responses
-from dapo_mega.rollout.engine import StreamingEngine
+from dapo_mega.engines.protocol import StreamingEngine
+from dapo_mega.rollout.group_state import Arrays, Record, pack_responses, unpack_responses
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Prompt, Response
 
 CompleteGroup = tuple[Prompt, list[Response]]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from dapo_mega.config import RewardConfig
+from dapo_mega.data.tokenizer import Decode
 from dapo_mega.rewards import AnswerVerifier, accuracy_reward, soft_overlong_punishment
-from dapo_mega.types import Prompt, Response, ScoredResponse, TokenIds
-
-Decode = Callable[[Sequence[TokenIds]], list[str]]
+from dapo_mega.types import Prompt, Response, ScoredResponse
 
 
 class ResponseScorer:

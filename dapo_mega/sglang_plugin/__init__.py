@@ -16,11 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dapo_mega.sglang_plugin.homes import Differences, Homes
-from dapo_mega.sglang_plugin.joining import join_within_limit
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
-from dapo_mega.weight_sync.wire import (
+from dapo_mega.engines.sglang.weight_protocol import (
     CHANGES_FORMAT,
     MODEL_FIELD,
     OTHER_MODEL,
@@ -29,6 +25,10 @@ from dapo_mega.weight_sync.wire import (
     PiecesFormat,
     tensor_specs,
 )
+from dapo_mega.sglang_plugin.homes import Differences, Homes
+from dapo_mega.sglang_plugin.joining import join_within_limit
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 4

@@ -17,8 +17,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dapo_mega.engines.sglang.weight_protocol import TensorSpec, checksum
 from dapo_mega.sglang_plugin.wrappers import Wrapper
-from dapo_mega.weight_sync.wire import TensorSpec, checksum
 
 Differences = tuple[list[str], set[str]]
 """Parameters that nothing was copied to, with their shapes, and names of tensors that were copied nowhere."""

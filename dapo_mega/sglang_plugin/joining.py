@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dapo_mega.weight_sync.wire import limit_of_group
+from dapo_mega.engines.sglang.weight_protocol import limit_of_group
 
 _SGLANGS_LIMIT_S = 1800.0
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dapo_mega.engines.sglang.weight_protocol import Change, TensorSpec, checksum
 from dapo_mega.sglang_plugin.wrappers import Wrapper
-from dapo_mega.weight_sync.wire import Change, TensorSpec, checksum
 
 
 class Written(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, TensorSpec, split_specs, unpack_changes, unpacked
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
 from dapo_mega.weight_sync.engine_groups import Broadcasting
-from dapo_mega.weight_sync.wire import PiecesFormat, TensorSpec, split_specs, unpack_changes, unpacked
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dapo_mega.batching.packing import columns_from_samples
 from dapo_mega.config import RunConfig
-from dapo_mega.packing import columns_from_samples
 from dapo_mega.types import LogProbs, Prompt, Sample, TokenIds
 
 if TYPE_CHECKING:
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
 
 _LENGTH = 64
 

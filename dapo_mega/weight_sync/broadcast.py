@@ -25,22 +25,13 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.engine import StageBucket, WeightSource
-from dapo_mega.rollout.engine_client import EngineClient, EngineError
-from dapo_mega.weight_sync.engine_groups import (
-    EngineGroup,
-    Lanes,
-    backend_name,
-    connect_store,
-    join_group,
-    lane_names,
-    local_address,
-    most_lanes,
-    open_store,
-)
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.distributed.stores import connect_store, local_address, open_store
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.weight_protocol import limited_group
+from dapo_mega.types import StageBucket, WeightSource
+from dapo_mega.weight_sync.engine_groups import EngineGroup, Lanes, backend_name, join_group, lane_names, most_lanes
 from dapo_mega.weight_sync.update import Session, Update
-from dapo_mega.weight_sync.wire import limited_group
 from dapo_mega.weight_sync.wires import Wires
 
 _POLL_S = 0.001

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dapo_mega.rollout.engine import StageBucket
-from dapo_mega.weight_sync.wire import TensorSpec, split_specs, tensor_specs, unpacked
+from dapo_mega.engines.sglang.weight_protocol import TensorSpec, split_specs, tensor_specs, unpacked
+from dapo_mega.types import StageBucket
 
 
 def bucket_specs(bucket: StageBucket) -> list[TensorSpec]:

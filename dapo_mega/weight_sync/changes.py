@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.engines.sglang.weight_protocol import checksum, find_changes, pack_changes
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.buckets import bucket_specs, named_tensors
-from dapo_mega.weight_sync.wire import checksum, find_changes, pack_changes
 
 
 class ChangeFinder:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.engine import WeightSource
-from dapo_mega.rollout.engine_client import EngineClient
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.sglang.engine_client import EngineClient
+from dapo_mega.types import WeightSource
 from dapo_mega.weight_sync.update import Session, Update
 
 

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineGarbled, EngineRefused
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError
-from dapo_mega.handover import leaving_together
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.engine import WeightSource
-from dapo_mega.rollout.engine_client import EngineClient, EngineError, EngineGarbled, EngineRefused
-from dapo_mega.rollout.sglang_api import MalformedAnswer, parse_scores, scoring_payload
-from dapo_mega.rollout.versions import VersionRange, WeightVersion
-from dapo_mega.types import LogProbs
+from dapo_mega.types import LogProbs, WeightSource
 from dapo_mega.weight_sync.agreement import Agreement, mean_difference
 from dapo_mega.weight_sync.update import EngineFleet, Session, Transport, Update
 
 if TYPE_CHECKING:
-    from dapo_mega.rollout.fleet_driver import SyncTarget
+    from dapo_mega.engines.sglang.fleet_client import SyncTarget
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class FleetWeightSync:
         self._num_updates += 1
         session = None
         box: list[Any] = [None]
-        with leaving_together(self._processes.control):
+        with raise_on_all_ranks(self._processes.control):
             if self._fleet:
                 targets = self._fleet.hold(self._fleet.targets(only_stale))
                 stale = frozenset(target.url for target in targets if target.is_stale)

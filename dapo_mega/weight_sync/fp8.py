@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.buckets import named_tensors
 
 BLOCK = 128

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from dapo_mega.rollout.engine import NamedTensors, WeightSource
+from dapo_mega.types import NamedTensors, WeightSource
 
 
 class WeightSync(Protocol):

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.distributed.stores import is_local
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.errors import InputError
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.engine import StageBucket, WeightSource
-from dapo_mega.rollout.engine_client import EngineClient, EngineError
+from dapo_mega.types import StageBucket, WeightSource
 from dapo_mega.weight_sync.buckets import bucket_bytes, named_tensors
-from dapo_mega.weight_sync.engine_groups import is_local
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Session, Update
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dapo_mega.config import FleetConfig, RunConfig
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.sglang.registry import parse_address
 from dapo_mega.errors import InputError
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.registry import parse_address
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport

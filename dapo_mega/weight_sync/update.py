@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from dapo_mega.rollout.engine import WeightSource
-from dapo_mega.rollout.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.types import WeightSource
 
 if TYPE_CHECKING:
-    from dapo_mega.rollout.fleet_driver import SyncTarget
+    from dapo_mega.engines.sglang.fleet_client import SyncTarget
 
 T = TypeVar("T")
 

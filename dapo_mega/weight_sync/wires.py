@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, PiecesFormat
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.changes import ChangeFinder
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Update
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat
 
 # How much an engine that knows where it keeps weights receives in one call, of what takes no memory of the trainer's.
 _MOST_BUCKETS = 8

@@ -2,10 +2,10 @@
 
 import torch
 
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.megatron import cpu_accelerator
 
 cpu_accelerator.install()
 
-import dapo_mega.run  # noqa: E402, F401
+import dapo_mega.training.run  # noqa: E402, F401
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dapo_mega.config import ParallelConfig
-from dapo_mega.policy.conversion import open_checkpoint, reshard, to_megatron
+from dapo_mega.conversion.convert import open_checkpoint, reshard, to_megatron
 
 from .launching import run_workers
 from .tiny import FAMILY_MODELS, make_moe_model

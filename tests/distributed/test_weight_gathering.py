@@ -118,7 +118,7 @@ def test_large_tensors_that_need_no_gathering_leave_from_where_they_lie(reports,
 
 
 def test_down_projections_that_an_engine_fuses_are_never_in_two_buckets():
-    from dapo_mega.policy.gathering import _inseparable
+    from dapo_mega.megatron.gathering import _inseparable
 
     def unit(name):
         return SimpleNamespace(placed=(SimpleNamespace(hf=(f"model.layers.0.self_attn.{name}.weight",)),))

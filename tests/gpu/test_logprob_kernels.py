@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.policy import logprob_kernels, logprobs
-from dapo_mega.policy.fused_logprobs import output_logprobs
-from dapo_mega.policy.logprobs import empty_statistics, gradient_coefficients, vocab_parallel_logprobs
+from dapo_mega.megatron import logprob_kernels, logprobs
+from dapo_mega.megatron.fused_logprobs import output_logprobs
+from dapo_mega.megatron.logprobs import empty_statistics, gradient_coefficients, vocab_parallel_logprobs
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.packing import build_micro_batch, columns_from_samples
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +35,14 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processes():
-    from dapo_mega.policy.processes import start_processes, stop_processes
+    from dapo_mega.megatron.processes import start_processes, stop_processes
 
     yield start_processes(ParallelConfig(), 0)
     stop_processes()
 
 
 def policy(model_path, processes, implementation, **compute):
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
 
     return MegatronPolicy(
         ModelConfig(path=str(model_path), dtype="bf16", layer_implementation=implementation),
@@ -58,7 +58,7 @@ def policy(model_path, processes, implementation, **compute):
 
 def score_and_update(subject):
     """Scores of a batch before an update, the update's metrics, and scores after it."""
-    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 
     samples = [replace(sample, in_loss=True) for sample in make_samples(16)]
     batch = build_micro_batch(
@@ -158,7 +158,7 @@ def test_the_switches_of_dense_families_agree_with_the_local_ones(tmp_path, proc
 
 
 def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, processes):
-    from dapo_mega.rollout.embedded import EmbeddedEngine
+    from dapo_mega.engines.embedded.engine import EmbeddedEngine
     from dapo_mega.types import GenerationRequest, Sample, SamplingParams
 
     subject = policy(model_path, processes, "auto")

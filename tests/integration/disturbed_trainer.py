@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dapo_mega.commands import run_command
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.cli import run_command
+from dapo_mega.megatron import cpu_accelerator
 
 cpu_accelerator.install()
 
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
-from dapo_mega import trainer  # noqa: E402
+from dapo_mega.training import loop as trainer  # noqa: E402
 from launch import train_dapo  # noqa: E402
 
 

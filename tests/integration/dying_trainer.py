@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dapo_mega.commands import run_command
-from dapo_mega.policy import cpu_accelerator
+from dapo_mega.cli import run_command
+from dapo_mega.megatron import cpu_accelerator
 
 cpu_accelerator.install()
 
-from dapo_mega.policy.megatron_policy import MegatronPolicy  # noqa: E402
-from dapo_mega.rollout.engine import StageBucket  # noqa: E402
+from dapo_mega.megatron.megatron_policy import MegatronPolicy  # noqa: E402
+from dapo_mega.types import StageBucket  # noqa: E402
 from launch import train_dapo  # noqa: E402
 
 FATAL_UPDATE, FATAL_BUCKET = 3, 3

@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
-from dapo_mega import trainer
 from dapo_mega.config import RunConfig
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
-from dapo_mega.pipeline import Pipeline, build_pipeline
-from dapo_mega.policy.processes import stop_processes
-from dapo_mega.run import close
+from dapo_mega.training import loop as trainer
+from dapo_mega.training.build import Pipeline, build_pipeline
+from dapo_mega.training.run import close
 from dapo_mega.types import Prompt, Response
 
 from .conftest import SharedEngines

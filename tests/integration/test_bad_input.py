@@ -14,7 +14,7 @@ import yaml
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
-from dapo_mega.run import run_training
+from dapo_mega.training.run import run_training
 from tests.distributed.launching import free_port, wait_for
 
 from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, read_status, start, steps_done

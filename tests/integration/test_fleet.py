@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
-from dapo_mega.weight_sync.wire import limited_group
 from tests.distributed.launching import REPOSITORY, free_port, kill, start_workers, wait_for
 
 from .conftest import SharedEngines
@@ -295,7 +295,7 @@ def test_a_trainer_killed_in_a_weight_update_comes_back_to_engines_that_wait_for
 @pytest.mark.parametrize("way", ["disk", "tensor", "sglangs_own"])
 def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, way):
     if way == "sglangs_own":  # What an engine without the plugin is sent.
-        monkeypatch.setattr("dapo_mega.rollout.engine_client.PROTOCOL", "unknown")
+        monkeypatch.setattr("dapo_mega.engines.sglang.engine_client.PROTOCOL", "unknown")
     values = fleet_values(
         tmp_path,
         two_engines,
@@ -311,7 +311,7 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
 
 
 def test_large_weights_are_received_where_they_belong(tmp_path, two_engines, monkeypatch):
-    monkeypatch.setattr("dapo_mega.policy.gathering._OWN_PIECE_BYTES", 1024)
+    monkeypatch.setattr("dapo_mega.megatron.gathering._OWN_PIECE_BYTES", 1024)
     with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=4)) as pipeline:
         run(pipeline)
 
@@ -363,7 +363,7 @@ OTHER_MODELS = {
 def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, two_engines, monkeypatch, other):
     changes, difference = OTHER_MODELS[other]
     if "not described" in other:  # What is sent must show it then, or what the engine computes.
-        monkeypatch.setattr("dapo_mega.rollout.engine_client.described_model", lambda states: None)
+        monkeypatch.setattr("dapo_mega.engines.sglang.engine_client.described_model", lambda states: None)
     values = fleet_values(tmp_path, two_engines)
     values["model"]["path"] = str(tiny_model(tmp_path / "model", **changes))
     with pipeline_of(values) as pipeline, pytest.raises(FleetError, match="no engine fits the run") as caught:

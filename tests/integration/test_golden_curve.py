@@ -1,5 +1,5 @@
-"""What a run computes stays what it was: a curve recorded once, and a checkpoint of an earlier version that continues on
-it. A change that is not about numerics must not move them.
+"""What a run computes stays what it was: a curve recorded once, and a checkpoint of an earlier version that continues
+on it. A change that is not about numerics must not move them.
 
 `python -m tests.integration.test_golden_curve` records both anew, into `golden/`.
 """

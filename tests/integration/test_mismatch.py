@@ -5,14 +5,14 @@ import logging
 import pytest
 import torch
 
-from dapo_mega import trainer
-from dapo_mega.commands import EXIT_FLEET
+from dapo_mega.cli import EXIT_FLEET
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import FleetError, StarvedError
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
-from dapo_mega.pipeline import build_pipeline
-from dapo_mega.policy.processes import stop_processes
-from dapo_mega.run import close
+from dapo_mega.training import loop as trainer
+from dapo_mega.training.build import build_pipeline
+from dapo_mega.training.run import close
 from tests.distributed.launching import wait_for
 
 from .runs import finish, prepare, start

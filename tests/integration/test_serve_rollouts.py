@@ -11,10 +11,10 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from dapo_mega.engines.sglang.engine_commands import Node, router_command, router_environment
+from dapo_mega.engines.sglang.registry import EngineRegistry
+from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.errors import InputError
-from dapo_mega.rollout.engine_commands import Node, router_command, router_environment
-from dapo_mega.rollout.registry import EngineRegistry
-from dapo_mega.rollout.serving import ProcessGroup
 from launch import serve_rollouts
 from tests.distributed.launching import free_ports
 

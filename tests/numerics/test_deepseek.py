@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.objectives import Imitation, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models import load_architecture
-from dapo_mega.packing import build_micro_batch, columns_from_samples
-from dapo_mega.pipeline import check_routing
-from dapo_mega.policy.megatron_policy import MegatronPolicy
-from dapo_mega.policy.objectives import Imitation, TokenBatch
-from dapo_mega.policy.processes import start_processes, stop_processes
-from dapo_mega.rollout.embedded import EmbeddedEngine
+from dapo_mega.training.build import check_routing
 from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.tiny import make_deepseek_v2_model, make_deepseek_v3_model, make_moe_model, make_samples
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dapo_mega.policy import fused_logprobs as module
-from dapo_mega.policy.fused_logprobs import output_logprobs
-from dapo_mega.policy.logprobs import vocab_parallel_logprobs
+from dapo_mega.megatron import fused_logprobs as module
+from dapo_mega.megatron.fused_logprobs import output_logprobs
+from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
 
 VOCAB, PADDED, HIDDEN, TOKENS = 37, 40, 12, 50
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_mega.policy import logprob_kernels, logprobs
-from dapo_mega.policy.logprobs import empty_statistics, gradient_coefficients
+from dapo_mega.megatron import logprob_kernels, logprobs
+from dapo_mega.megatron.logprobs import empty_statistics, gradient_coefficients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -132,13 +132,13 @@ def test_kernels_compile_for_hopper(monkeypatch, tmp_path, dtype, with_entropy):
 
 def test_the_module_can_be_imported_without_triton():
     program = "import sys; sys.modules['triton'] = None; import {0} as m; assert not m.IS_AVAILABLE"
-    command = [sys.executable, "-c", program.format("dapo_mega.policy.logprob_kernels")]
+    command = [sys.executable, "-c", program.format("dapo_mega.megatron.logprob_kernels")]
     assert subprocess.run(command, cwd=REPOSITORY, timeout=120).returncode == 0
 
 
 def test_importing_the_policy_on_a_cpu_does_not_import_triton_itself():
     program = "import sys; import {0}; assert 'triton' not in sys.modules"
-    command = [sys.executable, "-c", program.format("dapo_mega.policy.fused_logprobs")]
+    command = [sys.executable, "-c", program.format("dapo_mega.megatron.fused_logprobs")]
     assert subprocess.run(command, cwd=REPOSITORY, timeout=120).returncode == 0
 
 

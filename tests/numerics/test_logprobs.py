@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.policy import logprobs as module
-from dapo_mega.policy.logprobs import vocab_parallel_logprobs
+from dapo_mega.megatron import logprobs as module
+from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
 
 VOCAB, PADDED, POSITIONS = 37, 40, 50
 

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.packing import build_micro_batch, columns_from_samples
-from dapo_mega.policy.hf_export import save_hf_checkpoint
-from dapo_mega.policy.megatron_policy import MegatronPolicy
-from dapo_mega.policy.model import unwrapped
-from dapo_mega.policy.objectives import Imitation, PolicyGradient, TokenBatch
-from dapo_mega.policy.processes import start_processes, stop_processes
-from dapo_mega.rollout.embedded import EmbeddedEngine
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.objectives import Imitation, PolicyGradient, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.types import GenerationRequest, Sample, SamplingParams
 from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples
 

@@ -5,7 +5,7 @@ import yaml
 
 from dapo_mega.config import RunConfig, SftConfig, dump_config, load_config
 from dapo_mega.errors import InputError
-from dapo_mega.plan import describe_run
+from dapo_mega.planning.plan import describe_run
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMAL = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}

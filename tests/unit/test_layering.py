@@ -1,37 +1,31 @@
-"""Imports go strictly downwards; the lower layers never touch Megatron, SGLang or HTTP."""
+"""Rooms of the package from the ground up: imports go strictly downwards, and only some rooms know what is heavy."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
-LAYERS = [
-    {"types", "config", "errors", "files", "metrics", "commands", "run_lock", "run_status"},
-    {
-        "data",
-        "rewards",
-        "algorithms",
-        "buffer",
-        "packing",
-        "balancing",
-        "models",
-        "group_state",
-        "handover",
-        "mismatch",
-        "batching",
-        "plan",
-        "planning",
-        "dry_run",
-        "process_watch",
-    },
-    {"rollout", "policy", "weight_sync", "sglang_plugin"},
-    {"evaluation", "rollouts", "pipeline", "trainer", "run", "sft", "standalone_evaluation"},
-]
-LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
-HEAVY = {"megatron", "sglang", "aiohttp", "requests", "urllib", "http", "socket"}
+FLOORS = (
+    {"types", "errors"},
+    {"files", "algorithms", "rewards"},
+    {"cli", "config", "metrics", "distributed"},
+    {"data", "models", "batching"},
+    {"planning", "megatron", "engines"},
+    {"checkpoints", "rollout", "weight_sync"},
+    {"conversion", "sglang_plugin"},
+    {"training"},
+)
+FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+MAY_IMPORT = {
+    "megatron": {"megatron", "checkpoints", "conversion"},
+    "sglang": {"sglang_plugin"},
+    "aiohttp": {"engines"},
+    "http": {"engines"},
+    "urllib.request": {"engines"},
+    "requests": set(),
+    "socket": {"distributed", "engines", "weight_sync", "training"},
+}
 
 
 def imports(path):
@@ -43,34 +37,60 @@ def imports(path):
 
 
 def modules():
-    return [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "__init__.py"]
+    """Every module but the package's own, with its room."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).parts
+        if parts != ("__init__.py",):
+            yield path, parts[0].removesuffix(".py")
 
 
-def part(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def test_imports_go_down_and_never_sideways_between_rooms():
+    offences = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path, room in modules()
+        for name in imports(path)
+        if name.startswith("dapo_mega.") and (other := name.split(".")[1]) != room and FLOOR_OF[other] >= FLOOR_OF[room]
+    ]
+    assert offences == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_its_layer_and_below(path):
-    level = LAYER_OF[part(path)]
-    for name in imports(path):
-        pieces = name.split(".")
-        if pieces[0] == "dapo_mega" and len(pieces) > 1 and pieces[1] != part(path):
-            assert LAYER_OF[pieces[1]] <= level, f"{path.name} imports {name}"
-        if level < 2:
-            assert pieces[0] not in HEAVY, f"{path.name} imports {name}"
-        if pieces[0] == "megatron":
-            assert part(path) == "policy", f"{path.name} imports {name}: only policy/ may"
+def test_only_their_rooms_know_megatron_sglang_and_the_network():
+    offences = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path, room in modules()
+        for name in imports(path)
+        if room not in MAY_IMPORT.get(name, MAY_IMPORT.get(name.split(".")[0], {room}))
+    ]
+    assert offences == []
+
+
+def test_every_room_says_what_lives_there():
+    silent = [
+        str(path.parent.relative_to(PACKAGE))
+        for path, _ in modules()
+        if path.name == "__init__.py" and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+
+
+def heavy_modules(code, *heavy):
+    """Which of `heavy` a process has loaded after `code`."""
+    code += f"\nimport sys; print(sorted({{m.split('.')[0] for m in sys.modules}} & {set(heavy)!r}))"
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
 
 
 def test_a_dry_run_loads_neither_megatron_nor_transformers():
     code = (
         "import sys; sys.argv = ['x', '--config', 'configs/qwen2.5-32b-dapo.yaml', '--dry-run']\n"
-        "import runpy; runpy.run_path('launch/train_dapo.py', run_name='__main__')\n"
-        "heavy = [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformers')]\n"
-        "assert not heavy, heavy"
+        "import runpy; runpy.run_path('launch/train_dapo.py', run_name='__main__')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
+    assert heavy_modules(code, "megatron", "transformers") == "[]"
+
+
+def test_the_plugin_is_light():
+    code = "import dapo_mega.sglang_plugin"
+    assert heavy_modules(code, "megatron", "pydantic", "transformers", "datasets", "aiohttp") == "[]"

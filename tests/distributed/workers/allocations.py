@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
@@ -37,7 +37,7 @@ def main() -> None:
 def return_weight_gradients():
     """Tensors that went through hooks come back without Megatron's marks, so the fused output layer cannot add to
     `main_grad`. Where the weight's gradient goes changes nothing about what is kept."""
-    from dapo_mega.policy import output_layer
+    from dapo_mega.megatron import output_layer
 
     original = output_layer.output_logprobs
     output_layer.output_logprobs = lambda *args, **rest: original(*args, **{**rest, "accumulate_into_main_grad": False})
@@ -48,7 +48,7 @@ class AttentionPlans:
     hooks' sight."""
 
     def __init__(self) -> None:
-        from dapo_mega.policy import megatron_policy
+        from dapo_mega.megatron import megatron_policy
 
         self._plans = []
         original = megatron_policy.packed_segments
@@ -73,9 +73,9 @@ class AttentionPlans:
 
 def run_case(case, plans):
     from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
-    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.megatron.processes import start_processes
 
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
@@ -112,7 +112,7 @@ def make_micro_batch(policy, lengths, processes):
     """One packed micro-batch of random tokens; under context parallelism this process's slice of it."""
     import numpy as np
 
-    from dapo_mega.packing import build_micro_batch, columns_from_samples
+    from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
     from dapo_mega.types import Sample
 
     rng = np.random.default_rng(0)
@@ -203,7 +203,7 @@ def kept_for_backward(policy, chunk, micro_batch, plans):
     """Bytes that the forward pass of one micro-batch through `chunk` leaves behind, its input and output included."""
     import torch
 
-    from dapo_mega.policy.model import unwrapped
+    from dapo_mega.megatron.model import unwrapped
 
     chunk.train()
     stage = unwrapped(chunk)

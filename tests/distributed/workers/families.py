@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
@@ -23,7 +23,7 @@ def main() -> None:
     from megatron.core import parallel_state
 
     from dapo_mega.config import ParallelConfig
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.processes import start_processes
 
     torch.set_num_threads(1)
     for layout in json.loads(sys.argv[2]):
@@ -39,11 +39,11 @@ def main() -> None:
 
 
 def load_score_and_learn(model, layout, parallel, processes):
-    from dapo_mega.batching import build_for_layout
+    from dapo_mega.batching.packing import columns_from_samples
+    from dapo_mega.batching.step import build_for_layout
     from dapo_mega.config import ModelConfig, OptimizerConfig
-    from dapo_mega.packing import columns_from_samples
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
-    from dapo_mega.policy.objectives import Imitation, TokenBatch
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.objectives import Imitation, TokenBatch
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tiny import make_samples

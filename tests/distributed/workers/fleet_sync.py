@@ -19,7 +19,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from dapo_mega.config import WeightSyncConfig
-    from dapo_mega.policy.processes import Processes
+    from dapo_mega.distributed.processes import Processes
     from dapo_mega.weight_sync.broadcast import BroadcastTransport
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
     from tests.unit.weight_sync.scripted_engines import ScriptedFleet
@@ -63,7 +63,7 @@ class Policy:
     def stage_weights(self, bucket_bytes, most_bytes=None):
         import torch
 
-        from dapo_mega.rollout.engine import StageBucket
+        from dapo_mega.types import StageBucket
 
         for number, stage in enumerate(STAGES):
             pieces = (self._tensors[number].view(torch.uint8),) if stage == self._rank else None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    from dapo_mega.policy.fused_logprobs import output_logprobs
+    from dapo_mega.megatron.fused_logprobs import output_logprobs
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from fused_cases import CASES, inputs, loss

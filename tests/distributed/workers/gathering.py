@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
@@ -34,10 +34,10 @@ def run_case(case):
     from safetensors.torch import load_file
 
     from dapo_mega.config import ModelConfig, ParallelConfig
-    from dapo_mega.policy import gathering
-    from dapo_mega.policy.megatron_policy import ScoringModel
-    from dapo_mega.policy.model import unwrapped
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron import gathering
+    from dapo_mega.megatron.megatron_policy import ScoringModel
+    from dapo_mega.megatron.model import unwrapped
+    from dapo_mega.megatron.processes import start_processes
 
     parallel = ParallelConfig(**case["parallel"])
     processes = start_processes(parallel, 0)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    from dapo_mega.handover import HandoverGroups
+    from dapo_mega.batching.handover import HandoverGroups
 
     dist.init_process_group("gloo")
     size = 2
@@ -55,7 +55,7 @@ def configuration(case):
 
 
 def columns_of(case):
-    from dapo_mega.packing import columns_from_samples
+    from dapo_mega.batching.packing import columns_from_samples
     from dapo_mega.types import Sample
 
     rng = np.random.default_rng(case["seed"])
@@ -72,9 +72,9 @@ def columns_of(case):
 
 def compare(case, data_rank, num_replicas, groups):
     """Every process: its hand-over equals packing from the whole columns, bit by bit."""
-    from dapo_mega import handover
-    from dapo_mega.batching import PackingLayout, hand_over_step, pack_step
-    from dapo_mega.packing import MicroBatch
+    from dapo_mega.batching import handover
+    from dapo_mega.batching.packing import MicroBatch
+    from dapo_mega.batching.step import PackingLayout, hand_over_step, pack_step
 
     handover._PIECE_WORDS = case["piece_words"]
     config, whole = configuration(case), columns_of(case)
@@ -113,7 +113,7 @@ def compare(case, data_rank, num_replicas, groups):
 
 def refuse(case, data_rank, num_replicas, groups):
     """Columns that do not make whole mini-batches are refused on every process, and all go on together."""
-    from dapo_mega.batching import PackingLayout, hand_over_step
+    from dapo_mega.batching.step import PackingLayout, hand_over_step
 
     bigger = configuration({**case, "group_size": case["group_size"] + 3})
     given = columns_of(case) if dist.get_rank() == 0 else None

@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
@@ -28,9 +28,9 @@ def check(case):
     from megatron.core import dist_checkpointing, parallel_state
 
     from dapo_mega.config import ModelConfig, ParallelConfig
-    from dapo_mega.policy.megatron_policy import ScoringModel
-    from dapo_mega.policy.model import unwrapped
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.megatron_policy import ScoringModel
+    from dapo_mega.megatron.model import unwrapped
+    from dapo_mega.megatron.processes import start_processes
 
     parallel = ParallelConfig(**case["parallel"])
     processes = start_processes(parallel, 0)

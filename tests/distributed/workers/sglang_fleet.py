@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.engines.sglang.fleet import SglangFleet
 from dapo_mega.errors import FleetError, InputError
-from dapo_mega.handover import leaving_together
-from dapo_mega.rollout.sglang_fleet import SglangFleet
 
 ERRORS = {"none": None, "input": InputError("the disk is full"), "fleet": FleetError("too few engines")}
 
@@ -47,7 +47,7 @@ def main(error):
 
     fleet.on_stale_engines(update)
     try:
-        with leaving_together(processes.control):
+        with raise_on_all_ranks(processes.control):
             if processes.rank == 0:
                 try:
                     answers = [fleet.next_answer() for _ in range(3)]

@@ -16,7 +16,7 @@ SAMPLES_PER_UPDATE = 17
 
 
 def main() -> None:
-    from dapo_mega.policy import cpu_accelerator
+    from dapo_mega.megatron import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
@@ -35,12 +35,12 @@ def run_case(model_dir, case, checkpoints):
     import torch
     from megatron.core import parallel_state
 
+    from dapo_mega.batching.packing import columns_from_samples
+    from dapo_mega.checkpoints.store import CheckpointStore, LoopState
     from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.packing import columns_from_samples
-    from dapo_mega.policy.checkpoints import CheckpointStore, LoopState
-    from dapo_mega.policy.megatron_policy import MegatronPolicy
-    from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
-    from dapo_mega.policy.processes import start_processes
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+    from dapo_mega.megatron.processes import start_processes
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tiny import make_samples

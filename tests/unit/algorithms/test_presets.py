@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dapo_mega.algorithms import group_advantages
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.config import AlgorithmConfig, RunConfig
-from dapo_mega.packing import build_micro_batch, columns_from_samples
-from dapo_mega.policy.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.types import Sample
 
 RATIOS = {"a": [1.0, 1.5], "b": [1.0, 0.5, 2.0], "c": [1.0]}

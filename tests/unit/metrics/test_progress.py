@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from dapo_mega.commands import CurrentStandardError
+from dapo_mega.cli import CurrentStandardError
 from dapo_mega.metrics import ProgressDisplay
 
 METRICS = {

@@ -3,11 +3,11 @@ import torch
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.errors import InputError
+from dapo_mega.megatron import fused_logprobs, logprobs
+from dapo_mega.megatron.packed_attention import packed_segments
 from dapo_mega.planning import memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.placement import Chunk, Placement
-from dapo_mega.policy import fused_logprobs, logprobs
-from dapo_mega.policy.packed_attention import packed_segments
 
 from .models import dense, latent, mixture, shared
 

@@ -6,11 +6,11 @@ from collections import deque
 import numpy as np
 import pytest
 
-from dapo_mega.batching import pack_step, samples_of_groups
+from dapo_mega.batching.packing import columns_from_samples
+from dapo_mega.batching.step import pack_step, samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.packing import columns_from_samples
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer

@@ -7,10 +7,17 @@ import torch
 from transformers import Qwen2Config
 
 from dapo_mega import sglang_plugin
-from dapo_mega.rollout.engine_model import described_model
+from dapo_mega.engines.sglang.engine_model import described_model
+from dapo_mega.engines.sglang.weight_protocol import (
+    MODEL_FIELD,
+    OTHER_MODEL,
+    PROTOCOL,
+    PROTOCOL_FIELD,
+    PiecesFormat,
+    tensor_specs,
+)
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.wire import MODEL_FIELD, OTHER_MODEL, PROTOCOL, PROTOCOL_FIELD, PiecesFormat, tensor_specs
 
 NAMES = ("a", "b", "c", "d")
 SHAPE = (4, 4)

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.engines.sglang.weight_protocol import checksum, find_changes, pack_changes, tensor_specs, unpack_changes
 from dapo_mega.sglang_plugin.receiving import ChangedWeights
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.changes import ChangeFinder
-from dapo_mega.weight_sync.wire import checksum, find_changes, pack_changes, tensor_specs, unpack_changes
 
 NAMES = ("q", "kv", "bias", "scalar")
 SHAPES = ((12, 8), (4, 8), (7,), (1,))

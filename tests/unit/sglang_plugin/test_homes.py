@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, tensor_specs
 from dapo_mega.sglang_plugin.homes import Homes
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.wire import PiecesFormat, tensor_specs
 
 SHAPE = (6, 6)
 

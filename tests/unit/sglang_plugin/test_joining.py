@@ -5,9 +5,9 @@ from datetime import timedelta
 
 import pytest
 
+from dapo_mega.engines.sglang.weight_protocol import limit_of_group, limited_group
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.weight_sync.engine_groups import lane_names
-from dapo_mega.weight_sync.wire import limit_of_group, limited_group
 
 
 @pytest.mark.parametrize("limit_s", [0.25, 20.0, 600.0])

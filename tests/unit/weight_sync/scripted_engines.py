@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load_file
 
-from dapo_mega.rollout.engine_client import EngineDisconnected, EngineError, EngineRefused
-from dapo_mega.rollout.event_loop import LoopThread
+from dapo_mega.distributed.stores import connect_store
+from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused
+from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, PiecesFormat, limit_of_group, tensor_specs
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import Lanes, connect_store, join_group, lane_names
-from dapo_mega.weight_sync.wire import CHANGES_FORMAT, PiecesFormat, limit_of_group, tensor_specs
+from dapo_mega.weight_sync.engine_groups import Lanes, join_group, lane_names
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing

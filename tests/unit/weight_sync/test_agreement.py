@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dapo_mega.batching.packing import build_micro_batch, context_slice
 from dapo_mega.config import RunConfig
-from dapo_mega.packing import build_micro_batch, context_slice
 from dapo_mega.types import Prompt
 from dapo_mega.weight_sync.agreement import PolicyAgreement, fixed_sequence, mean_difference
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import FleetError
-from dapo_mega.policy.processes import Processes
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.engine_groups import Lanes, most_lanes

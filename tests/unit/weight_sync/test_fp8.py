@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dapo_mega.rollout.engine import StageBucket
+from dapo_mega.types import StageBucket
 from dapo_mega.weight_sync.buckets import named_tensors
 from dapo_mega.weight_sync.fp8 import BLOCK, quantise, quantised_bucket
 

@@ -1,0 +1,1 @@
+"""Groups of scored responses become packed micro-batches on the processes that train on them. No model, no engine."""

@@ -1,0 +1,47 @@
+"""Writes the policy as a Hugging Face checkpoint that transformers and inference engines load as it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.models.hf_writer import ShardWriter, copy_companions, swap_in
+
+_BUCKET_BYTES = 512 * 2**20
+
+
+def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
+    """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model.
+
+    Written beside `folder` and renamed, replacing an earlier export. Raises InputError when the disk refuses.
+    """
+    writing = policy.processes.rank == 0
+    partial = folder.with_name(f".{folder.name}.partial")
+    shards = ShardWriter(partial)
+    failure = None
+    if writing:
+        shutil.rmtree(partial, ignore_errors=True)
+    for bucket in policy.weights(_BUCKET_BYTES):
+        if writing and failure is None:
+            try:
+                shards.add(bucket)
+            except (OSError, SafetensorError) as error:
+                failure = str(error)
+    if writing and failure is None:
+        try:
+            shards.finish()
+            copy_companions(policy.path, partial, {policy.config.params_dtype})
+            swap_in(partial, folder)
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+    outcome = [failure]
+    dist.broadcast_object_list(outcome, src=0, group=policy.processes.control)
+    if outcome[0]:
+        if writing:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({outcome[0]}); free space and run again")

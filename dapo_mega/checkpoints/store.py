@@ -1,0 +1,422 @@
+"""Checkpoints of a run: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
+
+The files are written in the background from a snapshot while training goes on, and the checkpoint is completed by all
+processes together at the end of a later step; see `checkpoint_folders` for what makes it complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+from dapo_mega.checkpoints.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
+from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
+from dapo_mega.config import CheckpointConfig
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.errors import InputError, is_lost_connection
+from dapo_mega.files import disk_refusal, read_json_object, replace_file
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.restricted_loading import load_restricted
+from dapo_mega.models.hf_writer import copy_companions
+from dapo_mega.models.megatron_format.files import write_vocabulary
+from dapo_mega.models.megatron_format.pickles import check_pickles
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+# The optimizer's shards are stored per parameter, so that any TP x PP x DP can read them.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+_FULL_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What the loop needs beside the policy: JSON values and arrays; `step` is the last completed one."""
+
+    step: int
+    values: Mapping[str, Any]
+    arrays: Arrays
+
+
+class CheckpointStore:
+    """The checkpoints of one run, `root/step_N`. Methods are collective over all processes unless they say so."""
+
+    def __init__(
+        self, root: Path, keep_last: int, keep_every: int | None = None, *, asynchronous: bool = False
+    ) -> None:
+        self._folders = CheckpointFolders(root, keep_last, keep_every)
+        self._asynchronous = asynchronous
+        self._writing = BackgroundWriting()
+        self._unfinished_step: int | None = None
+        self._checksums: dict[str, int] = {}
+        self.last_step: int | None = None
+        """The step that was saved or loaded last."""
+
+    @classmethod
+    def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
+        """The store of the run in `output_dir`. Local."""
+        root = Path(output_dir) / "checkpoints"
+        return cls(root, config.keep_last, config.keep_every, asynchronous=config.asynchronous)
+
+    @property
+    def root(self) -> Path:
+        """The folder of all checkpoints."""
+        return self._folders.root
+
+    def latest(self) -> Path | None:
+        """Folder of the newest complete checkpoint, or None. Local: reads only."""
+        return self._folders.newest()
+
+    def skipped(self) -> list[str]:
+        """A sentence for each damaged checkpoint that is newer than `latest()`. Local: reads only."""
+        return self._folders.skipped()
+
+    def newest_intact(self, processes: Processes) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose files hold what was written, and a sentence for each that is passed over.
+
+        The processes share the reading among them; all see the same result. Removes what killed runs left of
+        checkpoints in writing: the run's lock must be held. Raises InputError, on all processes, where they see
+        different files.
+        """
+        with raise_on_all_ranks(processes.control):
+            if processes.rank == 0:
+                self._folders.discard_partials()
+            folders, skipped = self._folders.complete_ones(), self._folders.skipped()
+        seen: list[Any] = [None] * processes.world_size
+        dist.all_gather_object(seen, [folder.name for folder in folders], group=processes.control)
+        if any(names != seen[0] for names in seen):
+            differing = sorted({names[0] if names else "none" for names in seen})
+            raise InputError(
+                f"the processes see different checkpoints in {self.root} (the newest: {', '.join(differing)}); "
+                f"output_dir must be on a file system that all machines share"
+            )
+        for folder in folders:
+            damage = _find_changed_bytes(folder, processes)
+            if damage is None:
+                return folder, skipped
+            skipped.append(f"skipping the damaged checkpoint {folder} ({damage})")
+        return None, skipped
+
+    def has_unrecorded_step(self, path: Path) -> bool:
+        """Whether the run was stopped before the step of this checkpoint was recorded. Local: reads only."""
+        try:
+            return read_json_object(path / "loop.json").get("unrecorded") is not None
+        except (OSError, ValueError):
+            return False
+
+    def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
+        """Write `step_{step}`; `state` is asked on rank 0 only. Saving asynchronously, this returns when everything is
+        copied and the policy may change; `finish` completes the checkpoint. Raises InputError when the disk refuses.
+        """
+        self.finish(policy)
+        rng = _gather_rng(policy)
+        partial = self._folders.partial(step)
+        failure = None
+        if policy.processes.rank == 0:
+            failure = _attempt(lambda: self._folders.begin(step))
+        self._check(policy, failure, step)
+        failure = _attempt(lambda: self._write_megatron(policy, partial))
+        if failure is not None:
+            # The others may be in collectives of Megatron's: they learn of it when this process leaves.
+            raise self._refusal(policy, failure, step)
+        if policy.processes.rank == 0:
+            failure = _attempt(lambda: _write_beside(partial, policy, state(), rng))
+        self._check(policy, failure, step)
+        self._unfinished_step = self.last_step = step
+        if not self._asynchronous:
+            self.finish(policy)
+
+    def finish(self, policy: MegatronPolicy, *, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if any: once its files are written, or not yet, unless `wait`.
+        Raises InputError when the disk refused."""
+        step = self._unfinished_step
+        if step is None:
+            return
+        failure = _attempt(lambda: self._writing.maybe_finalize_async_calls(blocking=wait))
+        if failure is None and self._writing.get_num_unfinalized_calls():
+            return
+        self._unfinished_step = None
+        checksums = self._check(policy, failure, step)
+        if policy.processes.rank == 0:
+            failure = _attempt(lambda: self._folders.complete(step, checksums))
+        self._check(policy, failure, step)
+
+    def _write_megatron(self, policy: MegatronPolicy, folder: Path) -> None:
+        """Start writing Megatron's part, or with synchronous saving leave it to `finish` to wait for."""
+        content = _sharded_content(policy)
+        live = _storages(content)
+        keep_results_in_process()
+        request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
+        live = live if self._asynchronous else frozenset()
+        self._checksums = {}
+        self._writing.schedule_async_request(from_snapshot(request, live, self._checksums))
+
+    def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
+        """Restore the policy in place, in any layout, and return the loop's state on every process."""
+        with raise_on_all_ranks(policy.processes.control):
+            if policy.processes.rank == 0:
+                check_pickles(path)
+            _check_optimizers(policy, path)
+        _allocate_adam_state(policy)
+        _keep_adam_step(policy)
+        _keep_bucket_padding(policy)
+        model = _sharded_model(policy)
+        wanted: dict[str, Any] = {
+            **model,
+            "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=_METADATA),
+            "scheduler": {},
+        }
+        try:
+            loaded = load_restricted(wanted, path)
+            values = read_json_object(path / "loop.json")
+            step = int(values.pop("step"))
+            values.pop("num_optimizers", None)
+            with np.load(path / "loop.npz") as file:
+                arrays = {name: file[name] for name in file.files}
+        except (CheckpointingException, TorchCheckpointException, OSError, ValueError, KeyError) as error:
+            raise InputError(
+                f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
+                f"the run was started with, remove the folder if it is damaged, or give another output_dir"
+            ) from error
+        for name, chunk in zip(model, policy.chunks, strict=True):
+            unwrapped(chunk).load_state_dict(loaded[name])
+        policy.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_adam_steps(policy)
+        policy.scheduler.load_state_dict(loaded["scheduler"])
+        _restore_rng(policy, arrays)
+        self.last_step = step
+        return LoopState(step, values, arrays)
+
+    def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> dict[str, int]:
+        """Leave together when any process failed; what was written goes, earlier checkpoints stay. Returns the
+        checksums of all processes' files."""
+        outcomes: list[Any] = [None] * policy.processes.world_size
+        dist.all_gather_object(outcomes, (failure, self._checksums), group=policy.processes.control)
+        reason = next((failure for failure, _ in outcomes if failure), None)
+        if reason is not None:
+            raise self._refusal(policy, reason, step)
+        return {name: value for _, checksums in outcomes for name, value in checksums.items()}
+
+    def _refusal(self, policy: MegatronPolicy, reason: str, step: int) -> InputError:
+        is_full = self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES
+        if is_full and (no_space := os.strerror(errno.ENOSPC)) not in reason:
+            reason = f"{no_space}: {reason}"  # Writers of files in C++ do not say so.
+        if policy.processes.rank == 0:
+            self._folders.discard(step)
+        return InputError(
+            f"cannot write the checkpoint step_{step:08d} under {self.root} ({reason}); earlier checkpoints "
+            f"are intact: free space or fix the permissions and start the same command again"
+        )
+
+
+def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
+    """Collective; see `find_changed_bytes`. Large files are spread evenly."""
+    try:
+        records = read_manifest(folder)
+        names = sorted(records, key=lambda name: records[name].size, reverse=True)
+        damage = find_changed_bytes(folder, names[processes.rank :: processes.world_size])
+    except (OSError, ValueError) as error:
+        damage = f"{MANIFEST_FILE} {_one_line(error)}"
+    damages: list[Any] = [None] * processes.world_size
+    dist.all_gather_object(damages, damage, group=processes.control)
+    return next((damage for damage in damages if damage), None)
+
+
+def _allocate_adam_state(policy: MegatronPolicy) -> None:
+    """Give torch's Adam the zero state it would start its first step with: Megatron 0.16 reads the step count out of
+    it on saving and loading. The optimizers of Apex and Transformer Engine need none of this."""
+    for part in policy.optimizer.chained_optimizers:
+        inner = part.optimizer
+        if not _is_torch_adam(inner):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _keep_adam_step(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 expects torch's step count among the tensors of a `fully_reshardable` checkpoint, which keeps it
+    in the groups. Can go when _set_main_param_and_optimizer_states skips "step" as saving does."""
+    for part in policy.optimizer.chained_optimizers:
+        if _is_torch_adam(part.optimizer):
+            part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
+
+
+def _keep_bucket_padding(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 gathers the optimizer's state without the padding at the end of each gradient bucket, and then
+    cuts parameters out of it by positions that count the padding: with more than one bucket (tied embeddings on
+    several pipeline stages have their own) it would write shifted state into the checkpoint. Here the padding is put
+    back. Can go when sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
+    for part in policy.optimizer.chained_optimizers:
+        part.get_parameter_state_dp_zero = functools.partial(_padded_world_state, part)
+
+
+def _padded_world_state(part: Any, **settings: Any) -> Any:
+    state = type(part).get_parameter_state_dp_zero(part, **settings)
+    if state is None:
+        return None
+    for index, buffer in enumerate(part.buffers):
+        for tensors in state[index].values():
+            for name, compact in tensors.items():
+                if isinstance(compact, torch.Tensor):
+                    tensors[name] = _with_bucket_padding(compact, buffer)
+    return state
+
+
+def _with_bucket_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[n without padding] to [buffer.numel], every bucket where the buffer has it."""
+    padded = torch.zeros(buffer.numel, dtype=compact.dtype)
+    start = 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start:end]
+        start = end
+    assert start == len(compact)
+    return padded
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _separate_adam_steps(policy: MegatronPolicy) -> None:
+    """Megatron 0.16 loads one step tensor shared by all parameters, which torch's Adam then counts up once for each
+    of them: the bias correction of the next updates would be wrong."""
+    for part in policy.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _set_states_but_step(part: Any, model_param: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][order]
+    step = part.optimizer.state[main_param]["step"]
+    type(part)._set_main_param_and_optimizer_states(part, model_param, {**tensors, "step": step})
+
+
+def _attempt(action: Callable[[], object]) -> str | None:
+    """None, or why the file system refused. Raises what is no refusal: another process has ended."""
+    try:
+        action()
+    except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
+        if is_lost_connection(error):
+            raise
+        return disk_refusal(error) or _one_line(error)
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    """The last line: errors gathered from several processes are whole tracebacks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
+    """Megatron's description of everything that the policy keeps in a checkpoint."""
+    _allocate_adam_state(policy)
+    _keep_bucket_padding(policy)
+    policy.finish_param_gather()
+    model = _sharded_model(policy)
+    return {
+        **model,
+        "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
+        "scheduler": policy.scheduler.state_dict(),
+    }
+
+
+def _storages(content: Mapping[str, Any]) -> frozenset[int]:
+    """Addresses of the memory that the tensors of a checkpoint's content lie in."""
+    shards = (value for value in nested_values(content) if isinstance(value, ShardedTensor | ShardedTensorFactory))
+    return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
+
+
+def _sharded_model(policy: MegatronPolicy) -> dict[str, Any]:
+    """Megatron's description of each model chunk's shards, under the names it gives chunks."""
+    names = ["model"] if len(policy.chunks) == 1 else [f"model{index}" for index in range(len(policy.chunks))]
+    return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in zip(names, policy.chunks, strict=True)}
+
+
+def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
+    """Under expert parallelism Megatron keeps the optimizer of the experts apart, also in the checkpoint."""
+    here = len(policy.optimizer.chained_optimizers)
+    try:
+        there = read_json_object(path / "loop.json").get("num_optimizers", here)
+    except (OSError, ValueError):
+        return  # Loading will say what is wrong with the file.
+    if here != there:
+        raise InputError(
+            f"checkpoint {path} was written {'with' if there > 1 else 'without'} expert parallelism and cannot be "
+            f"loaded {'with' if here > 1 else 'without'} it; resume with parallel.expert "
+            f"{'of 2 or more' if there > 1 else '= 1'}, or put what tools/convert_checkpoint.py reshard makes of it in "
+            f"its place"
+        )
+
+
+def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: Arrays) -> None:
+    """What rank 0 adds to Megatron's files: the loop's state, and the configuration and tokenizer of the model, by
+    which other programs read the folder."""
+    copy_companions(policy.path, folder, {policy.config.params_dtype})
+    write_vocabulary(folder, policy.arch.vocab_size)
+    with (folder / "loop.npz").open("wb") as file:
+        contents: dict[str, Any] = {**state.arrays, **rng}
+        np.savez(file, **contents)
+        file.flush()
+        os.fsync(file.fileno())
+    num_optimizers = len(policy.optimizer.chained_optimizers)
+    replace_file(
+        folder / "loop.json", json.dumps({"step": state.step, "num_optimizers": num_optimizers, **state.values})
+    )
+
+
+def _gather_rng(policy: MegatronPolicy) -> Arrays:
+    """Every process's random-number streams, on rank 0."""
+    states = {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
+    mine = {name: state.cpu().numpy() for name, state in states.items() if isinstance(state, torch.Tensor)}
+    gathered: list[Any] = [None] * policy.processes.world_size
+    dist.all_gather_object(gathered, mine, group=policy.processes.control)
+    return {
+        f"rng/{_layout(policy)}/{rank}/{name}": s for rank, states in enumerate(gathered) for name, s in states.items()
+    }
+
+
+def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
+    """Continue this process's streams. In another layout they have no counterpart: the fresh, seeded ones stay.
+
+    No result depends on them as long as there is no dropout; sampling draws from streams named by the request.
+    """
+    prefix = f"rng/{_layout(policy)}/{policy.processes.rank}/"
+    mine = {name.removeprefix(prefix): torch.from_numpy(s) for name, s in arrays.items() if name.startswith(prefix)}
+    if mine:
+        torch.set_rng_state(mine.pop("torch"))
+        tensor_parallel.get_cuda_rng_tracker().set_states(mine)
+
+
+def _layout(policy: MegatronPolicy) -> str:
+    p = policy.processes
+    layout = f"tp{p.tensor_size}-pp{p.pipeline_size}-dp{p.data_size}"
+    return f"{layout}-cp{p.context_size}" if p.context_size > 1 else layout

@@ -1,0 +1,1 @@
+"""Checkpoints to checkpoints, file by file and without a model in memory. Nothing here knows a run."""

@@ -1,0 +1,415 @@
+"""Conversions of whole checkpoints, a tensor at a time: Hugging Face to Megatron, back, and between layouts.
+
+Nothing is computed: values are moved between files, and no model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from dapo_mega.checkpoints.folders import MANIFEST_FILE, find_damage, write_manifest
+from dapo_mega.config import ParallelConfig
+from dapo_mega.conversion.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
+from dapo_mega.errors import InputError
+from dapo_mega.files import disk_refusal, read_json_object, refuse_special_files, replace_file
+from dapo_mega.megatron.weights import ChunkLayout
+from dapo_mega.models import Architecture, Layout, ModelFamily, load_architecture, take_shard
+from dapo_mega.models.families import PlacedTensor
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
+from dapo_mega.models.hf_writer import copy_companions, save_shard, shard_files, write_index
+from dapo_mega.models.megatron_format.files import (
+    OPTIMIZER_KEY,
+    Block,
+    Entry,
+    MegatronCheckpoint,
+    MegatronFiles,
+    cuts,
+    is_finite,
+    is_megatron_folder,
+    no_extra_state,
+    open_source,
+    owned,
+    stored_entries,
+    stored_shape,
+    write_blocks,
+    write_metadata,
+)
+from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
+
+logger = logging.getLogger(__name__)
+
+_LOOP_FILE = "loop.json"
+
+_NUM_NAMED = 8
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked checkpoint on disk; `companions` holds its config.json and tokenizer."""
+
+    source: TensorSource
+    companions: Path
+    family: ModelFamily
+    arch: Architecture
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it also holds an optimizer and the state of a run, or did before it was damaged."""
+        return any((self.path / name).is_file() for name in (MANIFEST_FILE, _LOOP_FILE, "loop.npz"))
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {self.source.spec(name).dtype for name in self.names}
+
+    @property
+    def names(self) -> list[str]:
+        """The Hugging Face names of all tensors, in checkpoint order."""
+        return [name for placed in all_tensors(self.family, self.arch) for name in placed.hf]
+
+
+def open_checkpoint(path: Path, model: Path | None = None) -> Checkpoint:
+    """Open and check a checkpoint of either format; `model` is a folder with the config.json of one that has none.
+
+    Raises InputError naming the tensors that are missing, additional or of a wrong shape.
+    """
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder; give a Hugging Face or a Megatron checkpoint")
+    refuse_special_files(path)
+    companions = path if (path / "config.json").is_file() or model is None else model
+    if not (companions / "config.json").is_file() and is_megatron_folder(path):
+        raise InputError(f"{path} holds no config.json; give a folder that does with --model, such as the run's model")
+    family, arch = load_architecture(companions)
+    source = open_source(path, family, arch)
+    check_source(source, family, arch)
+    return Checkpoint(source, companions, family, arch)
+
+
+def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
+    """Write a Megatron checkpoint's weights as a Hugging Face one; see `write_folder`."""
+    sizes = {name: checkpoint.source.spec(name).nbytes for name in checkpoint.names}
+    shards = list(_split(checkpoint.names, sizes.__getitem__, shard_bytes))
+    files = [
+        OutputFile(file, sum(map(sizes.__getitem__, names)), partial(_write_shard, checkpoint.source, names))
+        for file, names in zip(shard_files(len(shards)), shards, strict=True)
+    ]
+
+    def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
+        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        write_index(folder, shards, sum(sizes.values()))
+
+    return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
+
+
+def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance: Advance) -> list[str]:
+    """Returns the names of tensors with values that are NaN or infinite."""
+    tensors, not_finite = {}, []
+    for name in names:
+        tensors[name] = owned(source.tensor(name))
+        if not is_finite(tensors[name]):
+            not_finite.append(name)
+        advance(tensors[name].nbytes)
+    try:
+        save_shard(tensors, file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot write {file} ({disk_refusal(error) or error}); free space and start again") from error
+    return not_finite
+
+
+def _warn_of_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """The conversion moves every bit, also those that no sound model has: say so once."""
+    found = list(dict.fromkeys(names))
+    if found:
+        logger.warning(
+            "%s: %d tensors hold NaN or infinite values, and so does what was written: %s%s",
+            checkpoint.path,
+            len(found),
+            ", ".join(found[:_NUM_NAMED]),
+            f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else "",
+        )
+
+
+def _labels_of_not_finite(records: Mapping[str, Any]) -> list[str]:
+    # Records of earlier versions have no such field.
+    return [item["label"] for items in records.values() for item in items if item.get("not_finite")]
+
+
+def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shard_bytes: int) -> bool:
+    """Write a Hugging Face checkpoint as a Megatron one, cut for a layout; see `write_folder`."""
+    entries = stored_entries(checkpoint.family, checkpoint.arch)
+    _check_common_dtypes(checkpoint, entries)
+    parts = [
+        (file, block)
+        for place in _places(checkpoint, parallel)
+        for file, block in _hf_blocks(checkpoint, place, entries[place.placed])
+    ]
+
+    def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
+        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        write_metadata(folder, records, {}, checkpoint.arch.vocab_size)
+
+    made_from = _made_from(checkpoint, "hf-to-megatron", shard_bytes, parallel)
+    files = _megatron_outputs(parts, no_extra_state(entries), shard_bytes)
+    return write_folder(target, OutputFolder(made_from, files, finish))
+
+
+def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shard_bytes: int) -> bool:
+    """Rewrite a Megatron checkpoint for another layout, with optimizer and loop state if it has them."""
+    assert isinstance(checkpoint.source, MegatronCheckpoint)
+    files = checkpoint.source.files
+    common = _read_common(checkpoint)
+    entries = stored_entries(checkpoint.family, checkpoint.arch)
+    states = _optimizer_states(files)
+    parts = [
+        (file, block)
+        for place in _places(checkpoint, parallel)
+        for source_key, key in _keys(place.placed, entries[place.placed], states, parallel.expert > 1)
+        for file, block in _stored_blocks(files, checkpoint.arch, place, entries[place.placed], source_key, key)
+    ]
+
+    def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
+        if checkpoint.is_training:
+            common["optimizer"] = _regrouped(common["optimizer"], parallel.expert > 1)
+            _copy_loop_state(files.path, folder, 2 if parallel.expert > 1 else 1)
+        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        write_metadata(folder, records, common, checkpoint.arch.vocab_size)
+        if checkpoint.is_training:
+            write_manifest(folder)
+
+    objects = files.read_objects()
+    made_from = _made_from(checkpoint, "reshard", shard_bytes, parallel)
+    return write_folder(target, OutputFolder(made_from, _megatron_outputs(parts, objects, shard_bytes), finish))
+
+
+def _made_from(
+    checkpoint: Checkpoint, command: str, shard_bytes: int, parallel: ParallelConfig | None = None
+) -> dict[str, Any]:
+    return {
+        "command": command,
+        "source": fingerprint(checkpoint.path, checkpoint.source.weight_files()),
+        "companions": fingerprint(checkpoint.companions),
+        "shard_bytes": shard_bytes,
+        "layout": parallel.model_dump() if parallel else None,
+    }
+
+
+def _split(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Runs of items of at most `limit` bytes, or of one item if that is larger."""
+    run: list[Item] = []
+    size = 0
+    for item in items:
+        if run and size + nbytes(item) > limit:
+            yield run
+            run, size = [], 0
+        run.append(item)
+        size += nbytes(item)
+    yield run
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, and which file each of its tensor-parallel shards goes to: one per process that loads it."""
+
+    placed: PlacedTensor
+    files: Sequence[int]
+
+
+def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[_Place]:
+    """Files are numbered by pipeline stage and tensor-parallel rank; spread experts follow in files of their own."""
+    checkpoint.arch.check_layout(parallel)
+    layout = ChunkLayout(checkpoint.family, checkpoint.arch, parallel.pipeline, parallel.virtual_pipeline)
+    num_dense = parallel.pipeline * parallel.tensor
+    for chunk in range(layout.num_chunks):
+        stage = chunk % parallel.pipeline
+        for placed in layout.tensors(chunk):
+            if placed.expert is None or parallel.expert == 1:
+                first, size = stage * parallel.tensor, parallel.tensor
+            else:
+                assert checkpoint.arch.experts
+                expert_rank = placed.expert // (checkpoint.arch.experts.number // parallel.expert)
+                size = parallel.expert_tensor
+                first = num_dense + (stage * parallel.expert + expert_rank) * size
+            yield _Place(placed, range(first, first + size))
+
+
+def _hf_blocks(checkpoint: Checkpoint, place: _Place, entry: Entry) -> Iterator[tuple[int, Block]]:
+    placed, arch = place.placed, checkpoint.arch
+    dtype = checkpoint.source.spec(placed.hf[0]).dtype
+    size = len(place.files)
+    shape = _padded(placed, arch, size)
+    for rank, file in enumerate(place.files):
+        for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
+            # Gate and up projections are stored one after the other, each cut like a layer of its own.
+            gated = placed.layout is Layout.GATE_UP
+            names = (placed.hf[part],) if gated else placed.hf
+            layout = Layout.COLUMN if gated else placed.layout
+            read = partial(_hf_shard, checkpoint.source, names, layout, arch, rank, size)
+            yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
+
+
+def _hf_shard(
+    source: TensorSource, names: Sequence[str], layout: Layout, arch: Architecture, rank: int, size: int
+) -> Tensor:
+    return take_shard([source.tensor(name) for name in names], layout, arch, rank, size)
+
+
+def _stored_blocks(
+    files: MegatronFiles, arch: Architecture, place: _Place, entry: Entry, source_key: str, key: str
+) -> Iterator[tuple[int, Block]]:
+    size = len(place.files)
+    shape = _padded(place.placed, arch, size)
+    dtype = files.tensors[source_key].properties.dtype
+    for rank, file in enumerate(place.files):
+        for offsets, sizes in cuts(place.placed.layout, shape, rank, size):
+            read = partial(_stored_block, files, source_key, entry, offsets, sizes)
+            state = "" if source_key == entry.key else f" (optimizer, {source_key})"
+            label = f"{' / '.join(place.placed.hf)}{state}"
+            yield file, _stacked(entry, key, shape, dtype, offsets, sizes, read, label)
+
+
+def _stored_block(
+    files: MegatronFiles, key: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """A block as the source has it; rows beyond the source's, another padding of the vocabulary, are zeros."""
+    rows = files.tensors[key].size[len(entry.stack)]
+    present = (max(0, min(sizes[0], rows - offsets[0])), *sizes[1:])
+    axes = [1] * len(entry.stack)
+    block = files.read(key, (*entry.index, *offsets), (*axes, *present)).reshape(present)
+    if present == sizes:
+        return block
+    return torch.cat([block, block.new_zeros(sizes[0] - present[0], *sizes[1:])])
+
+
+def _stacked(
+    entry: Entry,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    read: Callable[[], Tensor],
+    label: str,
+) -> Block:
+    ones = (1,) * len(entry.stack)
+    return Block(key, (*entry.stack, *shape), dtype, (*entry.index, *offsets), (*ones, *sizes), read, label)
+
+
+def _padded(placed: PlacedTensor, arch: Architecture, tensor_parallel: int) -> tuple[int, ...]:
+    shape = stored_shape(placed, arch)
+    return (arch.padded_vocab_size(tensor_parallel), *shape[1:]) if placed.layout is Layout.VOCAB else shape
+
+
+def _megatron_outputs(
+    parts: Sequence[tuple[int, Block]], objects: Mapping[str, bytes], shard_bytes: int
+) -> list[OutputFile]:
+    by_file: dict[int, list[Block]] = {}
+    for file, block in parts:
+        by_file.setdefault(file, []).append(block)
+    outputs: list[OutputFile] = []
+    for file, blocks in sorted(by_file.items()):
+        for part, run in enumerate(_split(blocks, lambda block: block.nbytes, shard_bytes)):
+            here = {} if outputs else objects
+            write = partial(_write_run, run, here)
+            outputs.append(OutputFile(f"__{file}_{part}.distcp", sum(block.nbytes for block in run), write))
+    return outputs
+
+
+def _write_run(
+    blocks: Sequence[Block], objects: Mapping[str, bytes], file: Path, advance: Advance
+) -> list[dict[str, Any]]:
+    return write_blocks(file, blocks, objects, advance)
+
+
+def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, Entry]) -> None:
+    """Refuse what Megatron cannot store as one tensor: q, k and v, or the same parameter of two layers, that differ."""
+    dtypes: dict[str, torch.dtype] = {}
+    for placed, entry in entries.items():
+        for name in placed.hf:
+            dtype = checkpoint.source.spec(name).dtype
+            if dtypes.setdefault(entry.key, dtype) != dtype:
+                raise InputError(
+                    f"{checkpoint.path}: {name} is {dtype}, but Megatron stores it in one tensor with others that are "
+                    f"{dtypes[entry.key]}; save the model in one dtype first"
+                )
+
+
+def _read_common(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What Megatron keeps beside tensors. Raises InputError for a damaged file or training checkpoint."""
+    damage = find_damage(checkpoint.path) if checkpoint.is_training else None
+    if damage:
+        raise InputError(
+            f"{checkpoint.path} is damaged ({damage}); take another checkpoint of the run, or copy it again"
+        )
+    common = read_common(checkpoint.path)
+    if checkpoint.is_training and "optimizer" not in common:
+        file = checkpoint.path / COMMON_FILE
+        raise InputError(f"{file} lacks the optimizer's settings; copy the checkpoint again, or take another")
+    return common
+
+
+def _optimizer_states(files: MegatronFiles) -> dict[str, dict[str, str]]:
+    """{key of a parameter: {name of its optimizer state: key of that state}}."""
+    states: dict[str, dict[str, str]] = {}
+    for key in files.tensors:
+        found = OPTIMIZER_KEY.fullmatch(key)
+        if found:
+            states.setdefault(found[2], {})[found[1]] = key
+    return states
+
+
+def _keys(
+    placed: PlacedTensor, entry: Entry, states: Mapping[str, Mapping[str, str]], experts_apart: bool
+) -> Iterator[tuple[str, str]]:
+    """The stored tensors of one parameter, weights and optimizer state, as (key in the source, key in the target)."""
+    yield entry.key, entry.key
+    # Where experts are spread, Megatron keeps an optimizer of their own behind that of the other parameters.
+    chained = f"chained_{int(placed.expert is not None)}." if experts_apart else ""
+    for name, key in states.get(entry.key, {}).items():
+        yield key, f"{chained}optimizer.state.{name}.{entry.key}"
+
+
+def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]:
+    """What Megatron stores of the optimizers beside tensors, for one optimizer or for a second one with the experts."""
+    is_apart = 0 in optimizer
+    if is_apart == experts_apart:
+        return optimizer
+    if is_apart:
+        first: dict[Any, Any] = optimizer[0]
+        return first
+    groups = optimizer["optimizer"]["param_groups"]
+    # Experts have matrices only, which are the parameters with weight decay.
+    of_experts = [{**group, "is_expert_parallel": True} for group in groups if group["wd_mult"] == 1.0]
+    return {0: optimizer, 1: {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": of_experts}}}
+
+
+def _copy_loop_state(source: Path, folder: Path, num_optimizers: int) -> None:
+    for file in source.glob("loop.*"):
+        shutil.copyfile(file, folder / file.name)
+    state = read_json_object(source / _LOOP_FILE)
+    replace_file(folder / _LOOP_FILE, json.dumps({**state, "num_optimizers": num_optimizers}))
+
+
+def require_format(checkpoint: Checkpoint, *, megatron: bool, command: str) -> None:
+    """Refuse a source of the other format, naming the command it needs."""
+    if isinstance(checkpoint.source, HfCheckpoint) == megatron:
+        found, wanted = ("Hugging Face", "Megatron") if megatron else ("Megatron", "Hugging Face")
+        raise InputError(f"{checkpoint.path} is a {found} checkpoint; {command} needs a {wanted} one")

@@ -1,0 +1,251 @@
+"""Folders written file by file by one or several processes, which continue after a crash and appear only when whole.
+
+Files are written into `.NAME.partial/content` beside the target, each with a record of its own in `records` once it is
+on disk. When all are there the content is renamed to the target; it keeps `conversion.json`: what it was made from, and
+the sizes of its files. While this lasts, a lock on `.NAME.lock` keeps others away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.errors import InputError
+from dapo_mega.files import errors_naming, read_json_object, replace_file
+
+logger = logging.getLogger(__name__)
+
+RECORD_FILE = "conversion.json"
+_CONTENT = "content"
+_RECORDS = "records"
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of the folder. `write` fills the path it is given, reports bytes as they are written, and returns a
+    JSON value for `finish`."""
+
+    name: str
+    nbytes: int
+    write: Callable[[Path, Advance], Any]
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """What is to be written: a JSON description of what it is made from, its large files, and what completes it given
+    the folder and the files' records."""
+
+    made_from: Mapping[str, Any]
+    files: Sequence[OutputFile]
+    finish: Callable[[Path, Mapping[str, Any]], None]
+
+
+def write_folder(target: Path, output: OutputFolder) -> bool:
+    """Collective. Returns whether anything was written: False if `target` is the finished result already.
+
+    Raises InputError for a target that is anything else, and for one that another command is writing.
+    """
+    if not target.name:
+        raise InputError(f"{target} cannot be written; give a folder that does not exist yet")
+    # Through JSON, so that it equals what is read back.
+    made_from = json.loads(json.dumps(output.made_from))
+    partial = target.with_name(f".{target.name}.partial")
+    with contextlib.ExitStack() as held:
+        with together():
+            if _rank() == 0:
+                _refuse_dangling(target)
+                held.enter_context(_locked(target))
+        with together():
+            if _is_finished(target, made_from):
+                if _rank() == 0 and _begun_from(partial) == made_from:
+                    _discard(partial)
+                return False
+            if _rank() == 0:
+                _prepare(partial, made_from)
+        with together():
+            _write_files(partial, output.files)
+        with together():
+            if _rank() == 0:
+                _complete(partial, target, output, made_from)
+    return True
+
+
+def _refuse_dangling(target: Path) -> None:
+    if target.is_symlink() and not target.exists():
+        raise InputError(f"{target} is a link to a folder that does not exist; give another folder, or remove the link")
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Raises InputError while another process holds the target's lock, which ends with the process."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{target} is being written by another command; wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            # Some network file systems have no locks.
+            logger.warning("%s cannot be locked (%s); start no other conversion to %s", lock, error.strerror, target)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapping[str, Any]) -> None:
+    content = partial / _CONTENT
+    output.finish(content, {file.name: _read_record(partial, file.name)["value"] for file in output.files})
+    sizes = {file.name: file.stat().st_size for file in content.iterdir()}
+    replace_file(content / RECORD_FILE, json.dumps({"made_from": made_from, "files": sizes}, indent=1))
+    content.rename(target)
+    _discard(partial)
+
+
+def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int]]:
+    """Sizes in bytes and modification times in ns of the files of a checkpoint: those in the folder, and `further` ones
+    in sub-folders. Of a link, those of the file it leads to."""
+    names = {file.name for file in folder.iterdir() if file.is_file()} | set(further)
+    status = {name: (folder / name).stat() for name in sorted(names)}
+    return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Run a block that may fail on one of several processes only: all go on, or all raise the first error."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    with raise_on_all_ranks(world) if world else contextlib.nullcontext():
+        yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_finished(target: Path, made_from: Mapping[str, Any]) -> bool:
+    if not target.exists():
+        return False
+    record = _json_object(target / RECORD_FILE)
+    sizes = record.get("files")
+    if "made_from" not in record or not isinstance(sizes, dict):
+        raise InputError(f"{target} exists already; give another folder, or remove it")
+    same = record["made_from"] == made_from
+    whole = all(_size(target / str(name)) == size for name, size in sizes.items())
+    if not (same and whole):
+        reason = "made from another source or with other options" if whole else "damaged"
+        raise InputError(f"{target} exists already and was {reason}; give another folder, or remove it")
+    return True
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file that this module wrote; empty where it holds anything else."""
+    try:
+        return read_json_object(file)
+    except InputError:
+        return {}
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except (OSError, ValueError):
+        return None
+
+
+def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
+    """A partial folder of the same conversion is continued, one of another is replaced, any other is refused."""
+    begun_from = _begun_from(partial)
+    if begun_from == made_from:
+        logger.info("continuing the interrupted conversion in %s", partial)
+    elif partial.exists():
+        _check_ours(partial, has_record=begun_from is not None)
+        logger.warning("replacing %s, which was begun from another source or with other options", partial)
+        _discard(partial)
+    for folder in (_RECORDS, _CONTENT):
+        (partial / folder).mkdir(parents=True, exist_ok=True)
+    replace_file(partial / RECORD_FILE, json.dumps(made_from))
+
+
+def _discard(partial: Path) -> None:
+    """The record that makes the folder ours goes last."""
+    for folder in (_RECORDS, _CONTENT):
+        shutil.rmtree(partial / folder, ignore_errors=True)
+    shutil.rmtree(partial)
+
+
+def _begun_from(partial: Path) -> dict[str, Any] | None:
+    """What the content of the partial folder is made from; None without a record of that."""
+    return _json_object(partial / RECORD_FILE) or None
+
+
+def _check_ours(partial: Path, has_record: bool) -> None:
+    """Refuse to replace a folder with files that no conversion wrote; one without a record has no files yet."""
+    strangers = {
+        path.name for path in partial.iterdir() if path.name not in (_RECORDS, _CONTENT) and path.suffix != ".tmp"
+    } - {RECORD_FILE if has_record else ""}
+    if not has_record:
+        strangers |= {path.name for folder in (_RECORDS, _CONTENT) for path in (partial / folder).glob("*")}
+    if strangers:
+        raise InputError(
+            f"{partial} holds {min(strangers)}, which no conversion wrote; move the folder away and start again"
+        )
+
+
+def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
+    """Every process writes its share of what is missing."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mine = files[_rank() :: size]
+    with _progress() as bar:
+        task = bar.add_task("writing", total=sum(file.nbytes for file in mine))
+        for file in mine:
+            if _is_written(partial, file.name):
+                bar.advance(task, file.nbytes)
+                continue
+            temporary = partial / f"{file.name}.tmp"
+            value = file.write(temporary, lambda nbytes: bar.advance(task, nbytes))
+            with errors_naming(temporary), temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            record = {"size": temporary.stat().st_size, "value": value}
+            temporary.rename(partial / _CONTENT / file.name)
+            replace_file(partial / _RECORDS / f"{file.name}.json", json.dumps(record))
+
+
+def _is_written(partial: Path, name: str) -> bool:
+    record = _read_record(partial, name)
+    return "value" in record and _size(partial / _CONTENT / name) == record.get("size")
+
+
+def _read_record(partial: Path, name: str) -> dict[str, Any]:
+    return _json_object(partial / _RECORDS / f"{name}.json")
+
+
+def _progress() -> Progress:
+    """A bar on standard error of the first process, where that is a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=_rank() != 0 or not sys.stderr.isatty(),
+    )

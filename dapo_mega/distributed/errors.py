@@ -1,0 +1,26 @@
+"""Errors that one process finds, raised on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a block that may find bad input on some processes only: afterwards either all go on, or all raise the
+    first error found. The block itself must not need the other processes."""
+    error: Exception | None = None
+    try:
+        yield
+    except (InputError, StarvedError, FleetError, StopRequested, OSError) as caught:
+        error = caught
+    found: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, error, group=group)
+    first = next((e for e in found if e is not None), None)
+    if first is not None:
+        raise first

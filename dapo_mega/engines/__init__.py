@@ -1,0 +1,1 @@
+"""What generates, as the rest of the package sees it: `protocol`. Nothing here knows prompts, rewards or groups."""

@@ -1,0 +1,1 @@
+"""The engine inside the trainer's processes: transformers, for laptops and the quickstart."""

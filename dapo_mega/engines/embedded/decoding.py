@@ -1,0 +1,295 @@
+"""The decoding loop of the embedded engine: many rows in lockstep over one key-value cache.
+
+One batch goes through these steps::
+
+    rows -> prefill each distinct prompt once -> repeat its cache for the group's members
+         -> [sample -> hand out finished rows -> forward one token] ...
+
+Rows are aligned at their newest token: all write the same cache slot, and shorter prompts leave slots on their
+left unused. A finished row's place is taken over by the last row, so nothing is computed for rows that are done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dapo_mega.engines.embedded.sampling import request_uniforms, sample_tokens
+from dapo_mega.types import GenerationRequest
+
+_PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill forward: bounds its activations."""
+
+_SPARE_SLOTS = 64
+"""Least number of cache slots obtained at once."""
+
+_UNIFORMS_AT_ONCE = 128
+"""Random numbers drawn per row at once."""
+
+FinishedRow = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], bool]
+"""(index of the request, token ids, log-probs, whether a stop token ended it)"""
+
+_GROUPED_DECODE = "grouped_decode"
+
+
+def use_grouped_decode_attention(model: PreTrainedModel) -> None:
+    """Make a CPU model that attends with SDPA use `_grouped_decode_attention`; others stay as they are."""
+    is_sdpa = model.config._attn_implementation == "sdpa" and model._supports_attention_backend
+    if is_sdpa and model.device.type == "cpu":
+        AttentionInterface.register(_GROUPED_DECODE, _grouped_decode_attention)
+        AttentionMaskInterface.register(_GROUPED_DECODE, sdpa_mask)
+        model.set_attn_implementation(_GROUPED_DECODE)
+
+
+def _grouped_decode_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA, with single-token queries [B, H, 1, D] computed per key head: query heads that share it are one matrix.
+
+    On a CPU the SDPA kernel costs more for such queries than two batched products in float32 (in bfloat16 ten times
+    as much), and with a mask transformers before 5.23 copies the cache once per query head. Scores must not be rounded
+    to bfloat16, so keys and values are float32 in any case. Whatever else a model asks for is left to SDPA.
+    """
+    is_plain_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+    has_extras = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if query.shape[2] != 1 or key.dtype != torch.float32 or not is_plain_mask or has_extras:
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    num_rows, num_key_heads, _, head_dim = key.shape
+    grouped = query.float().reshape(num_rows, num_key_heads, -1, head_dim)
+    scores = (grouped * (head_dim**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask, -torch.inf)
+    output = torch.softmax(scores, dim=-1) @ value
+    return output.to(query.dtype).reshape(num_rows, 1, -1, value.shape[-1]), None
+
+
+def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
+    is_grouped = model.config._attn_implementation == _GROUPED_DECODE
+    # Latent attention caches vectors that go through the model's own projections before they are keys and values.
+    is_latent = "kv_lora_rank" in model.config.to_dict()
+    return torch.float32 if model.dtype.itemsize < 4 and is_grouped and not is_latent else model.dtype
+
+
+def prompt_key(request: GenerationRequest) -> bytes:
+    """Equal exactly for requests with the same prompt."""
+    return request.prompt_token_ids.astype(np.int32).tobytes()
+
+
+class _SlotLayer(DynamicLayer):
+    """One layer's keys and values [rows, heads, slots, head_dim], written in place into buffers with spare slots.
+
+    The base class concatenates: it copies the whole cache for every token.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """`num_slots` zeroed slots of `dtype` in use, shaped like `keys` and `values` [*, heads, *, head_dim]."""
+        super().__init__()
+        self.is_initialized = True
+        self._first, self._end = 0, num_slots
+        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots, dtype) for tensor in (keys, values)]
+        self._expose(num_rows)
+        # Slots without a token are masked, but 0 * NaN from uninitialised memory would still spread.
+        self.keys.zero_()
+        self.values.zero_()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append one slot to every row; returns the slots in use."""
+        num_rows = self.keys.shape[0]
+        if self._end == self._buffers[0].shape[2]:
+            self._move_to_larger_buffers()
+        self._end += 1
+        self._expose(num_rows)
+        self.keys[:, :, -1:] = key_states
+        self.values[:, :, -1:] = value_states
+        return self.keys, self.values
+
+    def drop_rows(self, places: Tensor, movers: Tensor, num_rows: int, num_unused: int) -> None:
+        """Move rows `movers` to `places`, then keep the first `num_rows` rows without the oldest slots."""
+        if len(places):
+            self.keys[places] = self.keys[movers]
+            self.values[places] = self.values[movers]
+        self._first += num_unused
+        self._expose(num_rows)
+
+    def _move_to_larger_buffers(self) -> None:
+        used = (self.keys, self.values)
+        num_rows, _, num_slots, _ = self.keys.shape
+        self._buffers = [_roomy_buffer(tensor, num_rows, num_slots, tensor.dtype) for tensor in used]
+        self._first, self._end = 0, num_slots
+        for buffer, old in zip(self._buffers, used, strict=True):
+            buffer[:, :, :num_slots] = old
+
+    def _expose(self, num_rows: int) -> None:
+        self.keys, self.values = (buffer[:num_rows, :, self._first : self._end] for buffer in self._buffers)
+
+
+def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised, with half as many slots again as are in use, so that growing costs each token O(1) copies."""
+    _, num_heads, _, head_dim = like.shape
+    roomy = num_slots + max(_SPARE_SLOTS, num_slots // 2)
+    return like.new_empty(num_rows, num_heads, roomy, head_dim, dtype=dtype)
+
+
+class RowBatch:
+    """Rows that are decoded in lockstep; row r of every tensor belongs to `_rows[r]`."""
+
+    def __init__(self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel) -> None:
+        """`rows` are (index, request), by prompt length, equal prompts adjacent; their sampling parameters are equal
+        but for `max_new_tokens`. The batch empties `rows`.
+        """
+        self._rows = rows
+        self._model = model
+        self._sampling = rows[0][1].sampling
+        self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
+        self._limits = np.array([request.sampling.max_new_tokens for _, request in rows])
+        history = (len(rows), int(self._limits.max()))
+        self._tokens = torch.empty(history, dtype=torch.int64, device=model.device)
+        self._logprobs = torch.empty(history, dtype=torch.float32, device=model.device)
+        self._uniforms = torch.empty(0)
+        lengths = [len(request.prompt_token_ids) for _, request in rows]
+        self._num_slots = lengths[-1]
+        self._unused = self._num_slots - torch.tensor(lengths, device=model.device)
+        self._is_ragged = lengths[0] != lengths[-1]
+        self._layers: list[_SlotLayer] = []
+
+    def decode(self, check_stop: Callable[[], None] = lambda: None) -> Iterator[FinishedRow]:
+        """All rows, each as soon as it finishes. What `check_stop`, called before every token, raises ends it."""
+        logits = self._prefill()
+        for step in range(self._tokens.shape[1]):
+            check_stop()
+            tokens, logprobs = self._sample(logits, step)
+            self._tokens[: len(tokens), step] = tokens
+            self._logprobs[: len(tokens), step] = logprobs
+            stopped = torch.isin(tokens, self._stop_ids)
+            finished = stopped
+            if step + 1 == self._limits.min():
+                finished = stopped | torch.from_numpy(self._limits == step + 1).to(stopped.device)
+            if bool(finished.any()):
+                yield from self._finish(finished, stopped, step + 1)
+            if not self._rows:
+                return
+            logits = self._forward(self._tokens[: len(self._rows), step : step + 1])
+
+    def _prefill(self) -> Tensor:
+        """Fill the cache with the prompts; the logits [rows, V] of their last positions."""
+        prompts: dict[bytes, list[int]] = defaultdict(list)
+        for row, (_, request) in enumerate(self._rows):
+            prompts[prompt_key(request)].append(row)
+        lengths = [len(request.prompt_token_ids) for _, request in self._rows]
+        return torch.cat([self._prefill_slice(s) for s in _prefill_slices(list(prompts.values()), lengths)])
+
+    def _prefill_slice(self, members: list[list[int]]) -> Tensor:
+        """One forward over the distinct prompts of adjacent rows: `members` lists the rows of each prompt."""
+        device = self._model.device
+        prompts = [self._rows[rows[0]][1].prompt_token_ids for rows in members]
+        width = len(prompts[-1])
+        ids, mask = np.zeros((2, len(prompts), width), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = prompt
+            mask[i, width - len(prompt) :] = 1
+        cache = DynamicCache()
+        output = self._model(
+            input_ids=torch.from_numpy(ids).to(device),
+            attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
+            position_ids=torch.from_numpy((mask.cumsum(1) - 1).clip(min=0)).to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._layers = self._layers or [
+            _SlotLayer(len(self._rows), self._num_slots, layer.keys, layer.values, _cache_dtype(self._model))
+            for layer in cache.layers
+        ]
+        repeats = torch.tensor([len(rows) for rows in members], device=device)
+        first, last = members[0][0], members[-1][-1]
+        for layer, prefilled in zip(self._layers, cache.layers, strict=True):
+            layer.keys[first : last + 1, :, -width:] = prefilled.keys.repeat_interleave(repeats, dim=0)
+            layer.values[first : last + 1, :, -width:] = prefilled.values.repeat_interleave(repeats, dim=0)
+        return output.logits[:, -1].repeat_interleave(repeats, dim=0)
+
+    def _sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        if step % _UNIFORMS_AT_ONCE == 0:
+            count = min(_UNIFORMS_AT_ONCE, self._tokens.shape[1] - step)
+            streams = [request_uniforms(request.seed, count, start=step) for _, request in self._rows]
+            self._uniforms = torch.from_numpy(np.stack(streams)).to(logits.device)
+        uniforms = self._uniforms[: len(self._rows), step % _UNIFORMS_AT_ONCE]
+        return sample_tokens(logits, uniforms, self._sampling.temperature, self._sampling.top_p, self._sampling.top_k)
+
+    def _forward(self, token_ids: Tensor) -> Tensor:
+        """Append `token_ids` [rows, 1] to the cache; the logits [rows, V] that follow them."""
+        num_slots = self._layers[0].get_seq_length() + 1
+        mask = None
+        if self._is_ragged:
+            mask = torch.arange(num_slots, device=token_ids.device) >= self._unused.unsqueeze(1)
+        output = self._model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=(num_slots - 1 - self._unused).unsqueeze(1),
+            past_key_values=Cache(layers=self._layers),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _finish(self, finished: Tensor, stopped: Tensor, length: int) -> Iterator[FinishedRow]:
+        """Hand out the finished rows at `length` tokens, and keep the others."""
+        ended_by_stop = stopped.tolist()
+        is_finished = finished.tolist()
+        for row, (index, _) in enumerate(self._rows):
+            if is_finished[row]:
+                tokens = self._tokens[row, :length].to("cpu", torch.int32, copy=True).numpy()
+                logprobs = self._logprobs[row, :length].to("cpu", copy=True).numpy()
+                yield index, tokens, logprobs, ended_by_stop[row]
+        num_rows = len(is_finished) - sum(is_finished)
+        places = [row for row in range(num_rows) if is_finished[row]]
+        movers = [row for row in range(num_rows, len(is_finished)) if not is_finished[row]]
+        for place, mover in zip(places, movers, strict=True):
+            self._rows[place] = self._rows[mover]
+            self._limits[place] = self._limits[mover]
+        del self._rows[num_rows:]
+        self._limits = self._limits[:num_rows]
+        if self._rows:
+            self._move(torch.tensor(places), torch.tensor(movers), num_rows, length)
+
+    def _move(self, places: Tensor, movers: Tensor, num_rows: int, length: int) -> None:
+        """Copy what belongs to rows `movers` to `places`; drop the rows and slots that nobody needs any more."""
+        if len(places):
+            self._tokens[places, :length] = self._tokens[movers, :length]
+            self._logprobs[places, :length] = self._logprobs[movers, :length]
+            self._uniforms[places] = self._uniforms[movers]
+            self._unused[places] = self._unused[movers]
+        self._unused = self._unused[:num_rows]
+        num_unused = int(self._unused.min())
+        self._unused = self._unused - num_unused
+        self._is_ragged = bool(self._unused.any())
+        for layer in self._layers:
+            layer.drop_rows(places, movers, num_rows, num_unused)
+
+
+def _prefill_slices(prompts: list[list[int]], lengths: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Cut the prompts, each a list of its rows and sorted by length, so that a padded slice fits the budget."""
+    pending: list[list[int]] = []
+    for rows in prompts:
+        if pending and (len(pending) + 1) * lengths[rows[0]] > _PREFILL_TOKENS:
+            yield pending
+            pending = []
+        pending.append(rows)
+    yield pending

@@ -1,0 +1,197 @@
+"""Rollouts inside the trainer's process: a Hugging Face model driven by a decoding loop made for groups.
+
+For the quickstart and for machines without SGLang. The loop itself is in `decoding.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from dapo_mega.engines.embedded.decoding import RowBatch, prompt_key, use_grouped_decode_attention
+from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, NamedTensors, Response, SamplingParams
+
+
+class EmbeddedEngine:
+    """Implements `RolloutEngine` with a transformers causal LM; answers every request with a `Response`.
+
+    Works for models whose layers cache keys and values (full or sliding-window attention).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, max_batch_rows: int = 512, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take over `model`, whose weights count as not loaded until `load_weights`; at most `max_batch_rows`
+        responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
+        if max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
+        layer_types = set(model.config.get_text_config().to_dict().get("layer_types") or ())
+        if unsupported := layer_types - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"the embedded engine cannot cache layers of type {sorted(unsupported)}")
+        self._model: PreTrainedModel | None = model.eval().requires_grad_(False)
+        use_grouped_decode_attention(model)
+        self._max_batch_rows = max_batch_rows
+        self._check_stop = check_stop
+        self._weight_version = -1
+        self._refusal = "no weights have been loaded; call load_weights first"
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Any,
+        dtype: torch.dtype = torch.float32,
+        max_batch_rows: int = 512,
+        device: torch.device | str = "cpu",
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> EmbeddedEngine:
+        """An engine on `device` with the architecture of `config`, a Hugging Face folder or configuration object;
+        the weights are left uninitialised."""
+        if isinstance(config, str | Path):
+            config = AutoConfig.from_pretrained(config)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # Skipped together with the initialisation.
+        _keep_in_float32(model)
+        return cls(model.to(device), max_batch_rows, check_stop)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in use; -1 before the first and after a failed `load_weights`."""
+        return self._weight_version
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
+        """Answer every request, in the order given.
+
+        A request's tokens depend on its prompt, seed and sampling parameters, and on what else is in the batch
+        only through float rounding. Raises RuntimeError without a complete set of weights, ValueError naming
+        the requests that the model cannot serve, before anything runs, and FloatingPointError when the model's
+        logits are not finite.
+        """
+        if self._weight_version < 0:
+            raise RuntimeError(f"the embedded engine cannot generate: {self._refusal}")
+        assert self._model is not None
+        _check(requests, self._model.config.get_text_config())
+        responses: dict[int, Response] = {}
+        for chunk in _chunks(requests, self._max_batch_rows):
+            batch = RowBatch([(index, requests[index]) for index in chunk], self._model)
+            for index, tokens, logprobs, stopped in batch.decode(self._check_stop):
+                request_id = requests[index].request_id
+                finish: FinishReason = "stop" if stopped else "length"
+                responses[index] = Response(request_id, tokens, logprobs, finish, self._weight_version)
+        return [responses[index] for index in range(len(requests))]
+
+    def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
+        """Copy the streamed tensors into the model in place and take over `version` once the stream has ended.
+
+        Floating-point tensors are cast to the model's dtype. Of a tied pair one name suffices; both must agree.
+        Raises ValueError naming tensors that are unknown, given twice, of another shape or kind, or missing. After
+        an error, also one of the stream itself, the engine refuses to generate until a whole load has succeeded.
+        """
+        assert version >= 0
+        if self._model is None:
+            raise RuntimeError("the embedded engine is closed")
+        self._weight_version = -1
+        self._refusal = f"loading of weight version {version} did not complete; call load_weights again"
+        targets = _targets(self._model)
+        given: set[str] = set()
+        filled: set[int] = set()
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name in given:
+                    raise ValueError(f"weight {name!r} was given twice")
+                target = _matching_target(targets, name, tensor)
+                _fill(target, tensor, name, is_filled=id(target) in filled)
+                given.add(name)
+                filled.add(id(target))
+        if missing := [name for name, target in targets.items() if id(target) not in filled]:
+            raise ValueError(f"{len(missing)} of {len(targets)} weights were not given: {', '.join(missing[:8])}")
+        self._weight_version = version
+
+    def close(self) -> None:
+        """Let go of the model; the engine cannot be used any more."""
+        self._weight_version = -1
+        self._refusal = "it is closed"
+        self._model = None
+
+
+def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
+    """ValueError naming the requests that a model of `config` cannot serve."""
+    problems: dict[str, list[int]] = defaultdict(list)
+    for request in requests:
+        prompt, limit = request.prompt_token_ids, request.sampling.max_new_tokens
+        if len(prompt) == 0:
+            problems["an empty prompt"].append(request.request_id)
+        elif prompt.min() < 0 or prompt.max() >= config.vocab_size:
+            problems[f"token ids outside the vocabulary of {config.vocab_size}"].append(request.request_id)
+        if limit < 1:
+            problems["max_new_tokens below 1"].append(request.request_id)
+        if len(prompt) + limit > config.max_position_embeddings:
+            what = f"prompt + max_new_tokens above max_position_embeddings={config.max_position_embeddings}"
+            problems[what].append(request.request_id)
+    if problems:
+        listed = "; ".join(f"{what}: request {', '.join(map(str, ids[:8]))}" for what, ids in problems.items())
+        raise ValueError(f"requests cannot be served, with {listed}")
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Tensors that loading with `from_pretrained` leaves in float32, such as routing biases."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if kept and name.endswith(kept):
+            tensor.data = tensor.data.float()
+
+
+@torch.no_grad()
+def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors by their names on disk: transformers holds all experts of a layer in two tensors."""
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name in [name for name in targets if name.endswith(".mlp.experts.gate_up_proj")]:
+        prefix = name.removesuffix("gate_up_proj")
+        gates_and_ups = (expert.chunk(2) for expert in targets.pop(name))
+        for number, (gate, up) in enumerate(gates_and_ups):
+            targets |= {f"{prefix}{number}.gate_proj.weight": gate, f"{prefix}{number}.up_proj.weight": up}
+        for number, down in enumerate(targets.pop(f"{prefix}down_proj")):
+            targets[f"{prefix}{number}.down_proj.weight"] = down
+    return targets
+
+
+def _matching_target(targets: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    if name not in targets:
+        raise ValueError(f"weight {name!r} is unknown to the model; it has {', '.join(list(targets)[:4])}, ...")
+    target = targets[name]
+    if tensor.shape != target.shape:
+        raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+    if tensor.is_floating_point() != target.is_floating_point():
+        raise ValueError(f"weight {name!r} has dtype {tensor.dtype}, which does not cast to {target.dtype}")
+    return target
+
+
+@torch.no_grad()
+def _fill(target: Tensor, tensor: Tensor, name: str, is_filled: bool) -> None:
+    if not is_filled:
+        target.copy_(tensor)
+    elif not torch.equal(target, tensor.to(target)):
+        raise ValueError(f"weight {name!r} differs from the one that the model ties it to")
+
+
+def _chunks(requests: Sequence[GenerationRequest], max_rows: int) -> Iterator[list[int]]:
+    """Indices of requests to decode together: equal sampling, ordered by prompt length, equal prompts adjacent.
+
+    Lengths may differ: a row that reaches its limit leaves the batch like one that stops.
+    """
+    by_sampling: dict[SamplingParams, list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        by_sampling[replace(request.sampling, max_new_tokens=0)].append(index)
+    for indices in by_sampling.values():
+        indices.sort(key=lambda i: (len(requests[i].prompt_token_ids), prompt_key(requests[i])))
+        yield from (indices[at : at + max_rows] for at in range(0, len(indices), max_rows))

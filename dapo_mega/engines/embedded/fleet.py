@@ -1,0 +1,105 @@
+"""One embedded engine per data-parallel replica, driven by rank 0 as if they were one engine.
+
+Rank 0 calls `generate`; the other replicas' leaders sit in `serve` and work on the share they are sent until
+rank 0 calls `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.errors import StopRequested
+from dapo_mega.types import Answer, GenerationRequest, NamedTensors
+
+
+class EmbeddedFleet:
+    """Implements `RolloutEngine` on rank 0; every process constructs one and joins `load_weights`."""
+
+    def __init__(self, processes: Processes, engine: EmbeddedEngine | None) -> None:
+        """`engine` is this process's engine: given exactly on the replicas' leaders."""
+        assert (engine is not None) == processes.is_leader
+        self._processes = processes
+        self._engine = engine
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version if self._engine else -1
+
+    def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
+        """Collective over all processes: leaders fill their engines, the others only contribute shards."""
+        if self._engine:
+            self._engine.load_weights(buckets, version)
+        else:
+            for _ in buckets:
+                pass
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+        """Spread the requests over all replicas, groups kept together; answers in the order given. Rank 0 only.
+
+        Raises StopRequested when the run is to stop.
+        """
+        assert self._engine
+        assert self._processes.rank == 0
+        shares = _split(requests, self._processes.data_size)
+        share = self._scatter(shares)
+        gathered: list[Any] = [None] * self._processes.data_size
+        dist.gather_object(self._answers(share), gathered, dst=0, group=self._processes.leaders)
+        if None in gathered:
+            raise StopRequested("the run was stopped while responses were generated")
+        by_id = {answer.request_id: answer for answers in gathered for answer in answers}
+        return [by_id[request.request_id] for request in requests]
+
+    def serve(self) -> None:
+        """Work for rank 0 until it releases. Returns at once where there is no engine."""
+        assert self._processes.rank != 0
+        if not self._engine:
+            return
+        while (share := self._scatter(None)) is not None:
+            dist.gather_object(self._answers(share), dst=0, group=self._processes.leaders)
+
+    def _answers(self, share: Sequence[GenerationRequest]) -> list[Answer] | None:
+        """None when the run is to stop: rank 0 hears of it from whichever leader noticed."""
+        assert self._engine
+        try:
+            return list(self._engine.generate(share))
+        except StopRequested:
+            return None
+
+    def release(self) -> None:
+        """Send the other leaders on; rank 0 only."""
+        self._scatter([None] * self._processes.data_size)
+
+    def on_stale_engines(self, update: Callable[[], object]) -> None:
+        """Embedded engines neither join nor come back."""
+
+    def sleep(self) -> None:
+        """Nothing to free: the engine keeps its copy of the weights."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._engine:
+            self._engine.close()
+
+    def _scatter(self, shares: list[Any] | None) -> Any:
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, shares, src=0, group=self._processes.leaders)
+        return received[0]
+
+
+def _split(requests: Sequence[GenerationRequest], num_parts: int) -> list[list[GenerationRequest]]:
+    """Contiguous parts of about equal size; requests with one prompt stay together to share its prefill."""
+    parts: list[list[GenerationRequest]] = [[] for _ in range(num_parts)]
+    done = 0
+    for _, members in groupby(requests, key=lambda request: request.prompt_token_ids.tobytes()):
+        group = list(members)
+        parts[min(done * num_parts // max(len(requests), 1), num_parts - 1)].extend(group)
+        done += len(group)
+    return parts

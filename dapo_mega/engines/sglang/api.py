@@ -1,0 +1,281 @@
+"""What is said to an SGLang server and what its answers mean. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
+from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds
+
+Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
+"""What is wrong with an answer: its form, how many tokens it has, ids outside of the vocabulary, log-probs that are
+missing or impossible, or weights that were not to sample it."""
+
+_ANY_TOKEN = -1
+_NO_INTERVAL = 2**31 - 1
+_MAX_ROUNDING = 1e-4  # Of a certain token's log-prob, which may come out above 0.
+_EMPTY_TOKENS = np.empty(0, np.int32)
+
+
+class MalformedAnswer(Exception):
+    """An engine's answer that must not be used. `foreign`: weights of another run had part in it."""
+
+    def __init__(self, fault: Fault, reason: str, foreign: WeightVersion | None = None) -> None:
+        super().__init__(reason)
+        self.fault = fault
+        self.foreign = foreign
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What one call of the engine at `url` generated: `token_ids` [L], `logprobs` [L] and the versions that sampled
+    them, as (version, end) with ascending ends, the last of them L. After `abort` the response is not at its end."""
+
+    token_ids: TokenIds
+    logprobs: LogProbs
+    finish: Literal["stop", "length", "abort"]
+    version_spans: tuple[tuple[int, int], ...]
+    url: str = ""
+
+
+def generate_payload(request: GenerationRequest, parts: Sequence[Completion], rid: str) -> dict[str, Any]:
+    """The body of /generate that goes on after `parts`; `rid` names the call for /abort_request."""
+    sampling = request.sampling
+    generated = tokens_of(parts)
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or _ANY_TOKEN,
+        "max_new_tokens": sampling.max_new_tokens - len(generated),
+        # Only servers with --enable-deterministic-inference heed it.
+        "sampling_seed": _seed_of_63_bits(request.seed),
+    }
+    if sampling.stop_token_ids:
+        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+    else:
+        parameters["ignore_eos"] = True
+    return {
+        "rid": rid,
+        "input_ids": request.prompt_token_ids.tolist() + generated.tolist(),
+        "sampling_params": parameters,
+        "return_logprob": True,
+    }
+
+
+def batch_payload(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The body of one /generate for several of `generate_payload`. Each output comes as soon as it is finished, and
+    besides only one of the first token."""
+    return {
+        "rid": [payload["rid"] for payload in payloads],
+        "input_ids": [payload["input_ids"] for payload in payloads],
+        "sampling_params": [{**payload["sampling_params"], "stream_interval": _NO_INTERVAL} for payload in payloads],
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
+    """The body of a /generate that asks for the log-probs of these tokens; it samples one more."""
+    return {
+        "input_ids": token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogProbs:
+    """Log-probs [L - 1] of all tokens but the first, as a server answered to `scoring_payload`; NaN where it gave none.
+
+    `versions` are the weights that may have scored them. Raises MalformedAnswer.
+    """
+    output_ids, meta_info = _fields(body)
+    _version_spans(meta_info, len(output_ids), versions)
+    triples = meta_info.get("input_token_logprobs")
+    try:
+        ids = [triple[1] for triple in triples]  # type: ignore[union-attr]
+        values = np.array([triple[0] for triple in triples[1:]], dtype=np.float32)  # type: ignore[index]
+    except (TypeError, ValueError, LookupError):
+        raise MalformedAnswer("logprobs", "it has no log-probs of its prompt") from None
+    if ids != token_ids.tolist():
+        raise MalformedAnswer("logprobs", "its prompt's log-probs are those of other tokens")
+    return values
+
+
+def finished_rid(output: Any) -> str | None:
+    """Which call of a batch this output ends; None when it is not finished. Raises MalformedAnswer."""
+    _, meta_info = _fields(output)
+    if not isinstance(rid := meta_info.get("id"), str):
+        raise MalformedAnswer("malformed", "it does not say which request it belongs to")
+    return rid if meta_info.get("finish_reason") else None
+
+
+def parse_answer(
+    body: Any,
+    request: GenerationRequest,
+    parts: Sequence[Completion],
+    vocab_size: int,
+    versions: VersionRange,
+    url: str = "",
+) -> Completion:
+    """What the /generate of the server at `url` answered to `generate_payload(request, parts, ...)`.
+
+    `versions` are the weights that may have sampled any of it. Raises MalformedAnswer.
+    """
+    output_ids, meta_info = _fields(body)
+    token_ids = _token_ids(output_ids, vocab_size)
+    if meta_info.get("completion_tokens", len(token_ids)) != len(token_ids):
+        raise MalformedAnswer(
+            "token_count", f"it has {len(token_ids)} tokens but says {meta_info['completion_tokens']}"
+        )
+    logprobs = _logprobs(meta_info, token_ids)
+    limit = request.sampling.max_new_tokens - sum(len(part.token_ids) for part in parts)
+    finish = _finish(meta_info, token_ids, request.sampling.stop_token_ids, limit)
+    return Completion(token_ids, logprobs, finish, _version_spans(meta_info, len(token_ids), versions), url)
+
+
+def joined(request_id: int, parts: Sequence[Completion]) -> Response:
+    """One response of parts that continued each other; the last part is at the response's end."""
+    finish = parts[-1].finish
+    assert finish != "abort"
+    ends: list[tuple[int, int]] = []
+    engines: list[tuple[str, int]] = []
+    offset = 0
+    for part in parts:
+        for version, end in part.version_spans:
+            if ends and ends[-1][0] == version:
+                ends.pop()
+            ends.append((version, offset + end))
+        offset += len(part.token_ids)
+        if engines and engines[-1][0] == part.url:
+            engines.pop()
+        engines.append((part.url, offset))
+    return Response(
+        request_id=request_id,
+        token_ids=tokens_of(parts),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        finish_reason=finish,
+        weight_version=min(version for version, _ in ends),
+        version_spans=tuple(ends) if len(ends) > 1 else (),
+        engine_spans=tuple(engines) if any(url for url, _ in engines) else (),
+    )
+
+
+def tokens_of(parts: Sequence[Completion]) -> TokenIds:
+    """All tokens generated so far [L] int32."""
+    return np.concatenate([_EMPTY_TOKENS, *(part.token_ids for part in parts)])
+
+
+def unfit(request: GenerationRequest, vocab_size: int) -> str:
+    """Why the request must not be sent; empty when it may. A server dies of a token id that its model does not have."""
+    tokens = request.prompt_token_ids
+    if not len(tokens):
+        return "its prompt is empty"
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        return f"its prompt has token id {outside}, and the model's are 0 to {vocab_size - 1}"
+    return ""
+
+
+def _seed_of_63_bits(seed: int) -> int:
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _fields(body: Any) -> tuple[list[Any], dict[str, Any]]:
+    if not isinstance(body, dict):
+        raise MalformedAnswer("malformed", f"it is a {type(body).__name__} instead of one object")
+    output_ids, meta_info = body.get("output_ids"), body.get("meta_info")
+    if not isinstance(output_ids, list) or not isinstance(meta_info, dict):
+        raise MalformedAnswer("malformed", "it has no output_ids or no meta_info")
+    return output_ids, meta_info
+
+
+def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
+    try:
+        ids = np.array(output_ids)
+    except ValueError:  # Lists of different lengths.
+        ids = np.array([output_ids], dtype=object)
+    if len(output_ids) and (ids.dtype.kind != "i" or ids.ndim != 1):
+        raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
+    if len(output_ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise MalformedAnswer("vocabulary", f"it has a token id outside of 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def _logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
+    """[L], from triples of log-prob, token id and null."""
+    triples = meta_info.get("output_token_logprobs")
+    if not isinstance(triples, list) or len(triples) != len(token_ids):
+        count = len(triples) if isinstance(triples, list) else "no"
+        raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(token_ids)} tokens")
+    try:
+        values = np.array([triple[0] for triple in triples], dtype=np.float64)
+        ids = [triple[1] for triple in triples]
+    except (TypeError, ValueError, LookupError):
+        raise MalformedAnswer("logprobs", "its log-probs are not triples of log-prob, token id and text") from None
+    if ids != token_ids.tolist():
+        raise MalformedAnswer("logprobs", "its log-probs are those of other tokens")
+    if not np.isfinite(values).all() or (values > _MAX_ROUNDING).any():
+        raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
+    return np.minimum(values, 0.0).astype(np.float32)
+
+
+def _finish(
+    meta_info: dict[str, Any], token_ids: TokenIds, stop_token_ids: tuple[int, ...], limit: int
+) -> Literal[FinishReason, "abort"]:
+    reason = meta_info.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    length = len(token_ids)
+    if kind not in ("stop", "length", "abort"):
+        raise MalformedAnswer("malformed", f"its finish_reason is {kind!r}")
+    is_stop = np.isin(token_ids, stop_token_ids)
+    if length > limit:
+        raise MalformedAnswer("token_count", f"it has {length} tokens where {limit} were allowed")
+    if is_stop[:-1].any():
+        raise MalformedAnswer("token_count", "it goes on after a stop token")
+    # An abort can meet a response whose last token has just been sampled.
+    if is_stop.any():
+        return "stop"
+    match kind:
+        case "stop" if length:
+            return "stop"  # At an end-of-text token of the server's own.
+        case "length" | "abort" if length == limit:
+            return "length"
+        case "abort":
+            return "abort"
+    raise MalformedAnswer("token_count", f"it ended with {kind!r} after {length} of {limit} tokens")
+
+
+def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange) -> tuple[tuple[int, int], ...]:
+    spans = meta_info.get("weight_versions")
+    if spans is None:  # Servers that report only the version at the end.
+        spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": length}]
+    try:
+        filled = [span for span in spans if span["end"] > span["start"]]
+        ends = [(WeightVersion.parse(span["version"]), int(span["end"])) for span in filled]
+        starts = [int(span["start"]) for span in filled]
+    except (TypeError, ValueError, LookupError):
+        raise MalformedAnswer(
+            "version", f"its weights are {str(spans)[:100]}, which are none that this run sent"
+        ) from None
+    if [*starts, length] != [0] + [end for _, end in ends]:
+        raise MalformedAnswer("version", f"its weight_versions do not cover its {length} tokens")
+    checked: list[tuple[int, int]] = []
+    for version, end in ends:
+        if version is None:
+            raise MalformedAnswer("version", f"its weights are {str(spans)[:100]}, which are none that this run sent")
+        if version not in allowed:
+            raise MalformedAnswer(
+                "version",
+                f"weights of version {version} sampled it and the engine was given {allowed.oldest} to "
+                f"{allowed.newest} of {allowed.run or 'this run'}",
+                version if version.run != allowed.run else None,
+            )
+        checked.append((version.step, end))
+    return tuple(checked)

@@ -1,0 +1,469 @@
+"""Sends requests to the engines of a fleet and gives each request exactly one answer.
+
+::
+
+    submit -> waiting -> call on an engine -> Response
+                 ^             |
+                 +-------------+      the call failed, the engine left, or its weights are being replaced
+                               +----> GenerationFailure, after `max_attempts` failed calls
+
+Everything happens on one event loop. Only calls in flight are tasks; waiting requests are entries of a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dapo_mega.engines.sglang.api import (
+    Completion,
+    MalformedAnswer,
+    batch_payload,
+    finished_rid,
+    generate_payload,
+    joined,
+    parse_answer,
+    unfit,
+)
+from dapo_mega.engines.sglang.engine_client import (
+    EngineClient,
+    EngineDisconnected,
+    EngineError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+)
+from dapo_mega.engines.sglang.ledger import Cause, RequestLedger
+from dapo_mega.engines.sglang.prefix_routing import EngineSlot, EngineSnapshot, Placement
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+# A server's work for every output of a call grows with the call.
+_MAX_CALL_SIZE = 64
+
+
+@dataclass(eq=False)
+class _Work:
+    """A request until it has its answer. `parts` is what calls that were ended early have generated."""
+
+    request: GenerationRequest
+    prompt: bytes
+    parts: list[Completion] = field(default_factory=list)
+    num_calls: int = 0
+    num_failures: int = 0
+    avoided_url: str = ""
+    flight: _Flight | None = None
+    retry: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> int:
+        return self.request.request_id
+
+    def oldest_version(self, current: int) -> int:
+        """Of the weights that have a part in it; `current` are those of a call that begins now."""
+        under_way = self.flight.version if self.flight else current
+        return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A request's part in a call. `version` is that of the engine's weights when it began."""
+
+    rid: str
+    work: _Work
+    slot: EngineSlot
+    version: int
+    started: float
+    call: _Call | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One HTTP call and those of its requests that have no outcome yet, by rid."""
+
+    slot: EngineSlot
+    flights: dict[str, _Flight]
+    task: asyncio.Task[None] | None = None
+
+
+class Dispatcher:
+    """Owns all requests between `submit` and their answer. Made and used on one running event loop."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        requests_per_engine: int,
+        request_timeout_s: float,
+        max_attempts: int,
+        on_answer: Callable[[Answer], None],
+        on_trouble: Callable[[str], None] | None = None,
+        on_wrong_weights: Callable[[str, WeightVersion | None], None] | None = None,
+        run: str = "",
+        backoff_s: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        """`on_answer` gets every answer as it comes, `on_trouble` the URL of an engine whose connection failed,
+        `on_wrong_weights` that of one which answered with other weights than it was given, with these weights where
+        they are another run's; `run` is the name that this one's go by.
+
+        A call takes at most `request_timeout_s`. After a failed one its request waits `backoff_s`, twice as long each
+        time and spread by `seed`, and goes to another engine where there is one.
+        """
+        self._vocab_size = vocab_size
+        self._request_timeout_s = request_timeout_s
+        self._max_attempts = max_attempts
+        self._on_answer = on_answer
+        self._on_trouble = on_trouble
+        self._on_wrong_weights = on_wrong_weights
+        self._backoff_s = backoff_s
+        self._random = random.Random(seed)
+        self._loop = asyncio.get_running_loop()
+        self._own_run = run
+        self._call_prefix = os.urandom(4).hex()
+        self._placement = Placement(requests_per_engine)
+        self._slots: dict[str, EngineSlot] = {}
+        self._newest_version = -1
+        self._works: dict[int, _Work] = {}
+        self._waiting: OrderedDict[int, _Work] = OrderedDict()
+        self._flights: dict[str, _Flight] = {}
+        self._is_held = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._background: set[asyncio.Task[None]] = set()
+        self.ledger = RequestLedger()
+
+    # ---- engines ----
+
+    def add_engine(self, client: EngineClient, version: int, supports_batches: bool = False) -> None:
+        """Use an engine that holds these weights; with `supports_batches` requests that start together share a call."""
+        assert client.url not in self._slots
+        self._slots[client.url] = EngineSlot(client, version, supports_batches)
+        self._newest_version = max(self._newest_version, version)
+        self._start_calls()
+
+    def set_version(self, url: str, version: int) -> None:
+        """The engine holds these weights now; to be said before it generates with them."""
+        self._slots[url].version = version
+        self._newest_version = max(self._newest_version, version)
+
+    def remove_engine(self, url: str, reason: str) -> None:
+        """Use the engine no more; its requests go to others at once."""
+        slot = self._slots.pop(url)
+        flights = [flight for flight in self._flights.values() if flight.slot is slot]
+        for flight in reversed(flights):
+            self._land(flight)
+            self.ledger.moved()
+            self._wait_first(flight.work)
+        if flights:
+            logger.info("%d requests move away from %s: %s", len(flights), url, reason)
+            self._start_background(slot.client.abort(all=True))
+        self._start_calls()
+
+    def engines(self) -> list[EngineSnapshot]:
+        return [slot.snapshot() for slot in self._slots.values()]
+
+    def speeds(self) -> dict[str, float]:
+        """Tokens per second that one response gets, by URL, of the engines where that is known."""
+        return {engine.url: engine.tokens_per_s for engine in self.engines() if engine.tokens_per_s is not None}
+
+    # ---- requests ----
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests on; those that an engine must not see are answered with a failure right away."""
+        for request in requests:
+            self.ledger.submit(request.request_id)
+            work = _Work(request, hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest())
+            self._works[work.id] = work
+            self._placement.enter(work.prompt)
+            if reason := unfit(request, self._vocab_size):
+                self._fail(work, f"the request was not sent: {reason}")
+            else:
+                self._waiting[work.id] = work
+        self._start_calls()
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """Give up requests; those that have ended already are left alone."""
+        for request_id in request_ids:
+            if work := self._works.get(request_id):
+                if work.flight:
+                    self._abandon(work.flight)
+                self._forget(work)
+                self.ledger.close(request_id, "cancelled")
+        self._start_calls()
+
+    def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
+        """The oldest weights that have a part in each request, by id; see `StreamingEngine`."""
+        works = [work for request_id in request_ids if (work := self._works.get(request_id))]
+        return {work.id: work.oldest_version(self._newest_version) for work in works}
+
+    def hold(self) -> None:
+        """Start no calls until `resume`. What an engine aborts meanwhile is kept and goes on afterwards."""
+        self._is_held = True
+
+    def resume(self) -> None:
+        self._is_held = False
+        self._start_calls()
+
+    async def drain(self) -> None:
+        """Wait until no call is in flight; to be used after `hold`."""
+        assert self._is_held
+        await self._idle.wait()
+
+    async def take_back(self, grace_s: float = 10.0) -> None:
+        """Wait for what engines return that were told to abort everything; to be used after `hold`.
+
+        A call that had not begun on its engine does not return; it is given up after `grace_s` and made again later.
+        """
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.drain()
+        except TimeoutError:
+            for flight in reversed(list(self._flights.values())):
+                self._abandon(flight)
+                self.ledger.taken_back()
+                self._wait_first(flight.work)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The ledger's counts since the last call, and what is in flight and waiting now."""
+        return {
+            **self.ledger.pop_metrics(),
+            "rollout/requests_in_flight": float(len(self._flights)),
+            "rollout/requests_waiting": float(self.ledger.num_open - len(self._flights)),
+        }
+
+    async def close(self) -> None:
+        """Drop everything; open requests get no answer."""
+        self._is_held = True
+        for work in self._works.values():
+            if work.retry:
+                work.retry.cancel()
+        calls = {flight.call for flight in self._flights.values() if flight.call}
+        tasks = [*self._background, *(call.task for call in calls if call.task)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- starting calls ----
+
+    def _start_calls(self) -> None:
+        boarded: dict[EngineSlot, list[_Flight]] = {}
+        while not self._is_held and (chosen := self._next_flight()):
+            work, slot = chosen
+            flight = self._board(work, slot)
+            # Alone after a failure: a request that an engine refuses must not take others with it.
+            if slot.supports_batches and not work.num_failures:
+                boarded.setdefault(slot, []).append(flight)
+            else:
+                self._start_call(slot, [flight])
+        for slot, flights in boarded.items():
+            for first in range(0, len(flights), _MAX_CALL_SIZE):
+                self._start_call(slot, flights[first : first + _MAX_CALL_SIZE])
+
+    def _next_flight(self) -> tuple[_Work, EngineSlot] | None:
+        """The first request in the queue for which there is an engine, with that engine."""
+        now = self._loop.time()
+        free = [slot for slot in self._slots.values() if self._placement.has_room(slot, now)]
+        if free:
+            for work in self._waiting.values():
+                # Of several engines a request does not try the one again that failed it last.
+                allowed = free if len(self._slots) == 1 else [slot for slot in free if slot.url != work.avoided_url]
+                if slot := self._placement.choose(allowed, work.prompt):
+                    return work, slot
+        return None
+
+    def _board(self, work: _Work, slot: EngineSlot) -> _Flight:
+        del self._waiting[work.id]
+        self._placement.settle(work.prompt, slot)
+        work.num_calls += 1
+        # Engines abort every call whose name starts with the one given: the dot ends it.
+        rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
+        flight = _Flight(rid, work, slot, slot.version, self._loop.time())
+        self._flights[rid] = work.flight = flight
+        slot.in_flight += 1
+        self._idle.clear()
+        return flight
+
+    def _start_call(self, slot: EngineSlot, flights: Sequence[_Flight]) -> None:
+        call = _Call(slot, {flight.rid: flight for flight in flights})
+        for flight in flights:
+            flight.call = call
+        call.task = self._loop.create_task(self._run(call))
+        call.task.add_done_callback(lambda task: self._end_with_fault(call, task))
+
+    # ---- ending calls ----
+
+    async def _run(self, call: _Call) -> None:
+        """Every request of the call has an outcome when this returns."""
+        payloads = [generate_payload(f.work.request, f.work.parts, f.rid) for f in call.flights.values()]
+        failure: EngineError | MalformedAnswer
+        try:
+            if len(payloads) == 1:
+                body = await call.slot.client.generate(payloads[0], self._request_timeout_s)
+                for flight in list(call.flights.values()):
+                    self._answered(flight, body)
+            else:
+                await self._run_batch(call, batch_payload(payloads))
+            failure = MalformedAnswer("malformed", "the stream ended without it")
+        except (EngineError, MalformedAnswer) as error:
+            failure = error
+        if flights := list(call.flights.values()):
+            self._failed(call.slot, flights, failure)
+            self._start_calls()
+
+    async def _run_batch(self, call: _Call, payload: dict[str, Any]) -> None:
+        outputs = call.slot.client.generate_batch(payload, self._request_timeout_s)
+        async with aclosing(outputs):
+            async for output in outputs:
+                # What was given up meanwhile has no flight any more.
+                if (rid := finished_rid(output)) and (flight := call.flights.get(rid)):
+                    self._answered(flight, output)
+
+    def _answered(self, flight: _Flight, body: Any) -> None:
+        work = flight.work
+        versions = VersionRange(self._own_run, flight.version, self._newest_version)
+        try:
+            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, flight.slot.url)
+        except MalformedAnswer as error:
+            self._failed(flight.slot, [flight], error)
+        else:
+            self._land(flight)
+            self._take(flight, completion)
+        self._start_calls()
+
+    def _take(self, flight: _Flight, completion: Completion) -> None:
+        """Answer the request, or keep what was generated when the call was ended early."""
+        work = flight.work
+        if len(completion.token_ids):
+            work.parts.append(completion)
+        if completion.finish != "abort":
+            flight.slot.succeeded(len(completion.token_ids), self._loop.time() - flight.started)
+            self._end(work, "answered", joined(work.id, work.parts))
+        elif self._is_held:
+            self.ledger.taken_back()
+            self._wait_first(work)
+        else:
+            work.avoided_url = flight.slot.url
+            self._retry(work, "aborted", f"{flight.slot.url}: the engine aborted it")
+
+    def _failed(self, slot: EngineSlot, flights: Sequence[_Flight], error: EngineError | MalformedAnswer) -> None:
+        """These flights of one call have no usable answer, for one reason."""
+        is_unreachable = isinstance(error, EngineUnreachable)
+        if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
+            self._loop.call_later(pause, self._start_calls)
+        if self._on_trouble and isinstance(error, EngineUnreachable | EngineDisconnected):
+            self._on_trouble(slot.url)
+        for flight in reversed(flights):
+            work = flight.work
+            self._land(flight)
+            work.avoided_url = slot.url
+            if is_unreachable:  # Nothing was sent, so the request has no part in it.
+                self.ledger.call_failed("unreachable")
+                self._wait_first(work)
+            elif isinstance(error, MalformedAnswer):
+                self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
+            else:
+                self._retry(work, _cause(error), str(error))
+            if isinstance(error, EngineTimeout):
+                self._start_background(slot.client.abort(flight.rid))
+        if not isinstance(error, MalformedAnswer) or error.fault != "version":
+            return
+        if self._on_wrong_weights and slot.url in self._slots:
+            self._on_wrong_weights(slot.url, error.foreign)
+
+    def _retry(self, work: _Work, cause: Cause, reason: str) -> None:
+        """Call again after a while, or give the request its failure when that was the last attempt."""
+        self.ledger.call_failed(cause)
+        work.num_failures += 1
+        if work.num_failures >= self._max_attempts:
+            self._fail(work, f"{work.num_failures} attempts failed, lastly {reason}")
+            return
+        delay = self._backoff_s * 2.0 ** (work.num_failures - 1) * self._random.uniform(0.5, 1.5)
+        work.retry = self._loop.call_later(delay, self._try_again, work)
+
+    def _try_again(self, work: _Work) -> None:
+        work.retry = None
+        self._wait_first(work)
+        self._start_calls()
+
+    def _land(self, flight: _Flight) -> None:
+        """Take a flight off the account. A call without flights is cancelled unless it is the task that runs."""
+        del self._flights[flight.rid]
+        flight.slot.in_flight -= 1
+        flight.work.flight = None
+        if not self._flights:
+            self._idle.set()
+        if call := flight.call:
+            del call.flights[flight.rid]
+            if not call.flights and call.task and call.task is not asyncio.current_task(self._loop):
+                call.task.cancel()
+
+    def _abandon(self, flight: _Flight) -> None:
+        """End a flight early on an engine that stays in use."""
+        self._land(flight)
+        self._start_background(flight.slot.client.abort(flight.rid))
+
+    def _end_with_fault(self, call: _Call, task: asyncio.Task[None]) -> None:
+        """A call that ended with a fault of the program must not leave its requests waiting for ever."""
+        if task.cancelled() or not (fault := task.exception()):
+            return
+        logger.critical("a call of %s failed: %r", call.slot.url, fault, exc_info=fault)
+        for flight in list(call.flights.values()):
+            self._land(flight)
+            self._fail(flight.work, f"a fault of the program: {fault!r}")
+
+    # ---- ending requests ----
+
+    def _fail(self, work: _Work, reason: str) -> None:
+        self._end(work, "failed", GenerationFailure(work.id, reason))
+
+    def _end(self, work: _Work, end: Literal["answered", "failed"], answer: Answer) -> None:
+        self._forget(work)
+        self.ledger.close(work.id, end)
+        self._on_answer(answer)
+
+    def _forget(self, work: _Work) -> None:
+        del self._works[work.id]
+        self._waiting.pop(work.id, None)
+        self._placement.leave(work.prompt)
+        if work.retry:
+            work.retry.cancel()
+
+    def _wait_first(self, work: _Work) -> None:
+        """Back to the head of the queue: it has waited already."""
+        self._waiting[work.id] = work
+        self._waiting.move_to_end(work.id, last=False)
+
+    def _start_background(self, call: Coroutine[Any, Any, None]) -> None:
+        """Begin a call whose failure does not matter."""
+        task = self._loop.create_task(_attempt(call))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def _attempt(call: Coroutine[Any, Any, None]) -> None:
+    try:
+        await call
+    except EngineError as error:
+        logger.debug("%s", error)
+
+
+def _cause(error: EngineError) -> Cause:
+    match error:
+        case EngineTimeout():
+            return "timeout"
+        case EngineDisconnected():
+            return "disconnected"
+        case EngineRefused():
+            return "refused"
+    return "malformed"

@@ -1,0 +1,378 @@
+"""The HTTP calls that one SGLang server understands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from dapo_mega.engines.sglang.engine_model import described_model
+from dapo_mega.engines.sglang.weight_protocol import PROTOCOL, PROTOCOL_FIELD
+
+_CONNECT_TIMEOUT_S = 30.0
+_SHORT_TIMEOUT_S = 60.0
+# Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
+_KEEP_ALIVE_S = 2.0
+_FIRST_WITH_INTERVALS = (0, 5, 23)  # Of SGLang: `stream_interval` is a sampling parameter.
+_EXCERPT_BYTES = 2000  # Of an answer that an error quotes; the line is shorter.
+_PAGE = "a page for browsers"
+_RESERVED_POSITIONS = 6  # max_req_input_len is this much shorter than what prompt and response may take together.
+
+
+class EngineError(Exception):
+    """A call of one engine failed. The reason is one printable line, whatever the server wrote."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url = url
+        self.reason = one_line(reason)
+        super().__init__(f"{url}: {self.reason}")
+
+
+class EngineUnreachable(EngineError):
+    """There was no connection: nothing has been sent."""
+
+
+class EngineDisconnected(EngineError):
+    """The connection broke before the answer was complete."""
+
+
+class EngineTimeout(EngineError):
+    """The answer was not complete in time."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered with an error."""
+
+    def __init__(self, url: str, status: int, message: str) -> None:
+        super().__init__(url, f"HTTP {status}: {message}")
+        self.status = status
+
+
+class EngineGarbled(EngineError):
+    """The answer is not HTTP or not JSON, or lacks what every server says."""
+
+
+def is_no_engine(error: BaseException) -> bool:
+    """Whether no SGLang server answers so, now or later: a redirect, a page that is not there, other than JSON.
+
+    Servers that start, proxies before them and those that are busy answer with other errors.
+    """
+    if isinstance(error, EngineRefused):
+        return HTTPStatus.MULTIPLE_CHOICES <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR and error.status not in (
+            HTTPStatus.REQUEST_TIMEOUT,
+            HTTPStatus.TOO_EARLY,
+            HTTPStatus.TOO_MANY_REQUESTS,
+        )
+    return isinstance(error, EngineGarbled)
+
+
+def one_line(text: str, limit: int = 400) -> str:
+    """The text as one printable line of limited length, without markup."""
+    head = text[: 10 * limit]
+    if page := re.search(r"<(!doctype|html|head|body|\?xml)\b", head, re.IGNORECASE):
+        head = head[: page.start()] + _PAGE
+    line = "".join(c if c.isprintable() else " " for c in head)
+    line = " ".join(line.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a server says about itself.
+
+    `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
+    that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
+    `supports_batches`: it understands `sglang_api.batch_payload`, and its last output of a prompt has all tokens.
+    `plugin_protocol`: what its `dapo_mega.sglang_plugin` speaks, None without one; `has_plugin`: this trainer speaks it
+    too. `model`: the configuration of its model, where it says so.
+    """
+
+    url: str
+    version: str
+    process: str
+    tp_size: int
+    dtype: str
+    quantization: str | None
+    context_length: int | None
+    vocab_size: int | None
+    weight_version: str
+    supports_sessions: bool
+    supports_batches: bool
+    disable_radix_cache: bool
+    has_plugin: bool = False
+    model: Mapping[str, Any] | None = None
+    plugin_protocol: object = None
+
+
+class EngineClient:
+    """One engine, on one event loop. Every method raises EngineError when the engine did not do as it was told."""
+
+    def __init__(self, url: str, api_key: str, timeout_s: float = 600.0) -> None:
+        """`timeout_s` limits the calls that update weights or move memory."""
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def info(self) -> EngineInfo:
+        """Settings of the server and the weights it holds."""
+        server = await self._json("GET", "/server_info")
+        model = await self._json("GET", "/model_info")
+        try:
+            return _engine_info(self.url, server, model, await self._has("/begin_weight_update"))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
+
+    async def weight_version(self) -> str:
+        """The weights it holds, by the name that it was given for them; empty where it does not say."""
+        model = await self._json("GET", "/model_info")
+        return str(model.get("weight_version", "")) if isinstance(model, dict) else ""
+
+    async def probe(self, timeout_s: float) -> None:
+        """Return when the engine has shown that it generates; it takes at least a second."""
+        await self._request("GET", "/health", timeout_s=timeout_s)
+
+    async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
+        """The parsed answer of /generate."""
+        return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))
+
+    async def generate_batch(self, payload: dict[str, Any], timeout_s: float) -> AsyncGenerator[Any, None]:
+        """The parsed outputs of /generate for several prompts, each as it comes; `timeout_s` is for all of them."""
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        with self._errors_of("/generate", timeout_s):
+            async with self._open_session().post(
+                self.url + "/generate", json=payload, timeout=limits, allow_redirects=False
+            ) as response:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    raise EngineRefused(self.url, response.status, f"/generate: {await _excerpt(response)}")
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: ") and line != b"data: [DONE]":
+                            yield self._output(line.removeprefix(b"data: "))
+
+    async def abort(self, rid: str | None = None, all: bool = False) -> None:
+        """End calls of /generate early: those whose `rid` starts with this, or all."""
+        await self._request("POST", "/abort_request", {"rid": rid or "", "abort_all": all})
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating. `abort` ends all calls, `retract` and `in_place` leave them waiting."""
+        await self._request("POST", "/pause_generation", {"mode": mode}, self._timeout_s)
+
+    async def resume(self, timeout_s: float = _SHORT_TIMEOUT_S) -> None:
+        """Generate again."""
+        await self._request("POST", "/continue_generation", {}, timeout_s)
+
+    async def flush_cache(self, wait_s: float = 0.0) -> None:
+        """Forget the keys and values of all prefixes; refused while anything runs and not done within `wait_s`."""
+        await self._request("POST", f"/flush_cache?timeout={wait_s:g}", {})
+
+    async def begin_weight_update(self) -> None:
+        await self._command("/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        await self._command("/end_weight_update", {})
+
+    async def init_weights_update_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """Join a process group whose first process listens at `address`; returns when it is complete."""
+        await self._command(
+            "/init_weights_update_group",
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": name,
+                "backend": backend,
+            },
+        )
+
+    async def destroy_weights_update_group(self, name: str) -> None:
+        await self._command("/destroy_weights_update_group", {"group_name": name})
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        version: str | None,
+        flush_cache: bool,
+        load_format: str | None = None,
+    ) -> None:
+        """Receive these tensors in the group's broadcasts; `version` None leaves the version as it is."""
+        await self._command(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": list(dtypes),
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group_name,
+                "weight_version": version,
+                "flush_cache": flush_cache,
+                "load_format": load_format,
+            },
+        )
+
+    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool = True) -> None:
+        await self._command(
+            "/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        )
+
+    async def update_weights_from_tensor(
+        self, serialized: Sequence[str], version: str | None, flush_cache: bool, load_format: str | None = None
+    ) -> None:
+        """Map tensors of this machine's memory: one base64 pickle per tensor-parallel rank."""
+        await self._command(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": list(serialized),
+                "weight_version": version,
+                "flush_cache": flush_cache,
+                "load_format": load_format,
+            },
+        )
+
+    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Free the memory of `tags` (weights, kv_cache, cuda_graph), or all of it; the engine must be idle."""
+        await self._request("POST", "/release_memory_occupation", _tagged(tags), self._timeout_s)
+
+    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what `release_memory` freed; a server that had freed nothing dies."""
+        await self._request("POST", "/resume_memory_occupation", _tagged(tags), self._timeout_s)
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def _has(self, path: str) -> bool:
+        """Whether there is such a POST call, without making it."""
+        try:
+            await self._request("GET", path)
+        except EngineRefused as error:
+            return error.status == HTTPStatus.METHOD_NOT_ALLOWED
+        return False
+
+    async def _command(self, path: str, body: dict[str, Any]) -> None:
+        content = await self._request("POST", path, body, self._timeout_s)
+        answer = self._parsed(path, content)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineRefused(self.url, HTTPStatus.OK, f"{path}: {answer.get('message')}")
+
+    async def _json(self, method: str, path: str) -> Any:
+        return self._parsed(path, await self._request(method, path))
+
+    def _parsed(self, path: str, content: bytes) -> Any:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_quote(content)}") from None
+
+    def _output(self, content: bytes) -> Any:
+        output = self._parsed("/generate", content)
+        if isinstance(output, dict) and isinstance(error := output.get("error"), dict):
+            raise EngineRefused(self.url, HTTPStatus.OK, f"/generate: {error.get('message')}")
+        return output
+
+    @contextmanager
+    def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
+        """Turn what aiohttp raises into EngineError."""
+        try:
+            yield
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise EngineGarbled(self.url, f"there can be no host of that name: {error}") from error
+        except aiohttp.ClientSSLError as error:
+            raise EngineGarbled(self.url, f"no TLS connection for {path}: {error}") from error
+        except aiohttp.ClientResponseError as error:
+            raise EngineGarbled(
+                self.url, f"{path} was answered with what is not HTTP (is it https?): {error.message}"
+            ) from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise EngineUnreachable(self.url, f"no connection for {path}: {error}") from error
+        except TimeoutError as error:
+            raise EngineTimeout(self.url, f"{path} was not answered within {timeout_s:.3g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineDisconnected(self.url, f"the connection broke during {path}: {error!r}") from error
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _SHORT_TIMEOUT_S
+    ) -> bytes:
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        with self._errors_of(path, timeout_s):
+            async with self._open_session().request(
+                method, self.url + path, json=body, timeout=limits, allow_redirects=False
+            ) as response:
+                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    raise EngineRefused(self.url, response.status, f"{path}: {await _excerpt(response)}")
+                return await response.read()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No limit: whoever sends the requests limits them, and an abort must not queue behind them.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+
+def _tagged(tags: Sequence[str] | None) -> dict[str, Any]:
+    return {} if tags is None else {"tags": list(tags)}
+
+
+async def _excerpt(response: aiohttp.ClientResponse) -> str:
+    """The start of what was answered, or where else the answer is said to be."""
+    if response.status < HTTPStatus.BAD_REQUEST:
+        return f"redirects to {response.headers.get('Location', 'nowhere')}"
+    start = b""
+    async for piece in response.content.iter_any():
+        start += piece
+        if len(start) >= _EXCERPT_BYTES:
+            break
+    return _quote(start)
+
+
+def _quote(content: bytes) -> str:
+    start = content[:_EXCERPT_BYTES].strip()
+    return _PAGE if start.startswith(b"<") else one_line(start.decode(errors="replace"), 150)
+
+
+def _supports_batches(server: dict[str, Any]) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(server.get("version")))
+    is_new = numbers is not None and tuple(map(int, numbers.groups())) >= _FIRST_WITH_INTERVALS
+    return is_new and not server.get("incremental_streaming_output", False)
+
+
+def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], supports_sessions: bool) -> EngineInfo:
+    context_length = server.get("context_length")
+    if context_length is None and server.get("max_req_input_len"):
+        context_length = server["max_req_input_len"] + _RESERVED_POSITIONS
+    startup = server.get("startup_time")
+    vocab_size = server.get("vocab_size")
+    protocols = [state.get(PROTOCOL_FIELD) for state in server.get("internal_states", [])]
+    return EngineInfo(
+        url=url,
+        version=one_line(str(server.get("version", "unknown")), 40),
+        process=hashlib.blake2b(json.dumps(startup).encode(), digest_size=8).hexdigest() if startup else "",
+        tp_size=int(server["tp_size"]),
+        dtype=one_line(str(server["dtype"]), 40),
+        quantization=server.get("quantization"),
+        context_length=None if context_length is None else int(context_length),
+        vocab_size=None if vocab_size is None else int(vocab_size),
+        weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
+        supports_sessions=supports_sessions,
+        supports_batches=_supports_batches(server),
+        disable_radix_cache=bool(server.get("disable_radix_cache", False)),
+        has_plugin=PROTOCOL in protocols,
+        plugin_protocol=next((protocol for protocol in protocols if protocol is not None), None),
+        model=described_model(server.get("internal_states", [])),
+    )

@@ -1,0 +1,122 @@
+"""The fleet of SGLang engines as every process of the trainer sees it: rank 0 drives, the others follow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.sglang.fleet_client import FleetDriver
+from dapo_mega.types import Answer, GenerationRequest
+
+_POLL_S = 0.5
+
+
+class SglangFleet:
+    """Implements `RolloutFleet` and, on rank 0, `StreamingEngine`.
+
+    Engines that join or come back while rank 0 waits for answers get the current weights at once: all processes take
+    part in that, which is what they wait for in `serve`.
+    """
+
+    def __init__(self, processes: Processes, driver: FleetDriver | None) -> None:
+        """`driver` is given exactly on rank 0."""
+        assert (driver is not None) == (processes.rank == 0)
+        self._processes = processes
+        self._driver = driver
+        self._set_aside: deque[Answer] = deque()
+        self._others_left = False
+        self._update_stale_engines: Callable[[], object] = lambda: None
+
+    @property
+    def driver(self) -> FleetDriver:
+        assert self._driver
+        return self._driver
+
+    def on_stale_engines(self, update: Callable[[], object]) -> None:
+        """See `RolloutFleet`."""
+        self._update_stale_engines = update
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take the requests on and return at once; rank 0 only."""
+        self.driver.submit(requests)
+
+    def next_answer(self) -> Answer:
+        """Wait for the next finished request; rank 0 only.
+
+        Raises FleetError when too few engines are there for longer than `rollout.fleet.wait_limit_s`.
+        """
+        return self._set_aside.popleft() if self._set_aside else self._wait()
+
+    def poll_answer(self) -> Answer | None:
+        """A finished request that is there already; rank 0 only."""
+        return self._set_aside.popleft() if self._set_aside else self.driver.next_answer(0)
+
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """See `StreamingEngine`; rank 0 only."""
+        return self.driver.oldest_versions(request_ids)
+
+    def _wait(self) -> Answer:
+        while True:
+            self.driver.wait_for_engines()
+            if self.driver.has_stale():
+                self._command("update")
+                self._update()
+            if answer := self.driver.next_answer(_POLL_S):
+                return answer
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Give up requests in flight; rank 0 only."""
+        self.driver.cancel(request_ids)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+        """Answer every request, in the order given; rank 0 only. Answers to other requests wait for `next_answer`."""
+        self.submit(requests)
+        wanted = {request.request_id for request in requests}
+        by_id: dict[int, Answer] = {}
+        while len(by_id) < len(wanted):
+            answer = self._wait()
+            if answer.request_id in wanted:
+                by_id[answer.request_id] = answer
+            else:
+                self._set_aside.append(answer)
+        return [by_id[request.request_id] for request in requests]
+
+    def serve(self) -> None:
+        """Take part in updates until rank 0 releases; on the other processes only."""
+        while self._command(None) == "update":
+            self._update_stale_engines()
+
+    def release(self) -> None:
+        """Send the other processes on; rank 0 only."""
+        if not self._others_left:
+            self._command("release")
+
+    def _update(self) -> None:
+        # An error is raised on all processes, and the others are not in `serve` any more then.
+        self._others_left = True
+        self._update_stale_engines()
+        self._others_left = False
+
+    def sleep(self) -> None:
+        """Free the GPUs for the policy until the next update, where the engines are colocated; rank 0 only."""
+        self.driver.sleep()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Counters since the last call; rank 0 only."""
+        return self.driver.pop_metrics()
+
+    def close(self) -> None:
+        """Let go of the engines, which stay up for the next run."""
+        if self._driver:
+            self._driver.close()
+
+    def _command(self, command: str | None) -> str:
+        """The command that rank 0 gives."""
+        box: list[Any] = [command]
+        dist.broadcast_object_list(box, src=0, group=self._processes.control)
+        received: str = box[0]
+        return received

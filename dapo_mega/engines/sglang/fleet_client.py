@@ -1,0 +1,368 @@
+"""Rank 0's side of a fleet of SGLang engines: requests to them, weights for them, and waiting for enough of them.
+
+The public methods are for the main thread; what they start runs on an event loop beside it. See `membership.py` for
+which engines take part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang.absences import advise, describe_absences
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
+from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.engines.sglang.membership import Membership, State
+from dapo_mega.engines.sglang.registry import EngineRegistry
+from dapo_mega.errors import FleetError
+from dapo_mega.models import Architecture
+from dapo_mega.types import Answer, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+_ABORT_EVERY_S = 0.1
+_ABORT_TIMEOUT_S = 1.0
+_CALL_TIMEOUT_S = 60.0
+_REGISTRATION_GRACE_S = 30.0
+_REMIND_EVERY_S = 60.0
+_ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
+_COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", "pauses")
+
+
+@dataclass(frozen=True)
+class SyncTarget:
+    """An engine that is to get weights, by `tp_size` processes. `is_stale`: it joined or came back since the last
+    update. `has_plugin`: it has `dapo_mega.sglang_plugin`."""
+
+    url: str
+    tp_size: int
+    is_stale: bool = False
+    has_plugin: bool = False
+
+
+class FleetDriver:
+    """Drives all engines of a run over HTTP."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        api_key: str,
+        run: str = "",
+        arch: Architecture | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines, and their
+        models must have the sizes `arch`. `check_stop` is called while answers or engines are waited for, and may raise
+        StopRequested. Raises InputError when rollout.fleet.rendezvous is taken."""
+        self._config = config
+        self._check_stop = check_stop
+        self._fleet = config.rollout.fleet
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._registry = EngineRegistry(self._fleet.rendezvous, api_key) if self._fleet.rendezvous else None
+        self._thread = LoopThread("rollout-fleet")
+
+        async def found() -> Membership:
+            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
+
+        self._membership = self._thread.run(found())
+        self._members = self._membership.members
+        self._dispatcher = self._membership.dispatcher
+        self._monitor = self._membership.monitor
+
+    # ---- generation, from the main thread ----
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take the requests on and return at once."""
+        self._on_loop(lambda: self._dispatcher.submit(requests))
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Give up requests in flight."""
+        self._on_loop(lambda: self._dispatcher.cancel(request_ids))
+
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """See `StreamingEngine`."""
+        return self._on_loop(lambda: self._dispatcher.oldest_versions(request_ids))
+
+    def next_answer(self, timeout_s: float) -> Answer | None:
+        """The next finished request; None when there is none within the time, which may be 0."""
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def has_stale(self) -> bool:
+        """Whether engines wait for the current weights."""
+        return bool(self._membership.in_state("stale"))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Counters since the last call, by metric name."""
+        return self._on_loop(self._pop_metrics)
+
+    def _pop_metrics(self) -> dict[str, float]:
+        counts = self._membership.counts
+        metrics = {f"fleet/{name}": float(counts[name]) for name in _COUNTED}
+        counts.clear()
+        states = Counter(member.state for member in self._members.values())
+        return {
+            "fleet/engines_serving": float(states["serving"]),
+            "fleet/engines_away": float(states["away"]),
+            **metrics,
+            **self._monitor.metrics(),
+            **self._dispatcher.pop_metrics(),
+        }
+
+    # ---- weight updates, from the main thread ----
+
+    def targets(self, only_stale: bool) -> list[SyncTarget]:
+        """The engines that can be updated, once at least `min_engines` are there.
+
+        Says when the run pauses for want of engines, each minute why, and when it goes on. Raises FleetError after
+        `wait_limit_s`, or when every engine that is there does not fit the run.
+        """
+        self.wait_for_engines()
+        members = self._membership
+        return self._targets(members.in_state("stale") if only_stale else members.in_state("stale", "serving"))
+
+    def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
+        members = [(url, self._members[url]) for url in urls]
+        return [SyncTarget(url, m.info.tp_size, m.state == "stale", m.info.has_plugin) for url, m in members if m.info]
+
+    def wait_for_engines(self) -> None:
+        """Return when at least `min_engines` are reachable; see `targets`. Raises FleetError, too, when another trainer
+        uses the engines, and StopRequested when the run is to stop."""
+        self._check_stop()
+        self._refuse_conflict()
+        started = time.monotonic()
+        is_paused = False
+        speaks_next = self._fleet.heartbeat_s
+        while (present := self._num_reachable()) < self._fleet.min_engines:
+            waited = time.monotonic() - started
+            self._check_stop()
+            self._refuse_conflict()
+            if self._registry is None or waited > _REGISTRATION_GRACE_S:
+                self._refuse_misfits()
+            if waited > self._fleet.wait_limit_s:
+                raise FleetError(
+                    f"{present} of at least {self._fleet.min_engines} engines (rollout.fleet.min_engines) are there "
+                    f"after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
+                    f"launch/serve_rollouts.py, and start the run again: it continues from its last checkpoint"
+                )
+            if waited > speaks_next:
+                self._membership.counts["pauses"] += not is_paused
+                is_paused = True
+                speaks_next = waited + _REMIND_EVERY_S
+                self._say_that_it_pauses(present, waited)
+            time.sleep(_POLL_S)
+        if is_paused:
+            logger.warning("the run goes on with %d engines", present)
+
+    def _say_that_it_pauses(self, present: int, waited: float) -> None:
+        logger.warning(
+            "the run pauses: %d of at least %d engines are there, for %.0f s now and at most %.0f s; missing: %s; "
+            "what to do: %s",
+            present,
+            self._fleet.min_engines,
+            waited,
+            self._fleet.wait_limit_s,
+            self._absences(),
+            self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
+        )
+
+    def _refuse_conflict(self) -> None:
+        if self._membership.conflict:
+            raise FleetError(self._membership.conflict)
+
+    def _num_reachable(self) -> int:
+        return len(self._membership.in_state("stale", "serving"))
+
+    def _refuse_misfits(self) -> None:
+        members = dict(self._members)
+        misfits = [f"{url}: {member.reason}" for url, member in members.items() if member.state == "refused"]
+        if misfits and len(misfits) == len(members):
+            raise FleetError(f"no engine fits the run: {'; '.join(misfits)}")
+
+    def _absences(self) -> str:
+        return self._on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
+
+    def start_call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> Future[dict[str, T | EngineError]]:
+        """Begin a call on all targets at once; the future gives result or error by URL."""
+        return self._thread.start(self._call(targets, method, timeout_s))
+
+    def call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> dict[str, T | EngineError]:
+        """`start_call` and wait."""
+        return self.start_call(targets, method, timeout_s).result()
+
+    async def _call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> dict[str, T | EngineError]:
+        async def one(url: str) -> T | EngineError:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await method(self._members[url].client)
+            except EngineError as error:
+                return error
+            except TimeoutError:
+                return EngineError(url, f"no answer within {timeout_s:g} s")
+
+        results = await asyncio.gather(*(one(target.url) for target in targets))
+        return {target.url: result for target, result in zip(targets, results, strict=True)}
+
+    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+        """Start nothing more on the targets, and let what is in flight finish or pause as configured. Returns the
+        targets that are still there then."""
+        return self._targets(self._thread.run(self._hold([target.url for target in targets])))
+
+    async def _hold(self, urls: Sequence[str]) -> list[str]:
+        if serving := self._present(urls, "serving"):
+            await self._settle(serving)
+            await self._ask_for_versions(serving)
+        # Until here an engine that hangs must be found out; from here on none can answer probes.
+        for url in (present := self._present(urls, "stale", "serving")):
+            await self._monitor.suspend(url)
+        await self._wake(present, frozenset({"weights"}))
+        for url in present:
+            self._membership.begin_update(url)
+        return present
+
+    def _present(self, urls: Sequence[str], *states: State) -> list[str]:
+        return [url for url in urls if self._members[url].state in states]
+
+    async def _settle(self, urls: Sequence[str]) -> None:
+        sync = self._config.weight_sync
+        self._dispatcher.hold()
+        if sync.in_flight == "finish":
+            await self._dispatcher.drain()
+            return
+        limit_s = min(sync.timeout_s, self._fleet.hung_after_s)
+        mode = sync.pause
+        if mode == "abort":
+            await self._take_back(urls, limit_s)
+            mode = "retract"  # There is nothing left, and SGLang's own `abort` takes a second to see that.
+        await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
+
+    async def _ask_for_versions(self, urls: Sequence[str]) -> None:
+        """Find out whether another trainer has used the engines since they were last updated."""
+        targets = self._targets(self._present(urls, "serving"))
+        limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
+        versions = await self._call(targets, lambda client: client.weight_version(), limit_s)
+        for url, version in versions.items():
+            if isinstance(version, str):
+                self._membership.reported(url, version)
+
+    async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
+        """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing
+        would do it too, but looks only once a second whether all have ended, and keeps calls that come meanwhile."""
+        returning = asyncio.create_task(self._dispatcher.take_back(limit_s))
+        while not returning.done():
+            await self._call(self._targets(urls), lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
+            await asyncio.wait([returning], timeout=_ABORT_EVERY_S)
+        await returning
+
+    def release(self, targets: Sequence[SyncTarget]) -> None:
+        """Undo `hold`."""
+        self._thread.run(self._release([target.url for target in targets]))
+
+    async def _release(self, urls: Sequence[str]) -> None:
+        await self._wake(urls, _ALL_MEMORY)
+        present = self._targets(self._present(urls, "stale", "serving"))
+        self._leave_where_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
+        for url in urls:
+            self._monitor.resume(url)
+        self._dispatcher.resume()
+
+    def _leave_where_failed(self, results: Mapping[str, object]) -> None:
+        """Ask engines whose call ended with an error nothing more until they have joined again."""
+        for url, result in results.items():
+            if isinstance(result, EngineError):
+                self._membership.leave(url, result.reason)
+
+    def synced(self, url: str, version: int) -> None:
+        """The engine holds these weights now, and serves."""
+        self._on_loop(lambda: self._membership.synced(url, version))
+
+    def failed(self, url: str, reason: str) -> None:
+        """The engine did not take the weights: it leaves the fleet until it answers probes again."""
+        self._on_loop(lambda: self._membership.failed(url, reason))
+
+    def disagrees(self, url: str, reason: str) -> None:
+        """The engine took the weights but does not compute what the trainer does."""
+        self._on_loop(lambda: self._membership.disagrees(url, reason))
+
+    # ---- colocated engines, from the main thread ----
+
+    def sleep(self) -> None:
+        """Free the memory of colocated engines, weights included, until the next update."""
+        if self._config.rollout.placement == "colocated":
+            self._thread.run(self._sleep())
+
+    async def _sleep(self) -> None:
+        self._dispatcher.hold()
+        await self._dispatcher.drain()
+        urls = self._membership.in_state("stale", "serving")
+        for url in urls:
+            await self._monitor.suspend(url)
+        results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)
+        self._leave_where_failed(results)
+        for url, result in results.items():
+            if result is None:
+                self._members[url].asleep = _ALL_MEMORY
+
+    async def _wake(self, urls: Sequence[str], memory: frozenset[str]) -> None:
+        """Give engines back what they were told to free of this memory."""
+        for url in urls:
+            member = self._members[url]
+            if tags := member.asleep & memory:
+                try:
+                    await member.client.resume_memory(sorted(tags))
+                    member.asleep -= tags
+                except EngineError as error:
+                    self._membership.leave(url, error.reason)
+
+    # ---- the rest ----
+
+    def close(self) -> None:
+        """Leave the engines running and let go of everything here."""
+        if self._thread.loop.is_closed():
+            return
+        self._thread.run(self._close(), _CALL_TIMEOUT_S)
+        self._thread.close()
+        if self._registry:
+            self._registry.close()
+
+    async def _close(self) -> None:
+        await self._wake(list(self._members), _ALL_MEMORY)
+        await self._membership.close()
+
+    def _on_loop(self, function: Callable[[], T]) -> T:
+        async def call() -> T:
+            return function()
+
+        return self._thread.run(call(), _CALL_TIMEOUT_S)
+
+
+async def _fall_asleep(client: EngineClient) -> None:
+    """The engine dies when it is not idle, and refuses to flush its cache while it is not."""
+    await client.abort(all=True)
+    while True:
+        try:
+            await client.flush_cache()
+            break
+        except EngineRefused:
+            await asyncio.sleep(_POLL_S)
+    await client.release_memory()

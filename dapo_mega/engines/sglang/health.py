@@ -1,0 +1,257 @@
+"""Tells apart engines that work, that lag behind, that hang, that are gone and that are not there yet.
+
+::
+
+    starting -> healthy <-> slow        answers probes; slow is far slower than the other engines
+        ^          |
+        |          +-----> hung         connected, but no answer for `hung_after_s`
+        +-- dead <-+                    no connection, twice in a row
+        +- foreign <                    what answers is no SGLang server
+
+Foreign, hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation
+is paused answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Literal
+
+from dapo_mega.engines.sglang.engine_client import (
+    EngineClient,
+    EngineDisconnected,
+    EngineError,
+    EngineRefused,
+    EngineUnreachable,
+    is_no_engine,
+)
+from dapo_mega.engines.sglang.event_loop import report_fault
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "healthy", "slow", "hung", "dead", "foreign"]
+OnChange = Callable[[str, State, State, str], Awaitable[None]]
+
+_SECOND_LOOK_S = 0.2
+# Far slower than the median of the others, and no longer so.
+_SLOW, _RECOVERED = 4.0, 2.0
+_NUM_LATENCIES = 3
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """The latest verdict on an engine, `state_s` seconds old; `silence_s` is how long ago it last answered a probe, or
+    was first asked. `restarts` counts the new processes that were met behind its URL, `probe_latency_s` is None before
+    some probes were answered."""
+
+    state: State
+    reason: str
+    probe_latency_s: float | None
+    restarts: int
+    state_s: float
+    silence_s: float
+
+
+@dataclass(eq=False)
+class _Watch:
+    client: EngineClient
+    last_answer: float
+    changed: float
+    state: State = "starting"
+    reason: str = "not probed yet"
+    process: str = ""
+    restarts: int = 0
+    failed_connections: int = 0
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_LATENCIES))
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    probe: asyncio.Task[None] | None = None
+    loop: asyncio.Task[None] | None = None
+
+    @property
+    def latency_s(self) -> float | None:
+        """The median of the last probes: one slow probe does not make a slow engine."""
+        return statistics.median(self.latencies) if len(self.latencies) == _NUM_LATENCIES else None
+
+
+class HealthMonitor:
+    """Probes every engine that it watches; made and used on one running event loop."""
+
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        hung_after_s: float,
+        on_change: OnChange,
+        speeds: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe.
+        `speeds` gives tokens per second of one response by URL, of the engines where that is known."""
+        self._heartbeat_s = heartbeat_s
+        self._hung_after_s = hung_after_s
+        self._on_change = on_change
+        self._speeds = speeds
+        self._loop = asyncio.get_running_loop()
+        self._watches: dict[str, _Watch] = {}
+
+    def watch(self, client: EngineClient) -> None:
+        """Probe this engine from now on."""
+        assert client.url not in self._watches
+        watch = self._watches[client.url] = _Watch(client, self._loop.time(), self._loop.time())
+        watch.probed.set()
+        watch.loop = self._loop.create_task(self._watch(watch), name=f"probing {client.url}")
+        watch.loop.add_done_callback(report_fault)
+
+    async def suspend(self, url: str) -> None:
+        """Do not judge the engine until `resume`: while its weights are replaced, or asleep, it cannot answer."""
+        watch = self._watches[url]
+        watch.probed.clear()
+        if watch.probe:
+            watch.probe.cancel()
+            await asyncio.wait([watch.probe])
+
+    def resume(self, url: str) -> None:
+        """Judge the engine again, by what it does from now on."""
+        watch = self._watches[url]
+        watch.last_answer = self._loop.time()
+        watch.failed_connections = 0
+        watch.probed.set()
+
+    def check_now(self, url: str) -> None:
+        """Probe the engine without waiting for the next heartbeat; to be called when a request met trouble."""
+        self._watches[url].wanted.set()
+
+    def engines(self) -> dict[str, EngineHealth]:
+        """The verdicts by URL."""
+        now = self._loop.time()
+        return {
+            url: EngineHealth(w.state, w.reason, w.latency_s, w.restarts, now - w.changed, now - w.last_answer)
+            for url, w in list(self._watches.items())
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Engines by state, and the worst probe."""
+        watches = self._watches.values()
+        latencies = [watch.latency_s for watch in watches if watch.latency_s is not None]
+        return {
+            "fleet/engines_healthy": float(sum(watch.state == "healthy" for watch in watches)),
+            "fleet/engines_slow": float(sum(watch.state == "slow" for watch in watches)),
+            "fleet/probe_latency_max_s": max(latencies, default=0.0),
+        }
+
+    async def close(self) -> None:
+        """Stop probing."""
+        tasks = [task for watch in self._watches.values() for task in (watch.loop, watch.probe) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, watch: _Watch) -> None:
+        while True:
+            await watch.probed.wait()
+            watch.wanted.clear()
+            started = self._loop.time()
+            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, self._probe_timeout_s(watch)))
+            await asyncio.wait([watch.probe])
+            if watch.probed.is_set() and not watch.probe.cancelled():
+                await self._judge(watch, watch.probe.exception(), self._loop.time() - started)
+            pause = _SECOND_LOOK_S if watch.failed_connections == 1 else self._heartbeat_s
+            await self._wait_for_wish(watch, started + pause - self._loop.time())
+
+    async def _wait_for_wish(self, watch: _Watch, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(max(limit_s, min(_SECOND_LOOK_S, self._heartbeat_s))):
+                await watch.wanted.wait()
+        except TimeoutError:
+            pass
+
+    def _probe_timeout_s(self, watch: _Watch) -> float:
+        """As long as silence is no reason to call the engine hung; a hung one gets the whole time."""
+        remaining = watch.last_answer + self._hung_after_s - self._loop.time()
+        return remaining if remaining > self._heartbeat_s else self._hung_after_s
+
+    async def _judge(self, watch: _Watch, error: BaseException | None, seconds: float) -> None:
+        is_gone = isinstance(error, EngineUnreachable | EngineDisconnected)
+        watch.failed_connections = watch.failed_connections + 1 if is_gone else 0
+        if error is None:
+            watch.last_answer = self._loop.time()
+            watch.latencies.append(seconds)
+            await self._answered(watch)
+        elif is_gone:
+            if watch.failed_connections > 1:
+                await self._change(watch, "dead", str(error))
+        elif _is_unavailable(error) and watch.state in ("starting", "dead", "foreign"):
+            await self._change(watch, "starting", "the server is loading")
+        elif is_no_engine(error):
+            await self._change(watch, "foreign", str(error))
+        elif not isinstance(error, EngineError):
+            raise error
+        elif self._loop.time() - watch.last_answer >= self._hung_after_s:
+            await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
+
+    async def _answered(self, watch: _Watch) -> None:
+        if watch.state not in ("healthy", "slow"):
+            await self._change(watch, "healthy", await self._arrival(watch))
+            return
+        lag, reason = self._lag(watch)
+        if watch.state == "healthy" and lag >= _SLOW:
+            await self._change(watch, "slow", reason)
+        elif watch.state == "slow" and lag < _RECOVERED:
+            await self._change(watch, "healthy", "it is as fast as the others again")
+
+    async def _arrival(self, watch: _Watch) -> str:
+        """Who it is that answers (again)."""
+        known = watch.process
+        try:
+            watch.process = (await watch.client.info()).process
+        except EngineError as error:
+            return f"it answers; which process it is cannot be told: {error}"
+        if not known:
+            return "it answers"
+        if watch.process == known:
+            return "it answers again, and is the same process"
+        watch.restarts += 1
+        return "it answers again, and is a new process"
+
+    def _lag(self, watch: _Watch) -> tuple[float, str]:
+        """How many times as slow as the median of the other engines, with a sentence on that."""
+        others = [w for w in self._watches.values() if w is not watch and w.state in ("healthy", "slow")]
+        latencies = [other.latency_s for other in others if other.latency_s is not None]
+        lags = [(1.0, "")]
+        if latencies and watch.latency_s is not None:
+            usual = statistics.median(latencies)
+            text = f"its probes take {watch.latency_s:.2f} s where those of the others take {usual:.2f} s"
+            lags.append((watch.latency_s / max(usual, 1e-9), text))
+        speeds = self._speeds()
+        peers = [speeds[other.client.url] for other in others if other.client.url in speeds]
+        if peers and watch.client.url in speeds:
+            own, usual = speeds[watch.client.url], statistics.median(peers)
+            text = f"a response gets {own:.1f} tokens/s where those of the others get {usual:.1f}"
+            lags.append((usual / max(own, 1e-9), text))
+        return max(lags)
+
+    async def _change(self, watch: _Watch, new: State, reason: str) -> None:
+        old, watch.state, watch.reason = watch.state, new, reason
+        if old != new:
+            watch.changed = self._loop.time()
+            logger.info("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
+            await self._on_change(watch.client.url, old, new, reason)
+
+
+async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
+    """Return when the engine has shown that it generates. Raises EngineError."""
+    if state not in ("healthy", "slow"):
+        with contextlib.suppress(EngineRefused):
+            await client.resume(timeout_s)
+    await client.probe(timeout_s)
+
+
+def _is_unavailable(error: BaseException) -> bool:
+    return isinstance(error, EngineRefused) and error.status == HTTPStatus.SERVICE_UNAVAILABLE

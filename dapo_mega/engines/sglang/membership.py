@@ -1,0 +1,402 @@
+"""Which engines are in the fleet, and which weights they hold.
+
+An engine passes through these states::
+
+    joining -> stale -> serving          answers probes -> its settings fit -> holds the current weights
+       ^         |         |
+       +------ away <------+             dead or hung: its work moves to others at once
+
+Only engines that serve are asked anything, so none answers with weights of its own. All of it runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Literal
+
+from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang.dispatcher import Dispatcher
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
+from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
+from dapo_mega.engines.sglang.engine_model import model_misfit
+from dapo_mega.engines.sglang.event_loop import report_fault
+from dapo_mega.engines.sglang.health import HealthMonitor
+from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
+from dapo_mega.engines.sglang.versions import WeightVersion
+from dapo_mega.engines.sglang.weight_protocol import OTHER_MODEL, PROTOCOL
+from dapo_mega.models import Architecture
+from dapo_mega.types import Answer
+
+logger = logging.getLogger(__name__)
+
+_UPKEEP_S = 1.0
+_MAX_FAILED_UPDATES = 3
+# A trainer that was killed may have left an update under way, which ends when this run's has.
+_LATE_UPDATES = 1
+_NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+State = Literal["joining", "stale", "serving", "away", "refused"]
+
+
+@dataclass
+class Member:
+    """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
+    told to free. `changes` counts joins and departures, so that a join that was overtaken notices; `update_began_at` is
+    what it was when the latest update began. `missing_since` (of the monotonic clock) is when it was first looked for,
+    or left the last time. `foreign` are the weights of another run that the engine was last seen with since it held
+    this run's; `num_foreign` counts how often such have come to it while this run used it. `disagreed`: with the
+    weights that it took last its log-probs were not the trainer's."""
+
+    client: EngineClient
+    instance: str = ""
+    state: State = "joining"
+    info: EngineInfo | None = None
+    version: int = -1
+    reason: str = ""
+    asleep: frozenset[str] = frozenset()
+    failed_updates: int = 0
+    changes: int = 0
+    missing_since: float = field(default_factory=time.monotonic)
+    foreign: WeightVersion | None = None
+    num_foreign: int = 0
+    update_began_at: int = -1
+    disagreed: bool = False
+
+
+class Membership:
+    """Takes engines up and lets them go, as registry, monitor and dispatcher find them. Made on a running loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        api_key: str,
+        registry: EngineRegistry | None,
+        on_answer: Callable[[Answer], None],
+        run: str = "",
+        arch: Architecture | None = None,
+    ) -> None:
+        """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent;
+        `run` names this start of the trainer. Engines that say what their model is must have one of sizes `arch`.
+        `conflict` says which other trainer uses an engine once that is certain.
+        """
+        self.members: dict[str, Member] = {}
+        self.counts: Counter[str] = Counter()
+        self.conflict = ""
+        self._run = run
+        self._arch = arch
+        self._config = config
+        self._fleet = config.rollout.fleet
+        self._vocab_size = vocab_size
+        self._api_key = api_key
+        self._registry = registry
+        self._joins: set[asyncio.Task[None]] = set()
+        self.dispatcher = Dispatcher(
+            vocab_size=vocab_size,
+            requests_per_engine=self._fleet.requests_per_engine,
+            request_timeout_s=self._fleet.request_timeout_s,
+            max_attempts=config.rollout.max_attempts,
+            on_answer=on_answer,
+            on_trouble=lambda url: self.monitor.check_now(url),
+            on_wrong_weights=self._answered_with_wrong_weights,
+            run=run,
+            seed=config.seed,
+        )
+        self.monitor = HealthMonitor(
+            heartbeat_s=self._fleet.heartbeat_s,
+            hung_after_s=self._fleet.hung_after_s,
+            on_change=self._changed,
+            speeds=self.dispatcher.speeds,
+        )
+        for url in self._fleet.urls:
+            self._watch(url, instance="")
+        self._upkeep = asyncio.create_task(self._keep_up(), name="taking engines up")
+        self._upkeep.add_done_callback(report_fault)
+
+    def in_state(self, *states: State) -> list[str]:
+        """URLs of the engines in one of these states."""
+        return [url for url, member in list(self.members.items()) if member.state in states]
+
+    def leave(self, url: str, reason: str) -> None:
+        """Ask the engine nothing more until it has joined again."""
+        member = self.members[url]
+        if member.state == "serving":
+            self.dispatcher.remove_engine(url, reason)
+        if member.state in ("serving", "stale"):
+            member.missing_since = time.monotonic()
+            logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
+        member.changes += 1
+        member.state, member.version, member.reason = "away", -1, reason
+
+    def synced(self, url: str, version: int) -> None:
+        """The engine holds these weights now, and serves; nothing happens to one that has left meanwhile."""
+        member = self.members[url]
+        if member.changes != member.update_began_at:
+            return
+        if member.state == "stale":
+            assert member.info
+            self.dispatcher.add_engine(member.client, version, supports_batches=member.info.supports_batches)
+        elif member.state == "serving":
+            self.dispatcher.set_version(url, version)
+        else:
+            return
+        member.state, member.version, member.failed_updates = "serving", version, 0
+        member.foreign, member.disagreed = None, False
+
+    def begin_update(self, url: str) -> None:
+        """From now on the engine gets weights, until `synced`, `failed` or `disagrees`."""
+        member = self.members[url]
+        member.update_began_at = member.changes
+
+    def disagrees(self, url: str, reason: str) -> None:
+        """The engine took the weights but does not compute what the trainer does: it leaves, and is refused when that
+        happens again. Once it may be that what another trainer left under way came in between."""
+        member = self.members[url]
+        if member.changes != member.update_began_at:
+            return
+        if not member.disagreed:
+            self.failed(url, reason)
+            member.disagreed = True
+            return
+        self.counts["failed_updates"] += 1
+        member.changes += 1
+        self._refuse(member, reason)
+
+    def failed(self, url: str, reason: str) -> None:
+        """The engine did not take weights: it leaves, and is refused when that happens again and again."""
+        member = self.members[url]
+        self.counts["failed_updates"] += 1
+        self.leave(url, reason)
+        member.failed_updates += 1
+        if OTHER_MODEL in reason:
+            self._refuse(
+                member, f"{OTHER_MODEL}{reason.partition(OTHER_MODEL)[2]}; start it with model.path's checkpoint"
+            )
+        elif member.failed_updates >= _MAX_FAILED_UPDATES:
+            self._refuse(member, f"{_MAX_FAILED_UPDATES} updates in a row failed, lastly: {reason}")
+
+    def reported(self, url: str, version: str) -> None:
+        """The engine says that it holds these weights. With another run's it leaves."""
+        held = WeightVersion.parse(version)
+        if held and held.run != self._run and self.members[url].state == "serving":
+            self._meet_foreign(url, held)
+            self.leave(url, f"it holds weights of {held.describe()}")
+
+    def _answered_with_wrong_weights(self, url: str, foreign: WeightVersion | None) -> None:
+        if foreign:
+            self._meet_foreign(url, foreign)
+        self.leave(url, "it answered with other weights than it was given")
+
+    def _meet_foreign(self, url: str, foreign: WeightVersion) -> None:
+        """Weights of another run have come to an engine that this run uses."""
+        member = self.members[url]
+        member.foreign = foreign
+        member.num_foreign += 1
+        if member.num_foreign > _LATE_UPDATES:
+            self.conflict = (
+                f"another trainer uses this engine: {url} was given weights of run {self._run} and came to hold those "
+                f"of {foreign.describe()}, for the second time; nothing that these sampled was used. End one of the "
+                "two runs, or give each engines of its own, and start the run again: it continues from its last "
+                "checkpoint"
+            )
+        else:
+            logger.warning(
+                "engine %s holds weights of %s, which this run (%s) did not send: what a trainer before left "
+                "under way, or another trainer uses this engine",
+                url,
+                foreign.describe(),
+                self._run,
+            )
+
+    async def close(self) -> None:
+        """Stop watching and let go of the connections."""
+        for task in [self._upkeep, *self._joins]:
+            task.cancel()
+        await asyncio.gather(self._upkeep, *self._joins, return_exceptions=True)
+        await self.monitor.close()
+        await self.dispatcher.close()
+        for member in self.members.values():
+            await member.client.close()
+
+    async def _keep_up(self) -> None:
+        """Take up engines that register, and those that left although they are healthy."""
+        while True:
+            if self._registry:
+                self._follow(self._registry.poll())
+                self._registry.report_hung(self._hung_for_long())
+            for url, health in self.monitor.engines().items():
+                if health.state in ("healthy", "slow") and self.members[url].state == "away":
+                    self._start_join(url)
+            await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
+
+    def _hung_for_long(self) -> list[str]:
+        """Instances that hang for longer than a step of an update may take: they do not come back by themselves."""
+        return [
+            self.members[url].instance
+            for url, health in self.monitor.engines().items()
+            if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
+        ]
+
+    def _follow(self, registrations: Sequence[Registration]) -> None:
+        for registration in registrations:
+            known = self.members.get(registration.url)
+            if known is None:
+                logger.info("engine %s has registered", registration.url)
+                self._watch(registration.url, registration.instance)
+            elif known.instance != registration.instance:
+                known.instance = registration.instance
+                if known.state in ("stale", "serving"):
+                    self.leave(registration.url, "it was started anew")
+
+    def _watch(self, url: str, instance: str) -> None:
+        client = EngineClient(url, self._api_key, timeout_s=self._config.weight_sync.timeout_s)
+        self.members[url] = Member(client, instance)
+        self.monitor.watch(client)
+
+    async def _changed(self, url: str, old: str, new: str, reason: str) -> None:
+        """The monitor's verdict on an engine has changed."""
+        if new in ("dead", "hung"):
+            self.counts[f"engines_{new}"] += 1
+            self.leave(url, f"{new}: {reason}")
+        elif new == "foreign":
+            self.leave(url, reason)
+            self._refuse(self.members[url], _no_engine(reason))
+        elif new == "slow":
+            logger.warning("engine %s is slow: %s", url, reason)
+        elif new == "healthy" and old != "slow" and self.members[url].state not in ("stale", "serving"):
+            self._start_join(url)
+
+    def _start_join(self, url: str) -> None:
+        """Beside the caller: an engine may take long to answer."""
+        member = self.members[url]
+        member.changes += 1
+        member.state = "joining"
+        task = asyncio.create_task(self._join(url, member, member.changes), name=f"joining {url}")
+        self._joins.add(task)
+        task.add_done_callback(self._joins.discard)
+        task.add_done_callback(report_fault)
+
+    async def _join(self, url: str, member: Member, change: int) -> None:
+        """Check the engine's settings and undo what a trainer that is gone may have left in it."""
+        try:
+            info = await member.client.info()
+        except EngineError as error:
+            if member.changes == change:
+                self._did_not_tell(member, error)
+            return
+        try:
+            if member.changes != change:
+                return
+            is_new = member.info is None or info.process != member.info.process
+            if is_new:
+                member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
+            self._look_for_foreign(url, member, info, is_new)
+            member.info = info
+            misfit = _misfit(info, self._config, self._vocab_size)
+            if not misfit and self._arch:
+                misfit = model_misfit(info.model, self._arch)
+            if misfit:
+                self._refuse(member, misfit)
+                return
+            await member.client.resume()
+            if member.changes == change:
+                await member.client.abort(all=True)
+        except EngineError as error:
+            if member.changes == change:
+                member.state, member.reason = "away", str(error)
+            return
+        if member.changes == change:
+            member.state, member.version, member.reason = "stale", -1, ""
+            self.counts["engines_joined"] += 1
+            logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
+            self._warn_of_plugin(url, info)
+
+    def _warn_of_plugin(self, url: str, info: EngineInfo) -> None:
+        if info.has_plugin:
+            return
+        if info.plugin_protocol is not None:
+            logger.warning(
+                "engine %s has dapo_mega in its environment, but a copy that speaks protocol %s and not %d as this "
+                "trainer does, so all engines get weights without it; install the trainer's project folder there and "
+                "start the engine again: %s",
+                url,
+                info.plugin_protocol,
+                PROTOCOL,
+                INSTALL_PLUGIN,
+            )
+        if self._config.weight_sync.full_every > 1:
+            logger.warning(
+                "engine %s, and all others with it, gets all weights at every update: weight_sync.full_every=%d "
+                "needs dapo_mega installed in its environment (in the project folder: %s)",
+                url,
+                self._config.weight_sync.full_every,
+                INSTALL_PLUGIN,
+            )
+
+    def _look_for_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
+        """What it holds when it is met for the first time may be left from any run, or what it was started with."""
+        held = WeightVersion.parse(info.weight_version)
+        if held is None or held.run == self._run:
+            return
+        if not is_new and held != member.foreign:
+            self._meet_foreign(url, held)
+        member.foreign = held
+
+    def _did_not_tell(self, member: Member, error: EngineError) -> None:
+        if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+            name = self._fleet.api_key_env
+            self._refuse(member, f"it does not take the API key in {name}; give trainer and engines the same one")
+        elif is_no_engine(error):
+            self._refuse(member, _no_engine(error.reason))
+        else:
+            member.state, member.reason = "away", str(error)
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        member.state, member.reason = "refused", reason
+        logger.warning("engine %s is refused: %s", member.client.url, reason)
+
+
+def _no_engine(answer: str) -> str:
+    return (
+        f"what answers there is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
+        "prints it, with no router or proxy between"
+    )
+
+
+def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
+    """Why the engine cannot serve this run; empty when it can."""
+    if info.vocab_size not in (None, vocab_size):
+        return f"its model has a vocabulary of {info.vocab_size} tokens and the policy one of {vocab_size}"
+    wanted = config.engine_dtype
+    if wanted == "fp8":
+        if info.quantization != "fp8":
+            return "it is not quantized to fp8 but rollout.dtype=fp8; start it with --dtype fp8"
+    elif info.dtype not in (wanted, _NAMES_OF_DTYPES[wanted]):
+        return (
+            f"it computes in {info.dtype} but the run expects {_NAMES_OF_DTYPES[wanted]}; start it with --dtype "
+            f"{wanted}, or set rollout.dtype"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if info.context_length is not None and info.context_length < longest:
+        return (
+            f"its context of {info.context_length} tokens is shorter than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}; start it with --context-length {longest}"
+        )
+    if not info.supports_sessions and config.sync_transport != "disk":
+        return (
+            f"its SGLang {info.version} has no /begin_weight_update; use a newer SGLang (0.5.23 is tested) or "
+            "weight_sync.transport=disk"
+        )
+    sync = config.weight_sync
+    if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
+        return (
+            "its prefix cache would keep entries of old weights under weight_sync.pause=in_place; start it with "
+            "--disable-radix-cache, or use pause=retract or abort"
+        )
+    return ""

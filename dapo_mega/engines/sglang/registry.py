@@ -1,0 +1,157 @@
+"""Where engines of other machines become known: they announce themselves at the trainer's rendezvous address.
+
+Announcements are signed with the API key and repeated, so that a trainer that starts again finds its engines. Strangers
+can delay them, and nothing else: nothing of what they send is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from dapo_mega.engines.sglang.announcements import (
+    MAX_AGE_S,
+    MAX_MESSAGE_BYTES,
+    MAX_REGISTRATIONS,
+    RefusedAnnouncement,
+    Registration,
+    signed_announcement,
+    signed_reply,
+    verified_announcement,
+    verified_reply,
+)
+from dapo_mega.engines.sglang.rendezvous import PostServer, post
+from dapo_mega.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_MIN_KEY_LENGTH = 16
+_MAX_ENGINES = 4096
+_REFUSALS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "refuses the announcement: it has another API key",
+    HTTPStatus.CONFLICT: f"refuses the announcement: the machines' clocks differ by more than {MAX_AGE_S:.0f} s",
+}
+
+
+def require_api_key(env_name: str) -> str:
+    """The API key that the environment variable holds. Raises InputError where there is none."""
+    key = os.environ.get(env_name, "")
+    if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        given = "is not set" if not key else f"is no word of at least {_MIN_KEY_LENGTH} ASCII characters"
+        raise InputError(
+            f"{env_name} {given}, and engines take weights from everyone who has their key; give the trainer and all "
+            f'engines the same secret: export {env_name}=$(python3 -c "import secrets; print(secrets.token_hex(32))")'
+        )
+    return key
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """(host, port) of `host:port`. Raises InputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:21600")
+    return host, int(port)
+
+
+class EngineRegistry:
+    """The trainer's side: listens at `address` (this interface only) for engines that hold the API key.
+
+    Raises InputError where the address cannot be listened at, also after waiting for it a while.
+    """
+
+    def __init__(self, address: str, api_key: str) -> None:
+        self._api_key = api_key
+        self._lock = threading.Lock()
+        self._registered: dict[str, Registration] = {}
+        self._newest: dict[str, float] = {}
+        self._hung: frozenset[str] = frozenset()
+        self._refusals: set[str] = set()
+        host, port = parse_address(address)
+        try:
+            self._server = PostServer(host, port, self._receive, MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise InputError(
+                f"rollout.fleet.rendezvous={address} cannot be listened at ({error.strerror}); give an address of "
+                "this machine and a free port, none that engines (22000 to 29999) or the system (on Linux from 32768) "
+                "take for themselves"
+            ) from error
+
+    def poll(self) -> list[Registration]:
+        """The engines that are registered now. Does not wait."""
+        with self._lock:
+            return list(self._registered.values())
+
+    def report_hung(self, instances: Iterable[str]) -> None:
+        """Tell launchers from now on that these instances have been hung for long."""
+        self._hung = frozenset(instances)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _receive(self, message: bytes) -> tuple[HTTPStatus, bytes]:
+        try:
+            announcement = verified_announcement(message, self._api_key)
+            with self._lock:
+                for registration in announcement.registrations:
+                    self._take(registration, announcement.sent_at, announcement.leaving)
+        except RefusedAnnouncement as error:
+            if str(error) not in self._refusals:
+                self._refusals.add(str(error))
+                logger.warning("an engine's announcement is ignored: %s", error)
+            return error.status, b""
+        return HTTPStatus.OK, signed_reply(message, self._hung, self._api_key)
+
+    def _take(self, registration: Registration, sent_at: float, leaving: bool) -> None:
+        url = registration.url
+        if sent_at <= self._newest.get(url, 0.0):
+            return
+        if url not in self._newest:
+            self._make_room()
+        self._newest[url] = sent_at
+        if leaving:
+            self._registered.pop(url, None)
+        else:
+            self._registered[url] = registration
+
+    def _make_room(self) -> None:
+        """Forget of engines that have left what protects from announcements that are too old by now."""
+        if len(self._newest) < _MAX_ENGINES:
+            return
+        expired = time.time() - MAX_AGE_S
+        self._newest = {u: sent_at for u, sent_at in self._newest.items() if u in self._registered or sent_at > expired}
+        if len(self._newest) >= _MAX_ENGINES:
+            raise RefusedAnnouncement(HTTPStatus.INSUFFICIENT_STORAGE, f"{_MAX_ENGINES} engines are known already")
+
+
+@dataclass(frozen=True)
+class TrainerReply:
+    """What a trainer said to an announcement: a `refusal`, or which instances it has found hung for long."""
+
+    refusal: str = ""
+    hung: frozenset[str] = frozenset()
+
+
+def announce(
+    address: str, api_key: str, registrations: Sequence[Registration], *, leaving: bool = False
+) -> TrainerReply | None:
+    """The engines' side: tell the trainer at `address` of engines that serve, or leave. None: no trainer is there."""
+    host, port = parse_address(address)
+    hung: frozenset[str] = frozenset()
+    for start in range(0, len(registrations), MAX_REGISTRATIONS):
+        message = signed_announcement(registrations[start : start + MAX_REGISTRATIONS], leaving, api_key)
+        if (answer := post(host, port, message)) is None:
+            return None
+        status, content = answer
+        if status != HTTPStatus.OK:
+            # Only the status is used: whoever sits at the address may have written the rest.
+            return TrainerReply(_REFUSALS.get(status, f"refuses the announcement (HTTP {status})"))
+        if (named := verified_reply(message, content, api_key)) is None:
+            return TrainerReply("is none that has this API key")
+        hung |= named
+    return TrainerReply(hung=hung)

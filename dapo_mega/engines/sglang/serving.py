@@ -1,0 +1,379 @@
+"""Keeps the SGLang engines of one node running: start, readiness, announcement, restart, end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dapo_mega.engines.sglang.engine_commands import Node, command, environment, router_command, router_environment
+from dapo_mega.engines.sglang.registry import Registration, announce
+from dapo_mega.errors import FleetError
+
+_TICK_S = 0.2
+_ANNOUNCE_EVERY_S = 5.0
+_PROBE_LIMIT_S = 5.0
+_WATCH_EVERY_S = 5.0
+_LONGEST_BACK_OFF_S = 60.0
+_SILENT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How engines are looked after. Times are in seconds; `max_restarts` is per engine, None for no limit.
+
+    `restart_hung_after_s` None leaves an engine alone that answers no probe any more.
+    """
+
+    api_key: str
+    api_key_env: str
+    log_folder: Path
+    rendezvous: str | None = None
+    max_restarts: int | None = None
+    restart_hung_after_s: float | None = None
+    router_port: int | None = None
+    start_limit_s: float = 1800.0
+    grace_s: float = 10.0
+
+
+class ProcessGroup:
+    """A program in a process group of its own, which ends with the process that started it, however that one ends."""
+
+    def __init__(
+        self, arguments: Sequence[str], variables: dict[str, str], log: Path, inherited: Sequence[int] = ()
+    ) -> None:
+        """`inherited` are file descriptors that the program gets too."""
+        with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
+            self._process = subprocess.Popen(
+                arguments,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=inherited,
+            )
+        # Its input ends when this process does. SGLang's own watch over its parent misses children that still start.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "guard", str(self.pid)],
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the main process, which is the id of the group as well."""
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Exit status of the main process, None while it runs."""
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the main process, which ends its children."""
+        if self.status() is None:
+            self._process.terminate()
+
+    def end(self, deadline: float) -> None:
+        """Wait until `deadline` (of the monotonic clock), then kill all that is left of the group."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._guard.kill()
+        self._guard.communicate()
+
+
+class HealthWatch:
+    """Probes an engine in a thread of its own: one that hangs must not keep the others waiting."""
+
+    def __init__(self, is_healthy: Callable[[], bool]) -> None:
+        self._is_healthy = is_healthy
+        self._last_answer = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the engine was last seen healthy."""
+        return time.monotonic() - self._last_answer
+
+    def end(self) -> None:
+        """Probe no more; does not wait for a probe under way."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_EVERY_S):
+            if self._is_healthy():
+                self._last_answer = time.monotonic()
+
+
+class Engine:
+    """One engine through its restarts. `registration` is None while it does not serve."""
+
+    def __init__(self, node: Node, index: int, options: ServingOptions) -> None:
+        self.url = node.url(index)
+        self.log = options.log_folder / f"engine_{node.port + index}.log"
+        self.registration: Registration | None = None
+        self._node = node
+        self._index = index
+        self._options = options
+        self._group: ProcessGroup | None = None
+        self._watch: HealthWatch | None = None
+        self._started = 0.0
+        self._start_at = 0.0
+        self._has_served = False
+        self._num_restarts = 0
+        self._failures = 0
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the engine has died more often than it is restarted."""
+        limit = self._options.max_restarts
+        return limit is not None and self._num_restarts > limit
+
+    def advance(self) -> None:
+        """One step of start, readiness and restart, without waiting for any of them.
+
+        Raises FleetError when the engine ends before it has ever served: starting again would not help.
+        """
+        if self.has_given_up:
+            return
+        if self._group is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+        elif (status := self._group.status()) is not None:
+            self._bury(f"ended with status {status}")
+        elif self.registration is None:
+            if self._is_ready():
+                self._serve()
+            elif time.monotonic() - self._started > self._options.start_limit_s:
+                self._bury(f"did not serve within {self._options.start_limit_s:g} s")
+        elif self._is_hung():
+            self._bury(f"answered no probe for {self._options.restart_hung_after_s:g} s")
+
+    def ask_to_end(self) -> None:
+        """Begin to end the engine, if it runs."""
+        if self._group is not None:
+            self._group.ask_to_end()
+
+    def end(self, deadline: float) -> None:
+        """End the engine and whatever it started, by `deadline` of the monotonic clock if need be by force."""
+        if self._group is not None:
+            self._group.end(deadline)
+        if self._watch is not None:
+            self._watch.end()
+        self._group = self._watch = self.registration = None
+
+    def restart_if_silent(self) -> None:
+        """A trainer has found the engine hung for longer than an update takes; restart it if it is silent here, too."""
+        if self._watch is not None and self._watch.silence_s > _SILENT_S:
+            self._bury("is hung for the trainer and answers no probe")
+
+    def _start(self) -> None:
+        variables = environment(self._node, self._index, os.environ)
+        variables.pop(self._options.api_key_env, None)
+        with _key_on_a_pipe(self._options.api_key, self.log.with_suffix(".yaml")) as (pipe, path):
+            self._group = ProcessGroup(command(self._node, self._index, path), variables, self.log, [pipe])
+        self._started = time.monotonic()
+        print(f"engine {self.url} starts (pid {self._group.pid}, log {self.log})", flush=True)
+
+    def _is_ready(self) -> bool:
+        """Whether the engine is healthy. Raises FleetError when it answers callers that have no key."""
+        if not self._is_healthy():
+            return False
+        status = self._status_without_key("/model_info")
+        if status not in (None, http.client.UNAUTHORIZED):
+            raise FleetError(
+                f"engine {self.url} answers callers without the API key; leave out the arguments after -- that turn "
+                "its check off"
+            )
+        return status is not None
+
+    def _serve(self) -> None:
+        assert self._group is not None
+        self._has_served = True
+        self._failures = 0
+        if self._options.restart_hung_after_s is not None:
+            self._watch = HealthWatch(self._is_healthy)
+        self.registration = Registration(url=self.url, instance=uuid.uuid4().hex)
+        print(f"engine {self.url} serves (pid {self._group.pid}, instance {self.registration.instance})", flush=True)
+
+    def _bury(self, what: str) -> None:
+        self.end(time.monotonic())
+        if not self._has_served:
+            raise FleetError(f"engine {self.url} {what} before it ever served: {_last_line(self.log)}; see {self.log}")
+        self._num_restarts += 1
+        back_off_s = min(2.0**self._failures, _LONGEST_BACK_OFF_S)
+        self._failures += 1
+        self._start_at = time.monotonic() + back_off_s
+        outlook = "is not started any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
+        print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
+
+    def _is_hung(self) -> bool:
+        limit_s = self._options.restart_hung_after_s
+        return limit_s is not None and self._watch is not None and self._watch.silence_s > limit_s
+
+    def _is_healthy(self) -> bool:
+        return self._status_without_key("/health") == http.client.OK
+
+    def _status_without_key(self, path: str) -> int | None:
+        """HTTP status of the engine's answer; None where it does not answer."""
+        connection = http.client.HTTPConnection(self._node.host, self._node.port + self._index, timeout=_PROBE_LIMIT_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+@contextmanager
+def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
+    """(pipe, path): a program that inherits the pipe reads the key as SGLang's configuration at the path, once.
+
+    So the key is on no disk. The path is only a name with the ending that SGLang asks for.
+    """
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(writing, "w") as file:
+            file.write(f"api-key: {json.dumps(api_key)}\n")
+        path.unlink(missing_ok=True)
+        path.symlink_to(f"/proc/self/fd/{reading}")
+        yield reading, path
+    finally:
+        os.close(reading)
+
+
+class Router:
+    """sglang-router in front of the engines, started again when it ends."""
+
+    def __init__(self, node: Node, options: ServingOptions, port: int) -> None:
+        self._node = node
+        self._options = options
+        self._port = port
+        self._group: ProcessGroup | None = None
+        self._start_at = 0.0
+
+    def advance(self) -> None:
+        """One step of start and restart, without waiting."""
+        if self._group is None:
+            if time.monotonic() >= self._start_at:
+                self._start()
+        elif (status := self._group.status()) is not None:
+            self.end()
+            self._start_at = time.monotonic() + _LONGEST_BACK_OFF_S
+            print(f"the router ended with status {status} and starts again in {_LONGEST_BACK_OFF_S:g} s", flush=True)
+
+    def end(self) -> None:
+        """End the router, if it runs."""
+        if self._group is not None:
+            self._group.end(time.monotonic())
+        self._group = None
+
+    def _start(self) -> None:
+        variables = router_environment(os.environ, self._options.api_key)
+        variables.pop(self._options.api_key_env, None)
+        log = self._options.log_folder / "router.log"
+        self._group = ProcessGroup(router_command(self._node, self._port), variables, log)
+        address = f"http://{self._node.host}:{self._port}"
+        print(f"router {address} starts (pid {self._group.pid}, log {log})", flush=True)
+
+
+class Announcements:
+    """Repeats to the trainer which engines serve, and tells it at once when that changes.
+
+    `hung` are the instances that the trainer last called hung, all of them announced to it.
+    """
+
+    def __init__(self, options: ServingOptions) -> None:
+        self.hung: frozenset[str] = frozenset()
+        self._options = options
+        self._told: list[Registration] = []
+        self._state = ""
+        self._due = 0.0
+
+    def update(self, serving: list[Registration]) -> None:
+        """`serving` are the engines that serve now."""
+        if self._options.rendezvous is None or (serving == self._told and time.monotonic() < self._due):
+            return
+        gone = [registration for registration in self._told if registration not in serving]
+        self.hung = frozenset()
+        self._tell(gone, leaving=True)
+        self._tell(serving, leaving=False)
+        self._told = serving
+        self._due = time.monotonic() + _ANNOUNCE_EVERY_S
+
+    def _tell(self, registrations: list[Registration], *, leaving: bool) -> None:
+        if not registrations or self._options.rendezvous is None:
+            return
+        reply = announce(self._options.rendezvous, self._options.api_key, registrations, leaving=leaving)
+        if reply and not reply.refusal:
+            self.hung = reply.hung
+            state = "knows of the engines"
+        else:
+            state = f"{reply.refusal if reply else 'is not there'}; trying again every {_ANNOUNCE_EVERY_S:g} s"
+        if state != self._state:
+            self._state = state
+            print(f"the trainer at {self._options.rendezvous} {state}", flush=True)
+
+
+def serve(node: Node, options: ServingOptions) -> None:
+    """Run the node's engines until SIGTERM, SIGINT or SIGHUP; none of their processes is left then.
+
+    Raises FleetError when an engine ends before it ever served, and when all have used up their restarts.
+    """
+    options.log_folder.mkdir(parents=True, exist_ok=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    engines = [Engine(node, index, options) for index in range(node.num_engines)]
+    announcements = Announcements(options)
+    router = Router(node, options, options.router_port) if options.router_port is not None else None
+    have_all_served = False
+    try:
+        while not stop.wait(_TICK_S):
+            for engine in engines:
+                engine.advance()
+            serving = [engine.registration for engine in engines if engine.registration is not None]
+            announcements.update(serving)
+            for engine in engines:
+                if engine.registration is not None and engine.registration.instance in announcements.hung:
+                    engine.restart_if_silent()
+            if len(serving) == len(engines) and not have_all_served:
+                have_all_served = True
+                print(f"all engines serve: rollout.fleet.urls={','.join(engine.url for engine in engines)}", flush=True)
+            if router is not None and have_all_served:
+                router.advance()
+            if all(engine.has_given_up for engine in engines):
+                raise FleetError(f"all engines died more than {options.max_restarts} times; see {options.log_folder}")
+    finally:
+        announcements.update([])
+        for engine in engines:
+            engine.ask_to_end()
+        deadline = time.monotonic() + options.grace_s
+        for engine in engines:
+            engine.end(deadline)
+        if router is not None:
+            router.end()
+    print("all engines have ended", flush=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "it printed nothing"

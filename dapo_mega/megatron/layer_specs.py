@@ -1,0 +1,184 @@
+"""The layer spec is the only switch between GPU and CPU: Transformer Engine layers, or Megatron's local ones
+with our RMSNorm and our packed attention. Both take the same packed micro-batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.local_layers import RMSNorm, swiglu
+from dapo_mega.megatron.packed_attention import PackedAttention
+from dapo_mega.megatron.routing import BestExpertGroupRouter
+from dapo_mega.models import Architecture
+
+
+def uses_transformer_engine(config: ModelConfig) -> bool:
+    """Whether this machine gets Transformer Engine layers; refuses them where they cannot run."""
+    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if config.layer_implementation == "transformer_engine" and not available:
+        raise InputError(
+            "model.layer_implementation=transformer_engine needs a CUDA device and the transformer-engine package; "
+            "install it or set model.layer_implementation=local"
+        )
+    return available and config.layer_implementation != "local"
+
+
+# What each kind of FP8 scaling needs: CUDA compute capability.
+_FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+
+
+def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> None:
+    """Refuse what this model has no use for, and what this machine cannot run, with the reason."""
+    if arch.experts is None:
+        asked = [name for name in compute.recompute_modules if name.startswith(("moe", "shared"))]
+        if compute.recompute == "selective" and asked:
+            raise InputError(
+                f"compute.recompute_modules={asked} need a mixture-of-experts model, not {arch.model_type}"
+            )
+        if compute.moe != type(compute.moe)():
+            raise InputError(f"compute.moe is for mixture-of-experts models, {arch.model_type} is not one; remove it")
+    elif compute.moe.router_bias_update_rate > 0 and arch.experts.scores != "sigmoid":
+        raise InputError(
+            f"compute.moe.router_bias_update_rate needs a model whose router scores are sigmoids (DeepSeek-V3's way), "
+            f"those of {arch.model_type} are a softmax; use compute.moe.aux_loss_coefficient"
+        )
+    check_fp8(model, compute)
+
+
+def use_deterministic_algorithms() -> None:
+    """The same bits every time, of PyTorch, cuBLAS, Transformer Engine and NCCL. Call it before they are used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+
+
+def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
+    """Refuse FP8 where it cannot run, with the reason."""
+    scaling = compute.fp8.scaling
+    if scaling == "none":
+        return
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "this machine has no CUDA device"
+    elif not uses_transformer_engine(model):
+        reason = "the transformer-engine package is not installed"
+    else:
+        capability = torch.cuda.get_device_capability()
+        if capability < _FP8_CAPABILITY[scaling]:
+            reason = f"this device has compute capability {capability}, {_FP8_CAPABILITY[scaling]} is needed"
+    if reason:
+        raise InputError(
+            f"compute.fp8.scaling={scaling} cannot run here: {reason}; set compute.fp8.scaling=none (bf16), or run on "
+            f"Hopper or newer GPUs with Transformer Engine"
+        )
+
+
+def block_spec(
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
+    make_layer = _transformer_engine_layer if transformer_engine else _local_layer
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = {has_experts: make_layer(config, has_experts) for has_experts in set(map(arch.has_experts, chunk))}
+    if arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best" and True in layers:
+        layers[True].submodules.mlp.submodules.router = BestExpertGroupRouter
+    for layer in layers.values():
+        _add_biases(layer, arch)
+    return TransformerBlockSubmodules(
+        layer_specs=[layers[arch.has_experts(layer)] for layer in chunk],
+        layer_norm=LayerNormImpl if transformer_engine else RMSNorm,
+    )
+
+
+def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
+    if arch.output_bias:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_proj = _biased(attention.linear_proj)
+    if arch.mlp_bias:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+
+
+def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`linear` with a bias, whatever it is asked for: Megatron has one switch for the linear layers of all kinds."""
+
+    class Biased(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+            super().__init__(*args, bias=True, **kwargs)
+
+    return Biased
+
+
+def _kind(config: TransformerConfig, has_experts: bool) -> dict[str, Any]:
+    """What Megatron's layer specs are chosen by."""
+    return {
+        "num_experts": config.num_moe_experts if has_experts else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm and has_experts,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+
+
+def _transformer_engine_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(**_kind(config, has_experts))
+
+
+def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **_kind(config, has_experts))
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    names = layer.submodules.sharded_state_dict_keys_map
+    if config.multi_latent_attention:
+        # Megatron 0.16.1 takes Transformer Engine for installed in this module, and asks for its types.
+        multi_latent_attention.HAVE_TE = HAVE_TE
+        # Whole on every process, as Transformer Engine's are. Megatron cuts the local ones and gathers their outputs:
+        # the rotated part of the keys would get its gradient from the heads of one process only.
+        attention.linear_q_down_proj = Linear
+        attention.linear_kv_down_proj = Linear
+        attention.q_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        names |= {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    elif config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    _use_own_activation(layer.submodules.mlp)
+    if has_experts:
+        # The norm before experts is a layer of its own in checkpoints of Transformer Engine layers too.
+        del names["pre_mlp_layernorm."]
+    return layer
+
+
+def _use_own_activation(mlp: ModuleSpec) -> None:
+    """`swiglu` in an MLP, or in all of a mixture of experts."""
+    for part in (getattr(mlp.submodules, name, None) for name in ("experts", "shared_experts")):
+        if part:
+            part.submodules.activation_func = swiglu
+    if isinstance(mlp.submodules, MLPSubmodules):
+        mlp.submodules.activation_func = swiglu

@@ -1,0 +1,217 @@
+"""How far the engines' log-probs of sampled tokens are from the trainer's: measures, sequence-level masking, limits.
+
+A token's importance weight is pi_old / pi_rollout: its probability under the weights that the step starts from, as the
+trainer computes it, over the one it was sampled with. It is 1 but for rounding where an engine computes with the same
+weights. Tokens of older weights (surplus, partial rollouts) are off-policy by design and are told apart as not fresh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.algorithms import importance_weights, kl_estimate, segment_sums, within_bounds
+from dapo_mega.batching.packing import MicroBatch
+from dapo_mega.config import AlgorithmConfig, RunConfig
+from dapo_mega.errors import FleetError
+
+ScoredBatch = tuple[MicroBatch, Tensor]
+"""A micro-batch with the trainer's log-probs [N] of its response tokens under the weights the step starts from."""
+
+_SUMS = (
+    "tokens",
+    "abs_diff",
+    "kl",
+    "weight",
+    "squared_weight",
+    "truncated",
+    "fresh_tokens",
+    "fresh_abs_diff",
+    "fresh_kl",
+    "responses",
+    "masked",
+)
+_NUM_NAMED = 4
+_MAXIMA = ("abs_diff", "weight", "fresh_abs_diff")
+
+
+def kept_segments(
+    micro_batch: MicroBatch,
+    old_logprobs: Tensor,
+    bounds: tuple[float, float],
+    context_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Which segments `algorithm.sequence_mask` leaves in the loss, [n] bool; `old_logprobs` [N] of response tokens.
+
+    With `context_group` the micro-batch is this process's part of whole segments, and all of the group take part.
+    """
+    sums = _segment_sums(micro_batch, old_logprobs, context_group)
+    return within_bounds(sums, bounds)
+
+
+def _segment_sums(micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
+    chosen = micro_batch.response_mask
+    log_ratios = old_logprobs - micro_batch.rollout_logprobs[chosen].to(old_logprobs.device)
+    ids = micro_batch.segment_ids[chosen].to(old_logprobs.device)
+    sums = segment_sums(log_ratios, ids, len(micro_batch.cu_seqlens) - 1)
+    if context_group is not None:
+        dist.all_reduce(sums, group=context_group)
+    return sums
+
+
+def measure_mismatch(
+    scored: Sequence[ScoredBatch],
+    algorithm: AlgorithmConfig,
+    *,
+    control: dist.ProcessGroup,
+    context_group: dist.ProcessGroup | None = None,
+) -> dict[str, float]:
+    """Metrics over all processes of `control`, the same on each; `scored` is this process's share of the step.
+
+    `mismatch/...` are over all response tokens, `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` over
+    fresh ones and left out where there are none. `algorithm` is `RunConfig.objective`.
+    """
+    totals = torch.zeros(len(_SUMS), dtype=torch.float64)
+    maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64)
+    for micro_batch, logprobs in scored:
+        sums, largest = _measure_tokens(micro_batch, logprobs, algorithm)
+        totals += torch.cat([sums, _count_responses(micro_batch, logprobs, algorithm, context_group)])
+        maxima = torch.maximum(maxima, largest)
+    dist.all_reduce(totals, group=control)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=control)
+    return _metrics(dict(zip(_SUMS, totals.tolist(), strict=True)), dict(zip(_MAXIMA, maxima.tolist(), strict=True)))
+
+
+def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """The part of `_SUMS` that counts tokens, and `_MAXIMA`."""
+    chosen = micro_batch.response_mask
+    own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs[chosen].double().cpu()
+    fresh = micro_batch.fresh_mask[chosen].cpu()
+    differences = (own - rollout).abs()
+    weights = importance_weights(own, rollout, math.inf)
+    cap = algorithm.importance_cap if isinstance(algorithm.importance_cap, float) else math.inf
+    kl = kl_estimate(rollout, own, "k3")
+    sums = torch.stack(
+        [
+            torch.tensor(float(len(own))).double(),
+            differences.sum(),
+            kl.sum(),
+            weights.sum(),
+            weights.square().sum(),
+            (weights > cap).sum(),
+            fresh.sum(),
+            differences[fresh].sum(),
+            kl[fresh].sum(),
+        ]
+    )
+    measured = (differences, weights, differences[fresh])
+    largest = [values.max() if len(values) else torch.zeros(()) for values in measured]
+    return sums, torch.stack(largest).double()
+
+
+def _count_responses(
+    micro_batch: MicroBatch, logprobs: Tensor, algorithm: AlgorithmConfig, context_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Number of responses, and of those that `algorithm.sequence_mask` masks; counted by context rank 0."""
+    sums = _segment_sums(micro_batch, logprobs, context_group)
+    if context_group is not None and dist.get_rank(context_group) != 0:
+        return torch.zeros(2, dtype=torch.float64)
+    bounds = algorithm.sequence_mask
+    masked = ~within_bounds(sums, bounds) if isinstance(bounds, tuple) else torch.zeros(())
+    return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double().cpu()
+
+
+def measure_engines(
+    scored: Sequence[ScoredBatch], engines: Sequence[str], *, control: dist.ProcessGroup
+) -> dict[str, float]:
+    """Mean |log-prob difference| of the fresh tokens of each engine, by URL, over all processes of `control` and the
+    same on each; engines without such tokens are left out. `engines` are the URLs by number."""
+    sums = torch.zeros(2, len(engines), dtype=torch.float64)
+    for micro_batch, logprobs in scored:
+        chosen = micro_batch.response_mask
+        differences = (logprobs.double().cpu() - micro_batch.rollout_logprobs[chosen].double().cpu()).abs()
+        ids = micro_batch.engine_ids[chosen].cpu()
+        counted = micro_batch.fresh_mask[chosen].cpu() & (ids >= 0)
+        sums[0].index_add_(0, ids[counted], differences[counted])
+        sums[1].index_add_(0, ids[counted], torch.ones_like(differences[counted]))
+    dist.all_reduce(sums, group=control)
+    return {url: float(total / count) for url, total, count in zip(engines, *sums, strict=True) if count}
+
+
+def worst_engines(engines: Mapping[str, float]) -> str:
+    """The engines whose log-probs are furthest off, the worst first; empty where none is known."""
+    if not engines:
+        return ""
+    ranked = sorted(engines, key=lambda url: -math.inf if math.isnan(engines[url]) else -engines[url])
+    others = ", ".join(f"{url} {engines[url]:.4g}" for url in ranked[1:_NUM_NAMED])
+    left_out = f" and {len(ranked) - _NUM_NAMED} more" if len(ranked) > _NUM_NAMED else ""
+    return f"; the worst engine is {ranked[0]} with {engines[ranked[0]]:.4g}" + (
+        f" ({others}{left_out})" if others else ""
+    )
+
+
+def starvation_cause(metrics: Mapping[str, float], config: RunConfig, engines: Mapping[str, float]) -> str | None:
+    """Why groups without a signal are the engines' fault; None where these compute what the trainer does."""
+    mean = metrics.get("rollout/logprob_abs_diff_mean", 0.0)
+    if mean <= config.mismatch_warning:
+        return None
+    return (
+        f"the engines do not compute what the trainer does, so that no response is worth training on: the mean "
+        f"|log-prob difference| of the responses just sampled is {mean:.4g} nats, over {config.mismatch_warning:g} "
+        f"(rollout.mismatch_warning){worst_engines(engines)}. Start these engines anew with the checkpoint that "
+        f"model.path names, and the same command again: the run continues from its last checkpoint"
+    )
+
+
+def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
+    tokens, fresh = total["tokens"], total["fresh_tokens"]
+    metrics = {
+        "mismatch/logprob_abs_diff_mean": total["abs_diff"] / tokens,
+        "mismatch/logprob_abs_diff_max": largest["abs_diff"],
+        "mismatch/kl": total["kl"] / tokens,
+        "mismatch/importance_weight_mean": total["weight"] / tokens,
+        "mismatch/importance_weight_max": largest["weight"],
+        "mismatch/effective_sample_share": total["weight"] ** 2 / (tokens * total["squared_weight"]),
+        "mismatch/truncated_share": total["truncated"] / tokens,
+        "mismatch/masked_response_share": total["masked"] / total["responses"],
+        "mismatch/fresh_token_share": fresh / tokens,
+    }
+    if fresh:
+        metrics["rollout/logprob_abs_diff_mean"] = total["fresh_abs_diff"] / fresh
+        metrics["rollout/logprob_abs_diff_max"] = largest["fresh_abs_diff"]
+        metrics["rollout/kl_to_policy"] = total["fresh_kl"] / fresh
+    return metrics
+
+
+def mismatch_warning(
+    metrics: Mapping[str, float], config: RunConfig, step: int, engines: Mapping[str, float] | None = None
+) -> str | None:
+    """What is worth a warning about step `step`, naming the worst of `engines` (see `measure_engines`). Raises
+    FleetError over `rollout.mismatch_stop` or for NaN.
+
+    Limits are for fresh tokens; one NaN anywhere is over every limit.
+    """
+    name = "rollout/logprob_abs_diff_mean"
+    mean = metrics.get(name, 0.0)
+    if math.isnan(metrics["mismatch/logprob_abs_diff_mean"]):
+        mean = math.nan
+    stop = config.rollout.mismatch_stop
+    if stop is not None and not mean <= stop:
+        raise FleetError(
+            f"engines and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} ({name}) is not "
+            f"within rollout.mismatch_stop={stop:g}; the engines compute with other weights, or in a precision "
+            f"(rollout.dtype) that does not do for this model{worst_engines(engines or {})}. Start the "
+            f"same command again to continue from the last checkpoint with engines that are started anew, or raise the "
+            f"limit"
+        )
+    if mean <= config.mismatch_warning:
+        return None
+    return (
+        f"engine and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} is over "
+        f"{config.mismatch_warning:g} (rollout.mismatch_warning); the engine does not compute with the policy's "
+        f"weights or in its precision{worst_engines(engines or {})}"
+    )

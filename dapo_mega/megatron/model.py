@@ -1,0 +1,279 @@
+"""Builds the Megatron-Core model chunks of this process's pipeline stage from a Hugging Face architecture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.layer_specs import block_spec, uses_transformer_engine
+from dapo_mega.megatron.output_layer import PolicyStage
+from dapo_mega.models import Architecture
+from dapo_mega.models.rope import YarnScaling
+
+
+def transformer_config(
+    arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
+) -> TransformerConfig:
+    """Megatron's description of `arch` in the given layout and precision."""
+    if arch.sliding_window and parallel.context > 1 and uses_transformer_engine(model):
+        raise InputError(
+            f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
+            "Transformer Engine's ring attention; set parallel.context=1"
+        )
+    dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    make_config = MLATransformerConfig if arch.latent_attention else TransformerConfig
+    config = make_config(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        softmax_scale=arch.softmax_scale,
+        # Megatron counts the keys before the query's own.
+        window_size=(arch.sliding_window - 1, 0) if arch.sliding_window else None,
+        qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # The token-level denominator belongs to Megatron: losses are sums, divided once by the global count.
+        calculate_per_token_loss=True,
+        # Weights always come from a checkpoint, but Megatron marks parameters as tensor-parallel only while it
+        # initialises them, and the gradient norm needs those marks.
+        perform_initialization=True,
+        deterministic_mode=compute.deterministic,
+        **_layout_settings(parallel),
+        **_device_settings(arch, model),
+        **_expert_settings(arch, model, compute),
+        **_latent_attention_settings(arch),
+        **_recompute_settings(compute),
+        **_fp8_settings(arch, compute),
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence,
+        # Packed micro-batches differ in length, so stages announce shapes before activations.
+        "variable_seq_lengths": True,
+        # Interleaved stages send in both directions at once; batched calls would wait for each other.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "use_cpu_initialization": not on_gpu,
+        # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
+        "bias_activation_fusion": on_gpu,
+        # Megatron's switch for an activation that the layer spec names: on the CPU our own.
+        "use_te_activation_func": not on_gpu,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": on_gpu,
+        # Megatron's fused rotation of latent attention exists for YaRN only.
+        "apply_rope_fusion": on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
+        # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
+        "gradient_accumulation_fusion": on_gpu and has_apex_kernel,
+    }
+
+
+def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> dict[str, Any]:
+    # Megatron checks the dispatcher against variable lengths for dense models too.
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if arch.experts is None:
+        return settings
+    experts, moe = arch.experts, compute.moe
+    settings |= {
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+        if experts.dense_layers
+        else 1,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": experts.gates_shared,
+        "moe_router_topk": experts.per_token,
+        # Softmax over all experts first; then the chosen ones are scaled to sum to 1 where the model wants it.
+        "moe_router_score_function": experts.scores,
+        "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_num_groups": experts.groups.number if experts.groups else None,
+        "moe_router_group_topk": experts.groups.per_token if experts.groups else None,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coefficient else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coefficient,
+        "moe_z_loss_coeff": moe.z_loss_coefficient or None,
+        "moe_router_enable_expert_bias": experts.has_router_bias or moe.router_bias_update_rate > 0,
+        "moe_router_bias_update_rate": moe.router_bias_update_rate,
+        # All experts in one product, where Transformer Engine provides it.
+        "moe_grouped_gemm": uses_transformer_engine(model),
+        "moe_router_padding_for_quantization": compute.fp8.enabled,
+    }
+    return settings
+
+
+def _latent_attention_settings(arch: Architecture) -> dict[str, Any]:
+    latent = arch.latent_attention
+    if latent is None:
+        return {}
+    settings = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.unrotated_head_dim,
+        "qk_pos_emb_head_dim": latent.rotated_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rotary_base": arch.rope_theta,
+    }
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    assert isinstance(scaling, YarnScaling)
+    assert latent.yarn_weights
+    rotated, whole = latent.yarn_weights
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": rotated,
+        "mscale_all_dim": whole,
+    }
+
+
+def _recompute_settings(compute: ComputeConfig) -> dict[str, Any]:
+    if compute.recompute == "none":
+        return {}
+    if compute.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(compute.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": compute.recompute_layers,
+    }
+
+
+def _fp8_settings(arch: Architecture, compute: ComputeConfig) -> dict[str, Any]:
+    fp8 = compute.fp8
+    if not fp8.enabled:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.scaling,
+        "fp8_param": fp8.params,
+        "fp8_amax_history_len": fp8.amax_history,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": fp8.bf16_layers_at_ends > 0,
+        "num_layers_at_start_in_bf16": fp8.bf16_layers_at_ends,
+        "num_layers_at_end_in_bf16": fp8.bf16_layers_at_ends,
+    }
+
+
+def build_chunks(
+    arch: Architecture,
+    config: TransformerConfig,
+    model: ModelConfig,
+    *,
+    temperature: float,
+    fused_output_layer: bool,
+) -> list[torch.nn.Module]:
+    """The (uninitialised) model chunks of this pipeline stage in the model's dtype: one, or several interleaved."""
+    virtual_size = config.virtual_pipeline_model_parallel_size
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(virtual_size or 1):
+        vp_stage = chunk if virtual_size else None
+        stage: torch.nn.Module = PolicyStage(
+            config,
+            block_spec(arch, config, uses_transformer_engine(model), vp_stage),
+            vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            inverse_frequencies=arch.inverse_frequencies,
+            vp_stage=vp_stage,
+            temperature=temperature,
+            true_vocab_size=arch.vocab_size,
+            fused=fused_output_layer,
+        )
+        if torch.cuda.is_available():
+            stage.cuda(torch.cuda.current_device())
+        chunks.append(Float16Module(config, stage) if config.bf16 else stage)
+        _keep_router_biases_in_float32(stage)
+    return chunks
+
+
+def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
+    """What Megatron's routers else do in their first forward pass, after the weights were loaded."""
+    for module in stage.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+
+
+def with_gradients(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, compute: ComputeConfig
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each chunk: contiguous gradient buffers in float32, reduce-scatter for the distributed
+    optimizer, and the hooks by which the schedules overlap both with computing."""
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=compute.overlap_grad_reduce,
+        overlap_param_gather=compute.overlap_param_gather,
+        fp8_param_gather=compute.fp8.params,
+        check_for_nan_in_grad=True,
+    )
+    # Later chunks reduce while earlier ones still compute, so they need no buckets of their own.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if compute.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync[0] if len(wrapped) == 1 else no_sync
+    return wrapped
+
+
+def unwrapped(stage: Any) -> GPTModel:
+    """The GPTModel inside DDP and Float16Module."""
+    while not isinstance(stage, GPTModel):
+        stage = stage.module
+    return stage

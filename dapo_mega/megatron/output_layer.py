@@ -1,0 +1,113 @@
+"""The last stage of the policy: hidden states to log-probs and entropies of the response tokens.
+
+Fused, the logits of a micro-batch never exist as a whole; unfused, they do, as in the peers and in the papers'
+pseudo-code. Both give the same numbers to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from dapo_mega.megatron.fused_logprobs import output_logprobs
+from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
+from dapo_mega.megatron.packed_attention import PackedSegments
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """The tokens whose log-probs are wanted: `targets` [N] predicted at positions `rows` [N] of the micro-batch."""
+
+    rows: Tensor
+    targets: Tensor
+    with_entropy: bool
+
+
+class PolicyStage(GPTModel):
+    """A GPTModel whose last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its
+    `labels`; the other chunks return hidden states as ever."""
+
+    def __init__(
+        self,
+        *args: Any,
+        inverse_frequencies: Tensor,
+        temperature: float,
+        true_vocab_size: int,
+        fused: bool,
+        **kwargs: Any,
+    ) -> None:
+        """`inverse_frequencies` [head_dim / 2] are the angles per position of the rotary embedding."""
+        super().__init__(*args, **kwargs)
+        if not self.config.multi_latent_attention:
+            # No buffer: it stays in float32 when the model is cast.
+            self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
+        self.temperature = temperature
+        self._true_vocab_size = true_vocab_size
+        self._fused = fused
+        if self.post_process and fused:
+            # Called as a module, so that hooks on it see the call: overlapped weight gathering waits there.
+            self.output_layer.forward = self._score_hidden
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+        """Our own attention turns queries and keys itself, by cosines and sines made once for all layers; those of
+        latent attention are turned in Megatron's layers."""
+        prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.config.multi_latent_attention:
+            return prepared
+        if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
+            return prepared
+        angles = prepared[1][:, 0, 0, : self.config.kv_channels // 2][kwargs["position_ids"][0]]
+        packed_seq_params.rotary = (angles.cos()[:, None], angles.sin()[:, None])
+        return (prepared[0], None, *prepared[2:])
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Tensor:  # type: ignore[override]
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self._fused:
+            scores: Tensor = self.output_layer(hidden_states, weight, labels)
+            return scores
+        logits, _bias = self.output_layer(hidden_states, weight=weight)
+        return torch.stack(
+            vocab_parallel_logprobs(
+                logits[:, 0],
+                labels.rows,
+                labels.targets,
+                temperature=self.temperature,
+                vocab_size=self._true_vocab_size,
+                group=self.pg_collection.tp,
+                with_entropy=labels.with_entropy,
+            )
+        )
+
+    def _score_hidden(self, hidden_states: Tensor, weight: Tensor | None, chosen: ChosenTokens) -> Tensor:
+        """[2, N] from hidden states [T / sequence-parallel size, 1, hidden]."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, group=group)[:, 0]
+            hidden = hidden.index_select(0, chosen.rows)
+        else:
+            hidden = hidden_states[:, 0].index_select(0, chosen.rows)
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return torch.stack(
+            output_logprobs(
+                hidden,
+                self.output_layer.weight if weight is None else weight,
+                chosen.targets,
+                temperature=self.temperature,
+                vocab_size=self._true_vocab_size,
+                group=group,
+                with_entropy=chosen.with_entropy,
+                # Straight into Megatron's float32 buffer, where this weight has one to itself: a tied one also has the
+                # gradient of the embedding, which autograd adds up.
+                accumulate_into_main_grad=weight is None and "main_grad" in vars(self.output_layer.weight),
+            )
+        )

@@ -1,0 +1,107 @@
+"""Starts torch.distributed and Megatron's parallel groups, and ends them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from dapo_mega.config import ParallelConfig
+from dapo_mega.distributed.processes import Processes, world_size_from_environment
+from dapo_mega.distributed.stores import open_store
+from dapo_mega.errors import InputError
+from dapo_mega.megatron import cpu_accelerator
+
+# Ranks wait here while rank 0 drives rollouts, which may take hours.
+_CONTROL_TIMEOUT = timedelta(hours=12)
+_COMPUTE_TIMEOUT = timedelta(minutes=30)
+_STORE_TIMEOUT_S = 300.0
+
+
+def start_processes(config: ParallelConfig, seed: int) -> Processes:
+    """Join the process group and Megatron's groups, on this process's GPU where there are any.
+
+    Raises InputError for sizes that do not fit the world.
+    """
+    cpu_accelerator.install()
+    world_size = world_size_from_environment()
+    if config.world_size not in (None, world_size):
+        raise InputError(
+            f"parallel.world_size={config.world_size} but {world_size} processes were started; start that many with "
+            f"torchrun or set parallel.world_size={world_size}"
+        )
+    try:
+        data_size = config.data_size(world_size)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = cpu_accelerator.device()
+    if not dist.is_initialized():
+        _join_process_group(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    # Groups are made by everyone in the same order. Megatron numbers processes tensor, context, data, pipeline.
+    control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    per_stage = config.tensor * config.context
+    leaders = dist.new_group(
+        [data_rank * per_stage for data_rank in range(data_size)], backend="gloo", timeout=_CONTROL_TIMEOUT
+    )
+    replicas = [
+        dist.new_group(_replica_ranks(data_rank, data_size, config), backend="gloo", timeout=_CONTROL_TIMEOUT)
+        for data_rank in range(data_size)
+    ]
+    data_rank = parallel_state.get_data_parallel_rank()
+    return Processes(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        data_rank=data_rank,
+        data_size=data_size,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=config.tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=config.pipeline,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=config.context,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=config.expert,
+        device=device,
+        control=control,
+        leaders=leaders,
+        replica=replicas[data_rank],
+        context=parallel_state.get_context_parallel_group() if config.context > 1 else None,
+    )
+
+
+def _replica_ranks(data_rank: int, data_size: int, config: ParallelConfig) -> list[int]:
+    per_stage = config.tensor * config.context
+    return [
+        (stage * data_size + data_rank) * per_stage + i for stage in range(config.pipeline) for i in range(per_stage)
+    ]
+
+
+def _join_process_group(device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)
+    else:
+        store = open_store("127.0.0.1", _STORE_TIMEOUT_S)  # A plain one would listen on all interfaces.
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COMPUTE_TIMEOUT)
+
+
+def stop_processes() -> None:
+    """Leave all groups; safe to call when none were joined."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""Hugging Face checkpoints to the shards of this process, by the family's table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.models import Architecture, ModelFamily, take_shard
+from dapo_mega.models.families import PlacedTensor
+from dapo_mega.models.hf_checkpoint import check_source
+from dapo_mega.models.megatron_format.files import open_source
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Which layers each model chunk holds. Chunk c stands on stage c % pipeline_size; interleaved stages hold several,
+    in the order in which a token passes through them."""
+
+    family: ModelFamily
+    arch: Architecture
+    pipeline_size: int
+    chunks_per_stage: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        return self.pipeline_size * self.chunks_per_stage
+
+    def chunks_of(self, stage: int) -> range:
+        return range(stage, self.num_chunks, self.pipeline_size)
+
+    def layers(self, chunk: int) -> range:
+        per_chunk = self.arch.num_layers // self.num_chunks
+        return range(chunk * per_chunk, (chunk + 1) * per_chunk)
+
+    def tensors(self, chunk: int) -> Iterator[PlacedTensor]:
+        return self.family.tensors(self.arch, self.layers(chunk), chunk == 0, chunk == self.num_chunks - 1)
+
+
+def owner_of(chunk: int, layout: ChunkLayout) -> int:
+    """The pipeline stage that holds a chunk."""
+    return chunk % layout.pipeline_size
+
+
+Parameters = dict[str, Tensor]
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> Parameters:
+    """Parameters of this process's GPTModels by name, with local layer and expert numbers made global; and the biases
+    of its routers, buffers that belong to the checkpoint where the family says so."""
+    experts_here = layout.arch.experts.number // processes.expert_size if layout.arch.experts else 0
+    first_expert = experts_here * processes.expert_rank
+    parameters = {}
+    for chunk, module in zip(layout.chunks_of(processes.pipeline_rank), chunks, strict=True):
+        for name, parameter in chain(module.named_parameters(), _router_biases(module, layout.arch)):
+            name = _renumbered(_LAYER_NUMBER, name, layout.layers(chunk).start)
+            parameters[_renumbered(_EXPERT_NUMBER, name, first_expert)] = parameter
+    return parameters
+
+
+def _router_biases(module: torch.nn.Module, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    if arch.experts and arch.experts.has_router_bias:
+        yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias"))
+
+
+_LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+# `experts.local_experts.3.linear_fc1.weight` in local layers, `experts.linear_fc1.weight3` in grouped ones.
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+
+
+def _renumbered(number: re.Pattern[str], name: str, first: int) -> str:
+    return number.sub(lambda found: str(int(found[0]) + first), name)
+
+
+def local_parameter(parameters: Parameters, placed: PlacedTensor) -> Tensor:
+    """The one of `named_parameters` that holds this process's part of it."""
+    return next(parameters[name] for name in placed.megatron if name in parameters)
+
+
+def load_hf_weights(chunks: Sequence[torch.nn.Module], path: Path, layout: ChunkLayout, processes: Processes) -> None:
+    """Fill this process's shard from the checkpoint in `path`, Hugging Face's or Megatron's, of any layout.
+
+    Reads only what the shard needs of a Hugging Face one, and whole parameters of the stage of a Megatron one. Raises
+    InputError naming the tensors that are missing, additional or of another shape.
+    """
+    checkpoint = open_source(path, layout.family, layout.arch)
+    check_source(checkpoint, layout.family, layout.arch)
+    parameters = named_parameters(chunks, layout, processes)
+    filled = set()
+    for placed in _wanted(layout, processes, parameters):
+        parameter = local_parameter(parameters, placed)
+        full = [checkpoint.tensor(name) for name in placed.hf]
+        rank, size = _shard_of(placed, processes)
+        shard = take_shard(full, placed.layout, layout.arch, rank, size)
+        assert shard.shape == parameter.shape, placed
+        with torch.no_grad():
+            parameter.copy_(shard)
+        filled.add(id(parameter))
+    unfilled = [name for name, parameter in parameters.items() if id(parameter) not in filled]
+    assert not unfilled, f"parameters without a rule: {unfilled}"
+
+
+def _wanted(layout: ChunkLayout, processes: Processes, parameters: Parameters) -> list[PlacedTensor]:
+    """The tensors that this process holds a shard of."""
+    wanted = [
+        placed
+        for chunk in layout.chunks_of(processes.pipeline_rank)
+        for placed in layout.tensors(chunk)
+        if placed.expert is None or any(name in parameters for name in placed.megatron)
+    ]
+    if layout.arch.tied_embeddings and processes.is_last_stage and processes.pipeline_size > 1:
+        # The last stage keeps its own copy of the tied embedding as its output layer.
+        embedding = next(iter(layout.tensors(0)))
+        wanted.append(PlacedTensor(("output_layer.weight",), embedding.hf, embedding.layout))
+    return wanted
+
+
+def _shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
+    """Rank and number of the tensor-parallel shards of a parameter; experts have a tensor parallelism of their own."""
+    if placed.expert is None:
+        return processes.tensor_rank, processes.tensor_size
+    group = parallel_state.get_expert_tensor_parallel_group()
+    return group.rank(), group.size()

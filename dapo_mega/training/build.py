@@ -1,0 +1,295 @@
+"""Builds the parts of a run from its configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore
+from dapo_mega.config import RunConfig, dump_config
+from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
+from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.engines.embedded.fleet import EmbeddedFleet
+from dapo_mega.engines.protocol import RolloutFleet, StreamingEngine
+from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.files import replace_file
+from dapo_mega.megatron.layer_specs import check_compute
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
+from dapo_mega.megatron.processes import start_processes
+from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
+from dapo_mega.models import Architecture, load_architecture
+from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rollout.collector import Collector
+from dapo_mega.rollout.evaluation import Evaluator
+from dapo_mega.rollout.group_state import dataset_fingerprint
+from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.types import Prompt
+from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads before anything starts."""
+
+    tokenizer: Any
+    train_prompts: PromptDataset
+    evaluation_prompts: PromptDataset | None
+
+
+@dataclass
+class Driver:
+    """What only rank 0 has: the side that talks to data, rewards, disk and screen. `writer` is opened when training
+    begins, as that removes what an earlier run recorded of the steps to come."""
+
+    collector: Collector
+    evaluator: Evaluator | None
+    verifier: AnswerVerifier
+    progress: ProgressDisplay
+    dataset_fingerprint: str
+    writer: MetricsWriter | None = None
+
+
+@dataclass
+class Pipeline:
+    """Everything a run is made of. `driver` is None except on rank 0. `unrecorded` is what the last step measured,
+    until it is recorded; `stop_requested` says whether the run is to end before its last step."""
+
+    config: RunConfig
+    policy: MegatronPolicy
+    reference: ScoringModel | None
+    fleet: RolloutFleet
+    weight_sync: WeightSync
+    store: CheckpointStore
+    driver: Driver | None
+    stop_requested: Callable[[], bool]
+    step: int = 0
+    unrecorded: dict[str, float] | None = None
+    timers: StageTimers = field(default_factory=StageTimers)
+
+
+def read_inputs(config: RunConfig) -> RunInputs:
+    """Read what the run needs, on every process. Raises InputError, before any process waits for another."""
+    tokenizer = load_tokenizer(config.model.path)
+    train_prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
+    evaluation_prompts = None
+    if config.data.evaluation:
+        evaluation_prompts = load_prompts(
+            config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
+        )
+    arch = load_architecture(Path(config.model.path))[1]
+    check_routing(config, arch)
+    check_compute(arch, config.model, config.compute)
+    return RunInputs(tokenizer, train_prompts, evaluation_prompts)
+
+
+def build_pipeline(
+    config: RunConfig,
+    start_step: int = 0,
+    *,
+    inputs: RunInputs | None = None,
+    processes: Processes | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Pipeline:
+    """Load the model and build everything around it. `start_step` is the last completed step.
+
+    Inputs that are not given are read here, and processes that are not given join each other here.
+    """
+    inputs = inputs or read_inputs(config)
+    processes = processes or start_processes(config.parallel, config.seed)
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
+    policy = MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.optimizer,
+        processes,
+        temperature=config.rollout.temperature,
+        updates_per_step=config.batch.updates_per_step,
+        num_steps=config.num_steps,
+        compute=config.compute,
+    )
+    reference = None
+    if config.algorithm.kl.coefficient > 0:
+        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
+
+    def check_stop() -> None:
+        if stop_requested():
+            raise StopRequested("the run was asked to stop")
+
+    rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
+    driver = None
+    with raise_on_all_ranks(processes.control):
+        if processes.rank == 0:
+            driver = _driver(config, rollouts, inputs, start_step)
+    pipeline = Pipeline(
+        config=config,
+        policy=policy,
+        reference=reference,
+        fleet=rollouts.fleet,
+        weight_sync=rollouts.weight_sync,
+        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
+        driver=driver,
+        stop_requested=stop_requested,
+    )
+    rollouts.fleet.on_stale_engines(lambda: rollouts.weight_sync.push_to_stale(policy, pipeline.step))
+    return pipeline
+
+
+def check_routing(config: RunConfig, arch: Architecture) -> None:
+    """Refuse a router bias that the engines would never see."""
+    has_bias = arch.experts is not None and arch.experts.has_router_bias
+    if config.compute.moe.router_bias_update_rate > 0 and not has_bias:
+        raise InputError(
+            f"compute.moe.router_bias_update_rate > 0 trains a routing bias that {arch.model_type} does not store in "
+            f"its Hugging Face checkpoint, so the engines would route otherwise than the trainer; use "
+            f"compute.moe.aux_loss_coefficient"
+        )
+
+
+def _driver(
+    config: RunConfig,
+    rollouts: Rollouts,
+    inputs: RunInputs,
+    start_step: int,
+) -> Driver:
+    tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
+    verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
+    decode = decoder(tokenizer)
+    stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
+    scorer = ResponseScorer(config.reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
+    evaluator = None
+    if evaluation_prompts:
+        evaluator = Evaluator(
+            config.evaluation,
+            evaluation_prompts.prompts,
+            verifier,
+            decode,
+            stop_token_ids=stop_token_ids,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.seed,
+        )
+    for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
+        if dataset:
+            logger.info(
+                "%s prompts: %d of %d rows, %d duplicates and %d over data.max_prompt_tokens dropped",
+                name,
+                len(dataset.prompts),
+                dataset.num_rows,
+                dataset.num_duplicates,
+                dataset.num_long,
+            )
+    return Driver(
+        collector=Collector(
+            config,
+            train_prompts.prompts,
+            rollouts.fleet,
+            scorer,
+            stop_token_ids,
+            streaming_engine=rollouts.streaming_engine,
+        ),
+        evaluator=evaluator,
+        verifier=verifier,
+        progress=ProgressDisplay(config.num_steps, start_step),
+        dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
+    )
+
+
+def open_writer(config: RunConfig, first_step: int = 0) -> MetricsWriter:
+    """The record of the steps from `first_step` on. Raises InputError where the file of earlier ones is unreadable."""
+    try:
+        return MetricsWriter(Path(config.output_dir), start_step=first_step)
+    except ValueError as error:
+        raise InputError(f"{error}; move the file away, or give another output_dir") from error
+
+
+def write_run_record(config: RunConfig) -> None:
+    """Write the resolved configuration and the versions that compute it into the run's folder."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "config.yaml", dump_config(config))
+    names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    replace_file(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The engines of a run and the way of the policy's weights to them. `streaming_engine` is rank 0's fleet where it
+    answers requests one by one."""
+
+    fleet: RolloutFleet
+    weight_sync: WeightSync
+    streaming_engine: StreamingEngine | None = None
+
+
+def start_rollouts(
+    config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
+) -> Rollouts:
+    """What generates in this run, on every process. `prompts` are those that it trains on; `check_stop` raises
+    StopRequested when the run is to stop.
+
+    Raises InputError, on all processes, for a missing API key or a rendezvous that cannot be listened on.
+    """
+    if config.rollout.placement == "embedded":
+        return _embedded(config, policy.processes, check_stop)
+    return _fleet(config, policy, prompts, check_stop)
+
+
+def _embedded(config: RunConfig, processes: Processes, check_stop: Callable[[], None]) -> Rollouts:
+    engine = None
+    if processes.is_leader:
+        dtype = torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32
+        engine = EmbeddedEngine.from_config(
+            config.model.path,
+            dtype,
+            max_batch_rows=config.rollout.max_batch_rows,
+            device=processes.device,
+            check_stop=check_stop,
+        )
+    fleet = EmbeddedFleet(processes, engine)
+    return Rollouts(fleet, EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib))
+
+
+def _fleet(
+    config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
+) -> Rollouts:
+    from dapo_mega.engines.sglang.fleet import SglangFleet
+    from dapo_mega.engines.sglang.fleet_client import FleetDriver
+    from dapo_mega.engines.sglang.registry import require_api_key
+    from dapo_mega.engines.sglang.versions import run_name
+    from dapo_mega.weight_sync.agreement import PolicyAgreement
+    from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+    from dapo_mega.weight_sync.transports import make_transport
+
+    processes = policy.processes
+    driver = None
+    run = run_name(config.output_dir)
+    with raise_on_all_ranks(processes.control):
+        if processes.rank == 0:
+            key = require_api_key(config.rollout.fleet.api_key_env)
+            driver = FleetDriver(config, policy.arch.vocab_size, key, run, policy.arch, check_stop)
+    fleet = SglangFleet(processes, driver)
+    transport = make_transport(config, processes, lambda folder: save_hf_checkpoint(policy, folder))
+    weight_sync = FleetWeightSync(
+        processes, driver, config.weight_sync, transport, run, PolicyAgreement(policy, config, prompts)
+    )
+    return Rollouts(fleet, weight_sync, fleet if driver else None)

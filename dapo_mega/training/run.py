@@ -1,0 +1,234 @@
+"""A whole training run: fresh, resumed, or already finished."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dapo_mega.checkpoints.folders import step_of
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore
+from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, say
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes, world_size_from_environment
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.planning.plan import describe_run
+from dapo_mega.training.build import Pipeline, build_pipeline, read_inputs, write_run_record
+from dapo_mega.training.loop import loop_state, restore, train
+from dapo_mega.training.process_watch import ProcessWatch
+from dapo_mega.training.run_lock import RunLock, is_locked
+from dapo_mega.training.run_status import RunStatus
+
+# These may differ between a run and its continuation without changing what is learnt.
+_FREE_TO_CHANGE = (
+    # Folders may move; the checkpoint knows the training prompts and the model's shape.
+    "output_dir",
+    "data.train.path",
+    "data.evaluation.path",
+    "model.path",
+    "num_steps",
+    "threads_per_process",
+    "parallel",
+    # Memory, overlap and order of the same arithmetic; compute.fp8 and compute.moe are not among them.
+    "compute.fused_output_layer",
+    "compute.recompute",
+    "compute.recompute_modules",
+    "compute.recompute_layers",
+    "compute.overlap_grad_reduce",
+    "compute.overlap_param_gather",
+    "compute.optimizer_offload",
+    "compute.deterministic",
+    "checkpoint",
+    "weight_sync",
+    "evaluation",
+    "batch.tokens_per_microbatch",
+    "rollout.max_batch_rows",
+    "rollout.mismatch_warning",
+    "rollout.mismatch_stop",
+    "rollout.engine_tolerance",
+    "rollout.fleet",
+    "reward.num_workers",
+    "model.architecture",
+)
+
+
+def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
+    """Train until `num_steps`, continuing from the newest checkpoint when there is one.
+
+    Raises InputError when the run's folder belongs to another configuration, unless changes are accepted, or is in use
+    by another trainer; StopRequested after SIGTERM, when what is done is saved.
+    """
+    status = RunStatus(Path(config.output_dir))
+    before_leaving(status.left)
+    with ProcessWatch(config.checkpoint.grace_s) as watch:
+        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
+        step = step_of(newest) if newest else 0
+        status.completed_step = lambda: step  # Known before a peer's failure may end this process.
+        watch.follow_peers(group_is_up=False)
+        if not _is_finished(config, status, accept_changes):
+            _train(config, status, watch)
+    forget_before_leaving(status.left)
+
+
+def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
+    """Whether there is nothing to do, which is said. Reads only; raises InputError where the run cannot start."""
+    folder = Path(config.output_dir)
+    describe_run(config, world_size_from_environment())
+    if not Path(config.model.path).is_dir():
+        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+    store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+    newest = store.latest()
+    start_step = step_of(newest) if newest else 0
+    is_exported = (folder / "hf" / "config.json").is_file()
+    is_complete = newest is not None and not store.has_unrecorded_step(newest)
+    if newest and not accept_changes:
+        _refuse_changes(config, folder)
+    _refuse_lost_checkpoints(folder, newest)
+    if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
+        say(
+            f"{folder} already holds a finished run of {start_step} steps; raise num_steps to continue it, or give "
+            f"another output_dir"
+        )
+        if is_rank_zero() and not status.is_finished() and not is_locked(folder):
+            status.finished()
+        return True
+    return False
+
+
+def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
+    if (folder / "hf" / "config.json").is_file() and not newest:
+        raise InputError(
+            f"{folder} holds a trained model (hf) but no checkpoint to continue from; give another output_dir, or move "
+            f"the folder away"
+        )
+
+
+def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
+    folder = Path(config.output_dir)
+    inputs = read_inputs(config)
+    processes = start_processes(config.parallel, config.seed)
+    watch.follow_peers(group_is_up=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held_folder(folder, status, processes))
+        store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+        newest, skipped = store.newest_intact(processes)
+        _refuse_lost_checkpoints(folder, newest)
+        start_step = step_of(newest) if newest else 0
+        status.completed_step = lambda: start_step
+        if processes.rank == 0:
+            status.running()
+        for sentence in skipped:
+            say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
+        pipeline = build_pipeline(
+            config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested
+        )
+        stack.callback(close, pipeline)
+        if newest:
+            restore(pipeline, pipeline.store.load(pipeline.policy, newest))
+        status.completed_step = lambda: pipeline.step
+        with raise_on_all_ranks(processes.control):
+            if pipeline.driver:
+                write_run_record(config)
+                stack.enter_context(pipeline.driver.progress)
+                if newest:
+                    pipeline.driver.progress.message(f"resuming {folder} after step {start_step}")
+        watch.begin_training()
+        _train_and_export(pipeline, folder)
+        if pipeline.driver:
+            status.finished()
+        watch.forget_peers()
+        dist.barrier(group=processes.control)
+    stop_processes()
+    say(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
+    """Rank 0 holds the folder's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+
+    def lost(reason: str) -> None:
+        status.has_lock = False  # The new holder's record stays.
+        leave(reason, EXIT_INPUT_ERROR)
+
+    with contextlib.ExitStack() as held:
+        with raise_on_all_ranks(processes.control):
+            if processes.rank == 0:
+                held.enter_context(RunLock(folder, on_loss=lost))
+        status.has_lock = True
+        yield
+
+
+def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
+    try:
+        train(pipeline)
+    except StopRequested:
+        raise StopRequested(_save_for_later(pipeline)) from None
+    except (StarvedError, FleetError):
+        # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
+        pipeline.store.finish(pipeline.policy)
+        raise
+    pipeline.store.finish(pipeline.policy)
+    if pipeline.config.checkpoint.save_hf_at_end:
+        save_hf_checkpoint(pipeline.policy, folder / "hf")
+
+
+def _save_for_later(pipeline: Pipeline) -> str:
+    """Complete the checkpoint of the last completed step; returns what to say about it."""
+    store, step = pipeline.store, pipeline.step
+    if step > 0 and store.last_step != step:
+        store.save(pipeline.policy, lambda: loop_state(pipeline), step)
+    store.finish(pipeline.policy)
+    saved = f"after step {step} of {pipeline.config.num_steps}, which is saved" if step else "before its first step"
+    return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
+
+
+def close(pipeline: Pipeline) -> None:
+    """Release the engines and what rank 0 holds open."""
+    pipeline.weight_sync.close()
+    pipeline.fleet.close()
+    if pipeline.driver:
+        pipeline.driver.verifier.close()
+        if pipeline.driver.writer:
+            pipeline.driver.writer.close()
+
+
+def _refuse_changes(config: RunConfig, folder: Path) -> None:
+    saved_file = folder / "config.yaml"
+    if not saved_file.is_file():
+        return
+    saved = _flat(load_config(RunConfig, saved_file).model_dump())
+    given = _flat(config.model_dump())
+    changes = [
+        f"{name}: {saved.get(name)!r} -> {given.get(name)!r}"
+        for name in sorted(saved.keys() | given.keys())
+        if saved.get(name) != given.get(name) and not _is_free(name, config)
+    ]
+    if changes:
+        raise InputError(
+            f"{folder} holds checkpoints of a run with another configuration ({'; '.join(changes)}); give another "
+            f"output_dir, undo the change, or add --accept-changes to continue with it"
+        )
+
+
+def _is_free(name: str, config: RunConfig) -> bool:
+    if name == "model.path" and config.algorithm.kl.coefficient > 0:
+        return False  # The reference of the KL penalty is read from there.
+    if name == "num_steps" and config.optimizer.schedule != "constant":
+        return False  # The learning rate depends on it.
+    return name.startswith(_FREE_TO_CHANGE)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,237 @@
+"""One trainer at a time in an `output_dir`, also where several machines share it.
+
+The lock is a file that the trainer creates, touches every few seconds and removes. It says who holds it. A lock whose
+holder has died is taken over: at once where this machine can see that the process is gone, else when the file has not
+been touched for a while, as seen by this machine's own clock. A holder that was suspended for so long notices on its
+next touch and gives up, so no two trainers go on in one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from dapo_mega.cli import before_leaving, forget_before_leaving, say
+from dapo_mega.errors import InputError
+from dapo_mega.files import errors_naming
+
+LOCK_FILE = "run.lock"
+_TOUCH_EVERY_S = 5.0
+_SILENT_AFTER_S = 30.0
+_PATIENCE_S = 5.0
+_POLL_S = 0.25
+_SETTLE_S = 0.25
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """A process that holds a lock. `machine` tells which processes this one can see: those of the same boot and the
+    same process namespace; `started` is the process's start in seconds since the epoch."""
+
+    token: str
+    host: str
+    machine: str
+    pid: int
+    started: float
+    since: str
+
+    @classmethod
+    def this_process(cls) -> LockHolder:
+        return cls(
+            token=secrets.token_hex(8),
+            host=platform.node(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            since=datetime.now().isoformat(sep=" ", timespec="seconds"),
+        )
+
+    def is_gone(self) -> bool | None:
+        """Whether the process has ended; None where this machine cannot see it."""
+        if self.machine != _machine():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            # Start times are counted in clock ticks from a boot time that the system corrects by a little.
+            return abs(process.create_time() - self.started) > 2 or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+class RunLock:
+    """Holds `folder/run.lock` from `__enter__` to `__exit__`; makes the folder where there is none."""
+
+    def __init__(self, folder: Path, on_loss: Callable[[str], None]) -> None:
+        """`on_loss` is called, in a thread, with a sentence when another process has taken the lock."""
+        self._folder = folder
+        self._file = folder / LOCK_FILE
+        self._holder = LockHolder.this_process()
+        self._on_loss = on_loss
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
+        self._made_folder = False
+
+    def __enter__(self) -> Self:
+        """Raises InputError when another trainer holds the lock."""
+        self._made_folder = not self._folder.exists()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        observed = _Observation()
+        while not self._create_and_keep():
+            holder = _read(self._file)
+            seen_for = observed.silence_s(self._file)
+            is_gone = holder.is_gone() if holder else None
+            if is_gone or (is_gone is None and seen_for >= _SILENT_AFTER_S):
+                self._remove_of(holder)
+            elif time.monotonic() - started > _PATIENCE_S and (is_gone is False or observed.was_touched):
+                raise InputError(
+                    f"{self._folder} is in use by another trainer ({holder or 'not named yet'}); wait until it has "
+                    f"ended or end it, or give another output_dir"
+                )
+            else:
+                if is_gone is None and not observed.is_told:
+                    observed.is_told = True
+                    say(
+                        f"{self._file} is held by {holder or 'an unnamed trainer'}, which this machine cannot see; "
+                        f"waiting up to {_SILENT_AFTER_S:.0f} s for a sign of it"
+                    )
+                time.sleep(_POLL_S)
+        self._thread.start()
+        before_leaving(self._remove)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._released.set()
+        self._thread.join()
+        forget_before_leaving(self._remove)
+        self._remove()
+        if self._made_folder and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+
+    def _create_and_keep(self) -> bool:
+        """Create the file, and see whether another process that was about to remove a dead lock has taken it for it."""
+        if not self._create() and _read(self._file) != self._holder:
+            return False
+        time.sleep(_SETTLE_S)
+        return _read(self._file) == self._holder
+
+    def _create(self) -> bool:
+        """Create the file, which one process alone can do."""
+        try:
+            file = self._file.open("x")
+        except FileExistsError:
+            return False
+        try:
+            with errors_naming(self._file), file:
+                json.dump(asdict(self._holder), file)
+        except OSError:
+            self._file.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _remove_of(self, holder: LockHolder | None) -> None:
+        """Remove the lock of a holder that has died, unless another process has replaced it meanwhile."""
+        aside = self._file.with_name(f"{LOCK_FILE}.{self._holder.token}")
+        if _read(self._file) != holder:
+            return
+        try:
+            self._file.rename(aside)
+        except FileNotFoundError:
+            return
+        if _read(aside) != holder:
+            try:
+                os.link(aside, self._file)
+            except FileExistsError:
+                pass  # That lock's holder will notice that this one is gone, and give up.
+            except OSError:  # Some file systems have no links.
+                aside.rename(self._file)
+                return
+        aside.unlink()
+
+    def _remove(self, message: str = "", status: int = 0) -> None:
+        """Give the lock up; also an action for `commands.before_leaving`."""
+        with contextlib.suppress(OSError):  # Then it counts as that of a trainer that was killed.
+            if _read(self._file) == self._holder:
+                self._file.unlink()
+
+    def _keep(self) -> None:
+        while not self._released.wait(_TOUCH_EVERY_S):
+            try:
+                holder = _read(self._file)
+                if holder is None and not self._file.exists():
+                    continue  # Somebody tidied up; the next trainer will not see this one.
+                if holder != self._holder:
+                    self._on_loss(
+                        f"{self._folder} was taken over by another trainer ({holder or 'not named yet'}) while this "
+                        f"one was not heard of for {_SILENT_AFTER_S:.0f} s; two must not write there, so this one ends"
+                    )
+                    return
+                os.utime(self._file)
+            except OSError:
+                continue  # The file system is away for a moment, or for good: writing will say so.
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a trainer may be working in the folder: one that this machine cannot see counts as working."""
+    file = folder / LOCK_FILE
+    holder = _read(file)
+    return file.exists() and (holder is None or not holder.is_gone())
+
+
+class _Observation:
+    """How long a file has not been touched, by this machine's clock and without comparing it with others'."""
+
+    def __init__(self) -> None:
+        self._touched_ns: int | None = None
+        self._since = time.monotonic()
+        self.was_touched = False
+        self.is_told = False
+
+    def silence_s(self, file: Path) -> float:
+        try:
+            with file.open("rb") as opened:  # Network file systems look at the server when a file is opened.
+                touched_ns = os.fstat(opened.fileno()).st_mtime_ns
+        except OSError:
+            touched_ns = -1
+        if touched_ns != self._touched_ns:
+            self.was_touched = self._touched_ns is not None
+            self._touched_ns, self._since = touched_ns, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def _read(file: Path) -> LockHolder | None:
+    """Who holds the lock; None for a file that is gone, or whose writing was begun only."""
+    try:
+        return LockHolder(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return platform.node()
+    return f"{boot} {namespace}"

@@ -1,0 +1,72 @@
+"""`status.json` in a run's folder: how the last command ended, for whoever starts runs; torchrun keeps only 0 or 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from dapo_mega.cli import EXIT_CONTINUE, EXIT_FLEET
+from dapo_mega.training.run_lock import is_locked
+
+State = Literal["running", "finished", "stopped", "failed"]
+STATUS_FILE = "status.json"
+
+
+class RunStatus:
+    """Writes `folder/status.json` where the folder is there. `completed_step` says the last completed step.
+
+    `has_lock`: this process's run holds the folder's lock. Without it, a trainer that works there keeps its record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / STATUS_FILE
+        self.completed_step: Callable[[], int] = lambda: 0
+        self.has_lock = False
+
+    def running(self) -> None:
+        """Training goes on. Found when no trainer lives, it was killed: the same command continues it."""
+        self._write("running", None, "", can_continue=True)
+
+    def finished(self) -> None:
+        """All steps are done and the model is exported."""
+        self._write("finished", 0, "", can_continue=False)
+
+    def is_finished(self) -> bool:
+        """Whether the file says so."""
+        try:
+            content = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(content, dict) and content.get("state") == "finished"
+
+    def left(self, message: str, status: int) -> None:
+        """A process of the run ends early with this exit status. An action for `commands.before_leaving`."""
+        if self._folder.is_dir() and (self.has_lock or not is_locked(self._folder)):
+            state: State = "stopped" if status == EXIT_CONTINUE else "failed"
+            self._write(state, status, message, can_continue=status in (EXIT_CONTINUE, EXIT_FLEET))
+
+    def _write(self, state: State, exit_status: int | None, message: str, can_continue: bool) -> None:
+        """`continue`: whether the same command, started again with nothing changed, goes on."""
+        content: dict[str, Any] = {
+            "state": state,
+            "exit_status": exit_status,
+            "continue": can_continue,
+            "step": self.completed_step(),
+            "message": " ".join(message.split()),
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        # Several processes may leave at the same moment.
+        temporary = self._file.with_name(f".{STATUS_FILE}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+            temporary.replace(self._file)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # A full disk must not hide why the run ends.

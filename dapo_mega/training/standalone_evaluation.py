@@ -1,0 +1,44 @@
+"""Evaluation of a checkpoint outside a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo_mega.config import RunConfig
+from dapo_mega.data import load_prompts, load_tokenizer
+from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.errors import InputError
+from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rollout.evaluation import Evaluator
+
+
+def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
+    """`evaluation/...` metrics of the checkpoint `model.path` on `data.evaluation`, as training would report them."""
+    if config.data.evaluation is None:
+        raise InputError("data.evaluation names no dataset; add data.evaluation.path=FILE")
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise InputError(f"model.path={path} does not exist; give a folder with a Hugging Face checkpoint")
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
+    dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+    engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows)
+    weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+    engine.load_weights([list(weights.items())], 0)
+    with AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction) as verifier:
+        evaluator = Evaluator(
+            config.evaluation,
+            prompts.prompts,
+            verifier,
+            decoder(tokenizer),
+            stop_token_ids=stop_tokens(path, tokenizer),
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.seed,
+        )
+        return evaluator.run(engine)

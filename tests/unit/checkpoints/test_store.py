@@ -1,0 +1,188 @@
+"""A checkpoint holds the whole policy, and Megatron never reaches CUDA on the way."""
+
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_plain_tensors
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from safetensors.torch import load_file
+
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.checkpoints import background_writing
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.conversion.convert import open_checkpoint, to_hf
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from tests.distributed.tiny import make_model, make_samples
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield start_processes(ParallelConfig(), 0)
+    stop_processes()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def policy(model, processes, dtype="fp32"):
+    return MegatronPolicy(
+        ModelConfig(path=str(model), dtype=dtype),
+        ParallelConfig(),
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=10,
+    )
+
+
+def update(subject, seed):
+    columns = columns_from_samples(make_samples(8, seed))
+    batch = build_micro_batch(columns, range(8), aggregation="token_mean", max_response_tokens=64)
+    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(AlgorithmConfig()))
+
+
+def state(step):
+    return LoopState(step, {"collector": {"position": 7}}, {"buffer/token_ids": np.arange(5, dtype=np.int32)})
+
+
+@pytest.fixture
+def writer_released(monkeypatch):
+    """No file of a checkpoint is written before this event is set: what it shared with the policy would show."""
+    released = threading.Event()
+    write = background_writing._write
+
+    def write_late(*arguments):
+        assert released.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(background_writing, "_write", write_late)
+    yield released
+    released.set()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dtype, writer_released):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
+    first = policy(model, processes, dtype)
+    update(first, 1)
+    update(first, 2)
+    store.save(first, lambda: state(2), 2)
+    expected = [update(first, seed) for seed in (3, 4, 5)]
+    store.finish(first, wait=False)
+    assert store.latest() is None
+    writer_released.set()
+    store.finish(first)
+    second = policy(model, processes, dtype)
+    loaded = store.load(second, store.latest())
+    assert [update(second, seed) for seed in (3, 4, 5)] == expected
+    assert (loaded.step, loaded.values["collector"]) == (2, {"position": 7})
+    assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_tensors_outside_of_megatrons_buffers_are_copied_too(model, processes, tmp_path, writer_released):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
+    subject = policy(model, processes)
+    norm = unwrapped(subject.chunks[0]).decoder.final_layernorm.weight
+    norm.data = norm.data.clone()
+    saved = norm.detach().clone()
+    store.save(subject, lambda: state(1), 1)
+    norm.data.add_(1.0)
+    writer_released.set()
+    store.finish(subject)
+    # Loading would take the weights from the optimizer's copy.
+    stored = load_plain_tensors(str(store.latest()))
+    assert torch.equal(stored["decoder.final_layernorm.weight"], saved)
+
+
+def test_a_save_waits_for_the_one_before(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3, asynchronous=True)
+    subject = policy(model, processes)
+    for step in (1, 2):
+        store.save(subject, lambda step=step: state(step), step)
+    assert store.latest().name == "step_00000001"
+    assert [path.name for path in store.root.glob(".*")] == [".step_00000002.partial"]
+    store.finish(subject)
+    assert store.latest().name == "step_00000002"
+    assert not list(store.root.glob(".*"))
+
+
+def test_a_write_that_fails_in_the_background_is_reported_and_leaves_no_trace(model, processes, tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
+    subject = policy(model, processes)
+    store.save(subject, lambda: state(1), 1)
+    store.finish(subject)
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem_async, "_write_item", refuse)
+    store.save(subject, lambda: state(2), 2)
+    with pytest.raises(InputError, match=r"cannot write the checkpoint step_00000002.*No space left"):
+        store.finish(subject)
+    monkeypatch.undo()
+    assert sorted(path.name for path in store.root.iterdir()) == ["latest", "step_00000001"]
+    store.save(subject, lambda: state(3), 3)
+    store.finish(subject)
+    assert store.latest().name == "step_00000003"
+
+
+def test_a_checkpoint_of_another_model_is_refused(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    store.save(policy(model, processes), lambda: state(1), 1)
+    other = make_model(tmp_path / "other", tied=True)
+    config = json.loads((other / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4
+    smaller = make_model(tmp_path / "smaller", tied=True, num_layers=2)
+    bigger = make_model(tmp_path / "bigger", tied=True, num_layers=6)
+    with pytest.raises(InputError, match="cannot be loaded into this model"):
+        store.load(policy(bigger, processes), store.latest())
+    with pytest.raises(InputError, match="cannot be loaded into this model"):
+        store.load(policy(smaller, processes), store.latest())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is presented to Megatron only without CUDA")
+def test_every_megatron_module_sees_the_cpu_and_nobody_else_does(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    subject = policy(model, processes)
+    update(subject, 0)
+    store.save(subject, lambda: state(1), 1)
+    real = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch
+    ]
+    # Modules that Megatron loads for other parts of itself may keep the real torch; those on our way may not.
+    assert not [name for name in real if not name.startswith(("megatron.core.inference", "megatron.core.export"))]
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    assert clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_becomes_the_export_of_its_step_by_itself(model, processes, tmp_path, dtype):
+    subject = policy(model, processes, dtype)
+    update(subject, 0)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(subject, lambda: state(1), 1)
+    save_hf_checkpoint(subject, tmp_path / "exported")
+    to_hf(open_checkpoint(store.latest()), tmp_path / "converted", 2**30)
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "converted" / name).read_bytes()
+    exported, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "converted"))
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())

@@ -1,0 +1,144 @@
+"""A dispatcher over scripted engines, all on one event loop, and what their answers must be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from dapo_mega.engines.sglang.dispatcher import Dispatcher
+from dapo_mega.engines.sglang.engine_client import EngineClient
+from dapo_mega.types import Answer, GenerationRequest, Response, SamplingParams
+from tools.scripted_engine import ScriptedEngine, logprob_of, next_token
+
+VOCAB_SIZE = 1000
+DEADLINE_S = 30.0
+
+_ids = itertools.count()
+
+
+def within_deadline(test: Callable[[], Awaitable[None]]) -> None:
+    """Run an asynchronous test body."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await test()
+
+    asyncio.run(limited())
+
+
+def make_request(
+    prompt: Iterable[int] = (5, 6, 7), max_new_tokens: int = 8, stop_token_ids: tuple[int, ...] = ()
+) -> GenerationRequest:
+    request_id = next(_ids)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+    return GenerationRequest(request_id, np.array(list(prompt), np.int32), (3 << 64) | request_id, sampling)
+
+
+def expected_tokens(request: GenerationRequest) -> list[int]:
+    """What the scripted model says, from start to end."""
+    context = request.prompt_token_ids.tolist()
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_new_tokens:
+        tokens.append(next_token(context + tokens, VOCAB_SIZE))
+        if tokens[-1] in request.sampling.stop_token_ids:
+            break
+    return tokens
+
+
+def assert_exact(answer: Answer, request: GenerationRequest) -> None:
+    """The answer is the scripted model's, token by token."""
+    assert isinstance(answer, Response), answer
+    assert answer.request_id == request.request_id
+    assert answer.token_ids.dtype == np.int32
+    assert answer.logprobs.dtype == np.float32
+    assert answer.token_ids.tolist() == expected_tokens(request)
+    assert answer.logprobs.tolist() == [logprob_of(token) for token in expected_tokens(request)]
+
+
+async def serve(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], state: Mapping[web.AppKey[Any], Any] | None = None
+) -> tuple[web.AppRunner, str]:
+    """A server with one handler for everything, which finds `state` in its app; returns its runner and URL."""
+    app = web.Application()
+    for key, value in (state or {}).items():
+        app[key] = value
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+@asynccontextmanager
+async def serving(*engines: ScriptedEngine) -> AsyncIterator[list[EngineClient]]:
+    """Clients of the engines while these listen."""
+    async with AsyncExitStack() as stack:
+        clients = []
+        for engine in engines:
+            url = await engine.start()
+            stack.push_async_callback(engine.stop)
+            clients.append(EngineClient(url, engine.api_key))
+            stack.push_async_callback(clients[-1].close)
+        yield clients
+
+
+@dataclass
+class Fleet:
+    """What a test holds of a dispatcher."""
+
+    dispatcher: Dispatcher
+    clients: list[EngineClient]
+    queue: asyncio.Queue[Answer]
+
+    async def ask(self, *requests: GenerationRequest) -> list[Answer]:
+        """Submit and wait; answers in the order of the requests."""
+        self.dispatcher.submit(requests)
+        return await self.answers(requests)
+
+    async def answers(self, requests: Iterable[GenerationRequest]) -> list[Answer]:
+        ids = [request.request_id for request in requests]
+        by_id: dict[int, Answer] = {}
+        while len(by_id) < len(ids):
+            answer = await self.queue.get()
+            assert answer.request_id not in by_id, "answered twice"
+            by_id[answer.request_id] = answer
+        return [by_id[request_id] for request_id in ids]
+
+
+@asynccontextmanager
+async def fleet_of(
+    *engines: ScriptedEngine, version: int = 0, supports_batches: bool = False, **options: Any
+) -> AsyncIterator[Fleet]:
+    """A dispatcher that uses all engines, which hold weights of this version."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "requests_per_engine": 64,
+        "request_timeout_s": 20.0,
+        "max_attempts": 3,
+        "backoff_s": 0.02,
+        **options,
+    }
+    async with serving(*engines) as clients:
+        queue: asyncio.Queue[Answer] = asyncio.Queue()
+        dispatcher = Dispatcher(on_answer=queue.put_nowait, **settings)
+        for engine, client in zip(engines, clients, strict=True):
+            engine.version = str(version)
+            dispatcher.add_engine(client, version, supports_batches)
+        try:
+            yield Fleet(dispatcher, clients, queue)
+        finally:
+            await dispatcher.close()
+        dispatcher.ledger.check()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that happens on this loop."""
+    while not condition():
+        await asyncio.sleep(0.005)

@@ -1,0 +1,308 @@
+"""Payloads and answers of SGLang, without a server."""
+
+import copy
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_mega.engines.sglang.api import (
+    Completion,
+    MalformedAnswer,
+    batch_payload,
+    finished_rid,
+    generate_payload,
+    joined,
+    parse_answer,
+    unfit,
+)
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
+from dapo_mega.types import GenerationRequest, SamplingParams
+
+VOCAB_SIZE = 50
+REQUEST = GenerationRequest(
+    7, np.array([3, 4], np.int32), (5 << 64) | 7, SamplingParams(max_new_tokens=4, stop_token_ids=(9,))
+)
+
+
+def answer(ids, kind="length", spans=None, logprobs=None, **meta):
+    logprobs = [-0.5 - i for i in range(len(ids))] if logprobs is None else logprobs
+    spans = [("2", 0, len(ids))] if spans is None else spans
+    return {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": kind},
+            "completion_tokens": len(ids),
+            "weight_version": "2",
+            "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+            "output_token_logprobs": [[p, i, None] for p, i in zip(logprobs, ids, strict=True)],
+            **meta,
+        },
+    }
+
+
+def parsed(body, parts=(), versions=(2, 2), request=REQUEST, run=""):
+    return parse_answer(body, request, parts, VOCAB_SIZE, VersionRange(run, *versions))
+
+
+def part(ids, version, finish="abort", url=""):
+    tokens = np.array(ids, np.int32)
+    return Completion(tokens, -tokens.astype(np.float32), finish, ((version, len(ids)),), url)
+
+
+def test_a_payload_asks_for_the_sampled_tokens_log_probs_and_nothing_more():
+    payload = generate_payload(REQUEST, [], "r-1.")
+    seed = payload["sampling_params"].pop("sampling_seed")
+    assert 0 <= seed < 2**63
+    assert payload == {
+        "rid": "r-1.",
+        "input_ids": [3, 4],
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": 4,
+            "stop_token_ids": [9],
+        },
+        "return_logprob": True,
+    }
+
+
+def test_seeds_that_differ_in_the_run_or_in_the_request_stay_different():
+    def seed(value):
+        return generate_payload(replace(REQUEST, seed=value), [], "r.")["sampling_params"]["sampling_seed"]
+
+    assert len({seed((run << 64) | request) for run in range(4) for request in range(100)}) == 400
+    assert seed(5) == seed(5)
+
+
+def test_a_payload_goes_on_after_the_parts():
+    payload = generate_payload(REQUEST, [part([1], 0), part([2, 8], 1)], "r.")
+    assert payload["input_ids"] == [3, 4, 1, 2, 8]
+    assert payload["sampling_params"]["max_new_tokens"] == 1
+
+
+def test_greedy_top_k_and_no_stop_tokens_are_said_in_sglangs_words():
+    sampling = SamplingParams(temperature=0.0, top_k=5, max_new_tokens=4)
+    parameters = generate_payload(replace(REQUEST, sampling=sampling), [], "r.")["sampling_params"]
+    assert parameters["temperature"] == 0.0
+    assert parameters["top_k"] == 5
+    assert parameters["ignore_eos"] is True
+    assert "stop_token_ids" not in parameters
+
+
+def test_a_batch_says_for_each_request_in_order_what_its_own_payload_says():
+    samplings = [
+        SamplingParams(max_new_tokens=4, stop_token_ids=(9,)),
+        SamplingParams(temperature=0.0, top_k=5, max_new_tokens=20480),
+        SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=3, stop_token_ids=(1, 2)),
+    ]
+    requests = [
+        GenerationRequest(i, np.arange(i + 1, dtype=np.int32), (5 << 64) | i, sampling)
+        for i, sampling in enumerate(samplings)
+    ]
+    parts = [[], [part([8, 7], 0)], []]
+    payloads = [generate_payload(requests[i], parts[i], f"r-{9 - i}.") for i in range(3)]
+    as_they_were = copy.deepcopy(payloads)
+    batch = batch_payload(payloads)
+    assert payloads == as_they_were
+    assert batch.keys() == {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
+    assert (batch["return_logprob"], batch["stream"]) == (True, True)
+    assert batch["rid"] == ["r-9.", "r-8.", "r-7."]
+    assert batch["input_ids"] == [[0], [0, 1, 8, 7], [0, 1, 2]]
+    for sampling, payload in zip(batch["sampling_params"], payloads, strict=True):
+        # No output between the first token and the end, and a number that SGLang can hold.
+        assert payload["sampling_params"]["max_new_tokens"] < sampling["stream_interval"] < 2**31
+        assert sampling == {**payload["sampling_params"], "stream_interval": sampling["stream_interval"]}
+
+
+@pytest.mark.parametrize("kind", ["stop", "length", "abort"])
+def test_a_finished_output_of_a_batch_names_its_request_and_is_read_like_an_answer(kind):
+    ids = [1, 2, 3, 4]
+    output = {"index": 3, **answer(ids, kind, id="r-1.")}
+    assert finished_rid(output) == "r-1."
+    assert parsed(output).token_ids.tolist() == ids
+
+
+def test_an_output_that_goes_on_ends_no_request():
+    assert finished_rid(answer([1], finish_reason=None, id="r-1.")) is None
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        7,
+        [answer([1, 2, 3, 4], id="r-1.")],
+        {},
+        {"output_ids": [1]},
+        {"output_ids": [1], "meta_info": []},
+        {"output_ids": None, "meta_info": {"id": "r-1.", "finish_reason": {"type": "stop"}}},
+        answer([1, 2, 3, 4]),
+        answer([1, 2, 3, 4], id=3),
+        answer([1, 2, 3, 4], id=["r-1."]),
+        answer([1], finish_reason=None),
+    ],
+)
+def test_an_output_that_does_not_say_whose_it_is_is_malformed(output):
+    with pytest.raises(MalformedAnswer) as caught:
+        finished_rid(output)
+    assert caught.value.fault == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind", "finish"),
+    [
+        ([1, 2, 3, 4], "length", "length"),
+        ([1, 9], "stop", "stop"),
+        ([1, 2], "stop", "stop"),
+        ([1, 2, 3, 9], "length", "stop"),
+        ([1, 2], "abort", "abort"),
+        ([], "abort", "abort"),
+        ([1, 9], "abort", "stop"),
+        ([1, 2, 3, 4], "abort", "length"),
+    ],
+)
+def test_a_good_answer_is_taken_as_it_is(ids, kind, finish):
+    completion = parsed(answer(ids, kind))
+    assert completion.token_ids.tolist() == ids
+    assert completion.logprobs.tolist() == [-0.5 - i for i in range(len(ids))]
+    assert completion.finish == finish
+    assert completion.version_spans == (((2, len(ids)),) if ids else ())
+
+
+def test_the_length_limit_counts_the_parts():
+    completion = parsed(answer([1, 2, 3]), parts=[part([5], 2)])
+    assert completion.finish == "length"
+    with pytest.raises(MalformedAnswer, match="4 tokens where 3 were allowed"):
+        parsed(answer([1, 2, 3, 4]), parts=[part([5], 2)])
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (None, "malformed"),
+        ([answer([1, 2, 3, 4])], "malformed"),
+        ({}, "malformed"),
+        ({"output_ids": [1], "meta_info": None}, "malformed"),
+        ({"output_ids": "12", "meta_info": {}}, "malformed"),
+        (answer([1.5, 2, 3, 4]), "malformed"),
+        (answer(["1", 2, 3, 4]), "malformed"),
+        (answer([True, True, True, True]), "malformed"),
+        (answer([[1], [2, 3], 3, 4]), "malformed"),
+        (answer([None, 2, 3, 4]), "malformed"),
+        (answer([1, 2, 3, 50]), "vocabulary"),
+        (answer([-1, 2, 3, 4]), "vocabulary"),
+        (answer([1, 2, 3, 2**70]), "malformed"),
+        (answer([1, 2, 3, 4], completion_tokens=5), "token_count"),
+        (answer([1, 2, 3, 4, 5]), "token_count"),
+        (answer([1, 2, 3]), "token_count"),
+        (answer([], "stop"), "token_count"),
+        (answer([], "length"), "token_count"),
+        (answer([1, 9, 3, 4]), "token_count"),
+        (answer([1, 2, 3, 4], finish_reason=None), "malformed"),
+        (answer([1, 2, 3, 4], finish_reason={"type": "other"}), "malformed"),
+        (answer([1, 2, 3, 4], output_token_logprobs=None), "logprobs"),
+        (answer([1, 2, 3, 4], output_token_logprobs=[]), "logprobs"),
+        (answer([1, 2, 3, 4], output_token_logprobs=[-1.0, -1.0, -1.0, -1.0]), "logprobs"),
+        (answer([1, 2, 3, 4], output_token_logprobs=[[], [], [], []]), "logprobs"),
+        (answer([1, 2], "stop", output_token_logprobs=[["x", 1, None], [-1.0, 2, None]]), "logprobs"),
+        (answer([1, 2], "stop", output_token_logprobs=[[-1.0, 2, None], [-1.0, 1, None]]), "logprobs"),
+        (answer([1, 2, 3, 4], logprobs=[-1.0, None, -1.0, -1.0]), "logprobs"),
+        (answer([1, 2, 3, 4], logprobs=[-1.0, math.nan, -1.0, -1.0]), "logprobs"),
+        (answer([1, 2, 3, 4], logprobs=[-1.0, -math.inf, -1.0, -1.0]), "logprobs"),
+        (answer([1, 2, 3, 4], logprobs=[-1.0, 0.01, -1.0, -1.0]), "logprobs"),
+        (answer([1, 2, 3, 4], spans=[("1", 0, 4)]), "version"),
+        (answer([1, 2, 3, 4], spans=[("2", 0, 2), ("3", 2, 4)]), "version"),
+        (answer([1, 2, 3, 4], spans=[("default", 0, 4)]), "version"),
+        (answer([1, 2, 3, 4], spans=[("2", 0, 3)]), "version"),
+        (answer([1, 2, 3, 4], spans=[("2", 1, 4)]), "version"),
+        (answer([1, 2, 3, 4], spans=[("2", 0, 1), ("2", 2, 4)]), "version"),
+        (answer([1, 2, 3, 4], spans=[]), "version"),
+        (answer([1, 2, 3, 4], weight_versions=None, weight_version=None), "version"),
+        (answer([1, 2, 3, 4], weight_versions=7), "version"),
+    ],
+)
+def test_a_bad_answer_is_refused_for_what_is_wrong_with_it(body, fault):
+    with pytest.raises(MalformedAnswer) as caught:
+        parsed(body)
+    assert caught.value.fault == fault
+
+
+def test_rounding_of_a_certain_token_is_cut_to_zero():
+    assert parsed(answer([1, 2, 3, 4], logprobs=[-1.0, 1e-7, -1.0, -1.0])).logprobs[1] == 0.0
+
+
+def test_a_server_that_reports_one_version_is_believed():
+    body = answer([1, 2, 3, 4])
+    del body["meta_info"]["weight_versions"]
+    assert parsed(body).version_spans == ((2, 4),)
+
+
+def test_weights_that_changed_on_the_way_are_reported_per_token():
+    body = answer([1, 2, 3, 4], spans=[("2", 0, 1), ("3", 1, 4)])
+    assert parsed(body, versions=(2, 3)).version_spans == ((2, 1), (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("version", "foreign"),
+    [
+        ("mine:2", ""),
+        ("mine:1", None),
+        ("mine", None),
+        ("default", None),
+        ("other:2", WeightVersion("other", 2)),
+        ("a:b:2", WeightVersion("a:b", 2)),
+        ("2", WeightVersion("", 2)),
+    ],
+)
+@pytest.mark.parametrize("says_spans", [True, False])
+def test_only_the_runs_own_weights_may_have_sampled_an_answer(version, foreign, says_spans):
+    body = answer([1, 2, 3, 4], spans=[(version, 0, 4)], weight_version=version)
+    if not says_spans:
+        del body["meta_info"]["weight_versions"]
+    if foreign == "":
+        assert parsed(body, run="mine").version_spans == ((2, 4),)
+        return
+    with pytest.raises(MalformedAnswer) as caught:
+        parsed(body, run="mine")
+    assert (caught.value.fault, caught.value.foreign) == ("version", foreign)
+
+
+def test_every_start_of_a_run_has_a_readable_name_of_its_own():
+    first, second = run_name("runs/my run: 1"), run_name("runs/my run: 1")
+    assert first != second
+    assert first.startswith("my_run_1@")
+    assert WeightVersion.parse(WeightVersion(first, 7)) == WeightVersion(first, 7)
+
+
+def test_parts_are_joined_with_the_versions_of_their_tokens():
+    parts = [part([1, 2], 4), part([3], 4), part([5, 6], 6, finish="stop")]
+    response = joined(7, parts)
+    assert response.token_ids.tolist() == [1, 2, 3, 5, 6]
+    assert response.logprobs.tolist() == [-1, -2, -3, -5, -6]
+    assert response.finish_reason == "stop"
+    assert response.weight_version == 4
+    assert response.version_spans == ((4, 3), (6, 5))
+
+
+def test_parts_are_joined_with_the_engines_that_sampled_them():
+    parts = [part([1, 2], 4, url="a"), part([3], 5, url="a"), part([5, 6], 5, finish="stop", url="b")]
+    assert joined(7, parts).engine_spans == (("a", 3), ("b", 5))
+
+
+def test_a_response_of_one_version_needs_no_spans():
+    response = joined(7, [part([1, 2], 4), part([3], 4, finish="length")])
+    assert response.weight_version == 4
+    assert response.version_spans == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"), [([], "empty"), ([3, 50], "token id 50"), ([-1, 3], "token id -1"), ([0, 49], "")]
+)
+def test_a_prompt_that_would_kill_a_server_is_found(prompt, complaint):
+    found = unfit(replace(REQUEST, prompt_token_ids=np.array(prompt, np.int32)), VOCAB_SIZE)
+    assert complaint in found
+    assert bool(found) == bool(complaint)

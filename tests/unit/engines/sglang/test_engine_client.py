@@ -1,0 +1,383 @@
+"""One engine's HTTP calls: what is sent, and how what goes wrong is told."""
+
+import asyncio
+import json
+import math
+import re
+import socket
+
+import pytest
+from aiohttp import web
+
+from dapo_mega.engines.sglang.api import generate_payload
+from dapo_mega.engines.sglang.engine_client import (
+    EngineClient,
+    EngineDisconnected,
+    EngineError,
+    EngineGarbled,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    is_no_engine,
+)
+from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD
+from tests.unit.engines.sglang.scripted_server import (
+    VOCAB_SIZE,
+    make_request,
+    serve,
+    serving,
+    until,
+    within_deadline,
+)
+from tools.scripted_engine import ScriptedEngine
+
+COMMANDS = [
+    ("/pause_generation", lambda c: c.pause("retract"), {"mode": "retract"}),
+    ("/continue_generation", lambda c: c.resume(), {}),
+    ("/flush_cache?timeout=0", lambda c: c.flush_cache(), {}),
+    ("/abort_request", lambda c: c.abort("r-1."), {"rid": "r-1.", "abort_all": False}),
+    ("/abort_request", lambda c: c.abort(all=True), {"rid": "", "abort_all": True}),
+    ("/begin_weight_update", lambda c: c.begin_weight_update(), {}),
+    ("/end_weight_update", lambda c: c.end_weight_update(), {}),
+    ("/release_memory_occupation", lambda c: c.release_memory(["kv_cache"]), {"tags": ["kv_cache"]}),
+    ("/resume_memory_occupation", lambda c: c.resume_memory(), {}),
+    ("/destroy_weights_update_group", lambda c: c.destroy_weights_update_group("g"), {"group_name": "g"}),
+    (
+        "/init_weights_update_group",
+        lambda c: c.init_weights_update_group(
+            address="10.0.0.1", port=5, rank_offset=3, world_size=9, name="g", backend="nccl"
+        ),
+        {
+            "master_address": "10.0.0.1",
+            "master_port": 5,
+            "rank_offset": 3,
+            "world_size": 9,
+            "group_name": "g",
+            "backend": "nccl",
+        },
+    ),
+    (
+        "/update_weights_from_distributed",
+        lambda c: c.update_weights_from_distributed(
+            names=("a",),
+            dtypes=("bfloat16",),
+            shapes=((2, 3),),
+            group_name="g",
+            version=None,
+            flush_cache=False,
+            load_format="flattened_bucket",
+        ),
+        {
+            "names": ["a"],
+            "dtypes": ["bfloat16"],
+            "shapes": [[2, 3]],
+            "group_name": "g",
+            "weight_version": None,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        },
+    ),
+    (
+        "/update_weights_from_disk",
+        lambda c: c.update_weights_from_disk("/folder", "7"),
+        {"model_path": "/folder", "weight_version": "7", "flush_cache": True},
+    ),
+    (
+        "/update_weights_from_tensor",
+        lambda c: c.update_weights_from_tensor(["AA=="], "7", True),
+        {"serialized_named_tensors": ["AA=="], "weight_version": "7", "flush_cache": True, "load_format": None},
+    ),
+    ("/flush_cache?timeout=2.5", lambda c: c.flush_cache(2.5), {}),
+]
+
+
+def answered_by(handler, call):
+    """What `call(client)` returns or raises when `handler` serves."""
+    outcome = []
+
+    async def body():
+        runner, url = await serve(handler)
+        client = EngineClient(url, "secret", timeout_s=0.5)
+        try:
+            outcome.append(await call(client))
+        except EngineError as error:
+            outcome.append(error)
+        await client.close()
+        await runner.cleanup()
+
+    within_deadline(body)
+    return outcome[0]
+
+
+def test_every_call_carries_the_key_and_says_what_the_server_reads():
+    seen = []
+
+    async def handler(request):
+        seen.append((request.path_qs, request.headers["Authorization"], await request.json()))
+        return web.json_response({"success": True, "message": ""})
+
+    async def all_calls(client):
+        for _, call, _ in COMMANDS:
+            await call(client)
+        return await client.generate({"input_ids": [1]}, 1.0)
+
+    assert answered_by(handler, all_calls) == {"success": True, "message": ""}
+    wanted = [(path, body) for path, _, body in COMMANDS] + [("/generate", {"input_ids": [1]})]
+    assert [(path, body) for path, _, body in seen] == wanted
+    assert {key for _, key, _ in seen} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("command", [COMMANDS[i] for i in (5, 10, 11, 12, 13)], ids=lambda command: command[0])
+def test_a_command_that_did_not_succeed_raises(command):
+    async def handler(request):
+        return web.json_response({"success": False, "message": "no such group"})
+
+    error = answered_by(handler, command[1])
+    assert isinstance(error, EngineRefused)
+    assert "no such group" in error.reason
+
+
+@pytest.mark.parametrize(("status", "text"), [(500, "broken"), (400, "bad request"), (401, "Unauthorized")])
+def test_an_error_status_is_told_with_the_servers_words(status, text):
+    async def handler(request):
+        return web.Response(status=status, text=text)
+
+    error = answered_by(handler, lambda c: c.generate({}, 1.0))
+    assert isinstance(error, EngineRefused)
+    assert error.status == status
+    assert error.url.startswith("http://127.0.0.1:")
+    assert error.reason == f"HTTP {status}: /generate: {text}"
+
+
+PAGE = "<!DOCTYPE html>\n<html><head><title>Not here</title></head>\n" + "<p>no</p>\n" * 1000
+
+
+@pytest.mark.parametrize("status", [200, 404, 502])
+@pytest.mark.parametrize(
+    "text", [PAGE, "\n\n  <div>x</div>", f"nginx: {PAGE}", "a\nb\tc\r\nd\x1b[31m\x00", "x" * 10**7, "{'é': \u2028 1}"]
+)
+def test_whatever_a_server_writes_an_error_is_one_short_printable_line(status, text):
+    async def handler(request):
+        return web.Response(status=status, text=text)
+
+    error = answered_by(handler, lambda c: c.info())
+    assert str(error).isprintable()
+    assert len(error.reason) <= 250
+    assert not re.search("<[a-z/!]", error.reason, re.IGNORECASE)
+
+
+def test_a_servers_message_in_json_is_one_short_line_too():
+    async def handler(request):
+        return web.json_response({"success": False, "message": "Traceback:\n" + "  line\n" * 5000})
+
+    error = answered_by(handler, lambda c: c.begin_weight_update())
+    assert error.reason.startswith("HTTP 200: /begin_weight_update: Traceback: line line")
+    assert len(error.reason) <= 400
+
+
+def test_redirects_are_not_followed_and_the_key_goes_nowhere_else():
+    seen = []
+
+    async def handler(request):
+        seen.append(request.path)
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    for call in (lambda c: c.probe(1.0), lambda c: c.generate({}, 1.0), lambda c: c.info()):
+        error = answered_by(handler, call)
+        assert error.status == 307
+        assert "redirects to /elsewhere" in error.reason
+    assert "/elsewhere" not in seen
+
+
+@pytest.mark.parametrize("url", ["http://engine-7..cluster:9", f"http://{'e' * 64}.cluster:9", "http://10.0.0..7:9"])
+def test_a_host_that_cannot_be_is_no_engine(url):
+    async def body():
+        client = EngineClient(url, "secret")
+        with pytest.raises(EngineGarbled) as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "server", [{"tp_size": math.inf}, {"internal_states": [{MODEL_FIELD: "[" * 100_000}]}, {"internal_states": [3]}]
+)
+def test_settings_that_no_server_has_are_no_engines(server):
+    async def handler(request):
+        return web.Response(text=json.dumps({"tp_size": 1, "dtype": "float32", **server}))
+
+    assert is_no_engine(answered_by(handler, lambda c: c.info()))
+
+
+@pytest.mark.parametrize("answer", [b"\x15\x03\x01\x00\x02\x02\x46", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_what_speaks_no_http_is_no_engine(answer):
+    async def body():
+        async def talk(reader, writer):
+            await reader.readline()
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
+        with pytest.raises(EngineGarbled, match="not HTTP") as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+        server.close()
+
+    within_deadline(body)
+
+
+def test_tls_where_there_is_none_is_no_engine():
+    async def handler(request):
+        return web.Response()
+
+    async def body():
+        runner, url = await serve(handler)
+        client = EngineClient(url.replace("http:", "https:"), "secret")
+        with pytest.raises(EngineGarbled, match="no TLS connection") as caught:
+            await client.probe(5.0)
+        assert is_no_engine(caught.value)
+        await client.close()
+        await runner.cleanup()
+
+    within_deadline(body)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        *((status, True) for status in (301, 400, 403, 404, 405, 407)),
+        *((status, False) for status in (408, 429, 500, 502, 503, 504)),
+    ],
+)
+def test_an_answer_that_an_engine_never_gives_is_told_from_one_of_a_server_in_trouble(status, expected):
+    async def handler(request):
+        return web.Response(status=status)
+
+    assert is_no_engine(answered_by(handler, lambda c: c.probe(1.0))) == expected
+
+
+def test_what_is_not_json_is_garbled():
+    async def handler(request):
+        return web.Response(text='{"output_ids": [1,')
+
+    assert isinstance(answered_by(handler, lambda c: c.generate({}, 1.0)), EngineGarbled)
+
+
+def test_silence_is_a_timeout():
+    async def handler(request):
+        await asyncio.sleep(60)
+
+    assert isinstance(answered_by(handler, lambda c: c.generate({}, 0.1)), EngineTimeout)
+    assert isinstance(answered_by(handler, lambda c: c.end_weight_update()), EngineTimeout)
+    assert isinstance(answered_by(handler, lambda c: c.probe(0.1)), EngineTimeout)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_connection_that_breaks_is_told_from_one_that_never_was(begins):
+    async def handler(request):
+        if begins:
+            response = web.StreamResponse(headers={"Content-Length": "100"})
+            await response.prepare(request)
+            await response.write(b"{")
+        request.transport.abort()
+        return web.Response()
+
+    assert isinstance(answered_by(handler, lambda c: c.generate({}, 1.0)), EngineDisconnected)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # Bound but not listening: refuses.
+
+        async def body():
+            client = EngineClient(url, "secret")
+            with pytest.raises(EngineUnreachable):
+                await client.generate({}, 1.0)
+            await client.close()
+
+        within_deadline(body)
+
+
+def test_an_abort_does_not_queue_behind_the_requests_in_flight():
+    async def body():
+        engine = ScriptedEngine(VOCAB_SIZE, tokens_per_s=0.001)
+        async with serving(engine) as (client,):
+            payloads = [generate_payload(make_request(), [], f"{i}.") for i in range(150)]
+            calls = [asyncio.create_task(client.generate(payload, 20.0)) for payload in payloads]
+            await until(lambda: engine.in_flight == 150)
+            await client.abort(all=True)
+            answers = await asyncio.gather(*calls)
+            assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+
+    within_deadline(body)
+
+
+def test_info_tells_settings_weights_and_which_process_it_is():
+    async def body():
+        engine = ScriptedEngine(VOCAB_SIZE)
+        async with serving(engine) as (client,):
+            first = await client.info()
+            assert (first.url, first.tp_size, first.dtype, first.context_length) == (engine.url, 1, "float32", 32768)
+            assert (first.weight_version, first.supports_sessions, first.quantization) == ("default", True, None)
+            assert await client.info() == first
+            engine.process = "second"
+            assert (await client.info()).process != first.process
+
+    within_deadline(body)
+
+
+def test_a_server_without_weight_sessions_is_recognised():
+    async def handler(request):
+        if request.path in ("/server_info", "/model_info"):
+            return web.json_response({"tp_size": 2, "dtype": "bfloat16", "context_length": 4096})
+        return web.Response(status=404)
+
+    info = answered_by(handler, lambda c: c.info())
+    assert not info.supports_sessions
+    assert (info.tp_size, info.context_length, info.process) == (2, 4096, "")
+
+
+def test_a_server_that_is_not_sglang_is_told_so():
+    async def handler(request):
+        return web.json_response({"hello": "world"})
+
+    error = answered_by(handler, lambda c: c.info())
+    assert isinstance(error, EngineGarbled)
+    assert "/server_info" in error.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "supports"),
+    [
+        ("0.5.22", False),
+        ("0.4.99", False),
+        ("0.5.23", True),
+        ("0.5.23.post1", True),
+        ("0.5.100", True),
+        ("0.6.0", True),
+        ("1.0.0", True),
+        ("unknown", False),
+        (None, False),
+    ],
+)
+def test_a_server_gets_batches_from_the_version_on_that_understands_them(version, supports):
+    assert info_with(version=version).supports_batches == supports
+
+
+def test_a_server_whose_outputs_are_pieces_gets_no_batches():
+    assert not info_with(version="0.5.23", incremental_streaming_output=True).supports_batches
+    assert info_with(version="0.5.23", incremental_streaming_output=False).supports_batches
+
+
+def info_with(**settings):
+    async def body():
+        engine = ScriptedEngine(VOCAB_SIZE)
+        engine.settings = settings
+        async with serving(engine) as (client,):
+            found.append(await client.info())
+
+    found = []
+    within_deadline(body)
+    return found[0]

@@ -1,0 +1,680 @@
+"""Who is in the fleet: engines join with current weights only, leave at once, come back, and the run waits for them.
+
+The engines are scripted servers; tests/integration has real ones.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang import fleet_client as fleet_driver
+from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.engines.sglang.fleet import SglangFleet
+from dapo_mega.engines.sglang.fleet_client import FleetDriver, SyncTarget
+from dapo_mega.engines.sglang.registry import Registration, announce
+from dapo_mega.engines.sglang.versions import WeightVersion
+from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD
+from dapo_mega.errors import FleetError, StopRequested
+from dapo_mega.models.families import find_family
+from dapo_mega.types import GenerationRequest, Response, SamplingParams
+from tests.distributed.launching import free_port
+from tests.unit.engines.sglang.scripted_server import serve
+from tools.scripted_engine import ScriptedEngine
+
+KEY = "secret"
+VOCAB_SIZE = 1000
+
+
+class Servers:
+    """Scripted engines on a loop of their own."""
+
+    def __init__(self, count, tokens_per_s=0.0):
+        self.thread = LoopThread("scripted-engines")
+        self.engines = [ScriptedEngine(VOCAB_SIZE, tokens_per_s, KEY) for _ in range(count)]
+        self.urls = [self.thread.run(engine.start(), 10) for engine in self.engines]
+
+    def stop(self, index):
+        self.thread.run(self.engines[index].stop(), 10)
+
+    def start_again(self, index):
+        self.engines[index].process = "second"
+        self.engines[index].version = "default"
+        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), 10)
+
+    def close(self):
+        self.thread.close()
+
+
+@pytest.fixture
+def servers():
+    made = []
+
+    def make(count, tokens_per_s=0.0):
+        made.append(Servers(count, tokens_per_s))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def drive():
+    drivers = []
+
+    def start(urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, **fleet):
+        config = RunConfig.model_validate(
+            {
+                "output_dir": "o",
+                "num_steps": 1,
+                "model": {"path": "m", "dtype": "fp32"},
+                "data": {"train": {"path": "d"}, "max_prompt_tokens": 16},
+                "rollout": {
+                    "placement": "fleet",
+                    "max_response_tokens": 64,
+                    "fleet": {"urls": urls, "heartbeat_s": 0.1, "hung_after_s": 1.0, "wait_limit_s": 20, **fleet},
+                    **(rollout or {}),
+                },
+                "reward": {"overlong_punishment": False},
+                "batch": {"tokens_per_microbatch": 128},
+                "weight_sync": weight_sync or {},
+            }
+        )
+        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run, arch, check_stop))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.close()
+
+
+def requests(count, first=0, length=8):
+    sampling = SamplingParams(max_new_tokens=length)
+    return [GenerationRequest(first + i, np.array([1, i % 7], np.int32), i, sampling) for i in range(count)]
+
+
+def give_weights(driver, version=0, run=""):
+    """What a push does, without weights."""
+    targets = driver.hold(driver.targets(only_stale=False))
+    set_version = str(WeightVersion(run, version))
+    driver.call(
+        targets,
+        lambda client: client.update_weights_from_distributed(
+            names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
+        ),
+        5,
+    )
+    for target in targets:
+        driver.synced(target.url, version)
+    driver.release(targets)
+    return targets
+
+
+def answers(driver, count, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    found = []
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} answers came"
+        if answer := driver.next_answer(0.1):
+            found.append(answer)
+    return found
+
+
+def num_serving(driver):
+    return len(driver._membership.in_state("serving"))
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("version", "num_calls"), [("0.5.23", 1), ("0.5.22", 6)])
+def test_requests_share_calls_of_engines_whose_version_understands_that(servers, drive, version, num_calls):
+    group = servers(1)
+    group.engines[0].settings = {"version": version}
+    driver = drive(group.urls)
+    give_weights(driver)
+    driver.submit(requests(6))
+    assert len(answers(driver, 6)) == 6
+    assert group.engines[0].calls["/generate"] == num_calls
+
+
+def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    assert {target.url for target in driver.targets(only_stale=True)} == set(group.urls)
+    driver.submit(requests(20))
+    assert driver.next_answer(0.5) is None
+    assert not any(engine.payloads for engine in group.engines)
+    give_weights(driver)
+    assert {answer.request_id for answer in answers(driver, 20)} == set(range(20))
+    assert driver.targets(only_stale=True) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, {}, "computes in bfloat16 but the run expects float32; start it with --dtype fp32"),
+        ({"max_req_input_len": 40}, {}, "context of 46 tokens is shorter than .* = 80; start it with --context-length"),
+        ({"vocab_size": 999}, {}, "vocabulary of 999 .* 1000"),
+        ({}, {"rollout": {"dtype": "fp8"}}, "not quantized to fp8"),
+        ({}, {"weight_sync": {"in_flight": "continue", "pause": "in_place"}}, "--disable-radix-cache"),
+    ],
+)
+def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, drive, settings, changes, message):
+    group = servers(1)
+    group.engines[0].settings = settings
+    driver = drive(group.urls, **changes)
+    with pytest.raises(FleetError, match=message):
+        driver.targets(only_stale=False)
+
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"num_hidden_layers": 3}, "num_layers is 3 instead of 2"),
+        ({"rope_theta": 1e6}, "rope_theta is 1e\\+06 instead of 10000"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000 instead of 10000"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is LinearScaling.* instead of None"),
+        ({"tie_word_embeddings": True}, "tied_embeddings is True instead of False"),
+        ({"rms_norm_eps": 1e-5}, "norm_epsilon is 1e-05 instead of 1e-06"),
+        ({"num_key_value_heads": 4}, "num_query_groups is 4 instead of 2"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window=True"),
+        ({"model_type": "qwen3", "head_dim": 16}, "qkv_bias is False instead of True, qk_norm is True"),
+        ({"max_position_embeddings": 512}, None),
+        ({"model_type": "unheard of"}, None),
+        ({"hidden_size": None}, None),
+    ],
+)
+def test_an_engine_that_describes_another_model_than_the_policys_is_refused(servers, drive, changes, difference):
+    group = servers(1)
+    described = {**QWEN2, **changes}
+    group.engines[0].settings = {"internal_states": [{MODEL_FIELD: json.dumps(described)}]}
+    driver = drive(group.urls, arch=find_family("qwen2").read(QWEN2))
+    if difference is None:
+        assert give_weights(driver)
+        return
+    with pytest.raises(FleetError, match=f"{group.urls[0]}: its model is not the policy's: .*{difference}"):
+        driver.targets(only_stale=False)
+
+
+def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_refused_then(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    for engine in group.engines:
+        engine.version = "1"
+    for number_of_tries in (1, 2):
+        wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("stale")) == 2)
+        targets = driver.hold(driver.targets(only_stale=False))
+        assert len(targets) == 2
+        driver.release(targets)
+        driver.synced(group.urls[0], 1)
+        driver.disagrees(group.urls[1], "scripted")
+        assert (driver._members[group.urls[1]].state == "refused") == (number_of_tries == 2)
+    driver.submit(requests(4))
+    assert len(answers(driver, 4)) == 4
+    assert not group.engines[1].payloads
+
+
+def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_again(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls)
+    targets = driver.hold(driver.targets(only_stale=False))
+    driver.release(targets)
+    driver._on_loop(lambda: driver._membership.leave(group.urls[0], "scripted"))
+    wait_until(driver.has_stale)
+    driver.synced(group.urls[0], 1)
+    driver.disagrees(group.urls[0], "scripted")
+    assert driver.has_stale()
+
+
+def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):
+    group = servers(1)
+    group.engines[0].api_key = "another"
+    with pytest.raises(FleetError, match="does not take the API key in DAPO_MEGA_API_KEY"):
+        drive(group.urls).targets(only_stale=False)
+
+
+PAGE = "<!DOCTYPE html>\n<html><body>It works!</body></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"/health": ""}, r"HTTP 404: /server_info: a page"),
+        ({}, r"HTTP 404: /health: a page"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"/server_info answered what is not JSON: a"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), "{}"), r"are not SGLang's: KeyError"),
+        ({"/health": "", "/server_info": web.HTTPFound("/login")}, r"HTTP 302: /server_info: redirects to /login"),
+        ({"/health": web.HTTPForbidden(text=PAGE)}, r"HTTP 403: /health: a page"),
+    ],
+)
+def test_a_web_server_is_refused_at_once_in_one_line(drive, caplog, answers, message):
+    async def handler(request):
+        answer = answers.get(request.path, web.Response(status=404, text=PAGE))
+        if isinstance(answer, web.HTTPException):
+            return web.Response(status=answer.status, headers=answer.headers, text=PAGE)
+        return answer if isinstance(answer, web.Response) else web.Response(text=answer)
+
+    thread = LoopThread("web-server")
+    _, url = thread.run(serve(handler), 10)
+    driver = drive([url], hung_after_s=600.0, wait_limit_s=600.0)
+    with pytest.raises(
+        FleetError, match=rf"no engine fits the run: {url}: .* no SGLang server \(.*{message}"
+    ) as caught:
+        driver.targets(only_stale=False)
+    thread.close()
+    for text in (str(caught.value), *(record.getMessage() for record in caplog.records)):
+        assert text.isprintable()
+        assert "<" not in text
+        assert not text.startswith("WARNING")
+
+
+def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, caplog, monkeypatch):
+    monkeypatch.setattr(fleet_driver, "_REMIND_EVERY_S", 0.4)
+    group = servers(2)
+    driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=3, wait_limit_s=600.0)
+    wait_until(lambda: len(driver._membership.in_state("stale")) == 2)
+
+    def told(*parts):
+        def is_told():
+            lines = [record.getMessage() for record in caplog.records if "run pauses" in record.getMessage()]
+            return lines and all(part in lines[-1] for part in parts)
+
+        return is_told
+
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(driver.wait_for_engines)
+        wait_until(
+            told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since ", "s): dead for ")
+        )
+        group.engines[0].health = "silent"
+        hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
+        wait_until(told(*hung, "http://127.0.0.1:9 since", "start those without connection again"))
+        group.engines[0].health = "ok"
+        wait_until(told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since "))
+        assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
+        monkeypatch.setattr(driver, "_fleet", driver._fleet.model_copy(update={"min_engines": 2}))
+        waiting.result(10)
+    assert driver.pop_metrics()["fleet/pauses"] == 1
+    assert caplog.records[-1].getMessage() == "the run goes on with 2 engines"
+
+
+def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
+    driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
+    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*no others are known"):
+        driver.targets(only_stale=False)
+    assert (
+        "missing: no others are known; what to do: start engines with launch/serve_rollouts.py and name them in "
+        in (caplog.text)
+    )
+
+
+def test_launchers_are_told_of_engines_that_hang_for_longer_than_an_update(servers, drive):
+    group = servers(1)
+    address = f"127.0.0.1:{free_port()}"
+    driver = drive([], weight_sync={"timeout_s": 0.5}, rendezvous=address)
+    engine = Registration(group.urls[0], "first")
+
+    def hung():
+        return announce(address, KEY, [engine]).hung
+
+    assert hung() == set()
+    give_weights(driver)
+    assert hung() == set()
+    group.engines[0].health = "silent"
+    wait_until(lambda: hung() == {"first"})
+    group.engines[0].health = "ok"
+    wait_until(lambda: hung() == set())
+
+
+def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    give_weights(driver, 4)
+    group.engines[0].version = "3"
+    driver.submit(requests(20))
+    found = answers(driver, 20)
+    assert {answer.weight_version for answer in found} == {4}
+    wait_until(driver.has_stale)
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+
+
+@pytest.mark.parametrize("reports_spans", [True, False])
+def test_of_two_trainers_at_the_same_step_none_uses_the_others_samples_and_one_ends(servers, drive, reports_spans):
+    (engine,) = (group := servers(1)).engines
+    sampled_by = {}
+    answer_one = engine._answer
+
+    async def note_who_samples(payload, **options):
+        answer = await answer_one(payload, **options)
+        sampled_by.setdefault(payload["rid"].split("-")[1], []).append(engine.version)
+        if not reports_spans:
+            del answer["meta_info"]["weight_versions"]
+        return answer
+
+    engine._answer = note_who_samples
+    drivers = {run: drive(group.urls, run=run) for run in ("first@a-1", "second@b-2")}
+    endings, accepted = {}, []
+    for round_ in range(6):
+        for number, (run, driver) in enumerate(drivers.items()):
+            if run in endings:
+                continue
+            try:
+                if round_ == 0 or driver.has_stale() or number == 0:
+                    give_weights(driver, 5, run)
+                first = 1000 * number + 100 * round_
+                driver.submit(requests(6, first=first))
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and driver._answers.qsize() != 6:
+                    driver.wait_for_engines()
+                    if driver.has_stale():
+                        give_weights(driver, 5, run)
+                    time.sleep(0.02)
+                accepted += [(run, answer) for answer in answers(driver, 6)]
+            except FleetError as error:
+                endings[run] = str(error)
+    assert endings, "two trainers used one engine to the end"
+    for run, ending in endings.items():
+        (other,) = drivers.keys() - {run}
+        assert f"another trainer uses this engine: {group.urls[0]}" in ending
+        assert f"run {other} after step 5" in ending
+    for run, answer in accepted:
+        if isinstance(answer, Response):
+            assert sampled_by[str(answer.request_id)][-1] == f"{run}:5"
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_what_a_killed_trainer_left_in_an_engine_ends_no_run(servers, drive, comes_late):
+    (engine,) = (group := servers(1)).engines
+    engine.version = "mine@host-old:5"
+    driver = drive(group.urls, run="mine@host-new")
+    give_weights(driver, 5, "mine@host-new")
+    if comes_late:
+        engine.version = "mine@host-old:6"
+    driver.submit(requests(4))
+    if comes_late:
+        wait_until(driver.has_stale)
+        give_weights(driver, 5, "mine@host-new")
+    assert {answer.weight_version for answer in answers(driver, 4)} == {5}
+    give_weights(driver, 6, "mine@host-new")
+    driver.wait_for_engines()
+
+
+def test_an_engine_that_another_run_updated_while_nothing_was_asked_is_found_at_the_next_update(servers, drive):
+    (engine,) = (group := servers(1)).engines
+    driver = drive(group.urls, run="mine")
+    give_weights(driver, 0, "mine")
+    engine.version = "other:0"
+    assert driver.hold(driver.targets(only_stale=False)) == []
+    driver.release([])
+    give_weights(driver, 1, "mine")
+    engine.version = "other:1"
+    assert driver.hold(driver.targets(only_stale=False)) == []
+    driver.release([])
+    with pytest.raises(FleetError, match=f"another trainer uses this engine: {group.urls[0]} .* run other after step"):
+        driver.targets(only_stale=False)
+
+
+def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers, drive):
+    group = servers(2, tokens_per_s=20)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    driver.submit(requests(8, length=30))
+    wait_until(lambda: all(engine.in_flight for engine in group.engines))
+    targets = driver.targets(only_stale=False)
+    group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
+    started = time.monotonic()
+    assert driver.hold(targets) == [SyncTarget(group.urls[1], 1)]
+    assert time.monotonic() - started < 15
+    driver.release(targets)
+
+
+def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
+    group = servers(1)
+    driver = drive(group.urls)
+    give_weights(driver)
+    asked = group.engines[0].calls["/continue_generation"]
+    membership = driver._membership
+
+    async def both_find_out():
+        membership.leave(group.urls[0], "dead: scripted")
+        await membership._changed(group.urls[0], "dead", "healthy", "it answers again")
+        await membership._changed(group.urls[0], "dead", "healthy", "it answers again")
+
+    driver._thread.run(both_find_out())
+    wait_until(driver.has_stale)
+    give_weights(driver, 1)
+    time.sleep(0.5)
+    # One join and one release: an overtaken join does not touch an engine that serves.
+    assert group.engines[0].calls["/continue_generation"] == asked + 2
+    assert num_serving(driver) == 1
+
+
+def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers, drive):
+    group = servers(2, tokens_per_s=20)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    driver.submit(requests(12, length=30))
+    wait_until(lambda: all(engine.in_flight for engine in group.engines))
+    group.stop(1)
+    found = answers(driver, 12)
+    assert sorted(answer.request_id for answer in found) == list(range(12))
+    assert all(isinstance(answer, Response) for answer in found)
+    asked = len(group.engines[1].payloads)
+    group.start_again(1)
+    wait_until(driver.has_stale)
+    driver.submit(requests(6, first=100, length=2))
+    answers(driver, 6)
+    assert len(group.engines[1].payloads) == asked
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    metrics = driver.pop_metrics()
+    assert metrics["fleet/engines_dead"] == 1
+    assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
+
+
+def test_a_hung_engines_work_moves(servers, drive):
+    group = servers(2, tokens_per_s=100)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
+    driver.submit(requests(8))
+    assert {answer.request_id for answer in answers(driver, 8)} == set(range(8))
+    assert driver.pop_metrics()["fleet/engines_hung"] == 1
+
+
+def test_an_engine_with_another_copy_of_the_plugin_is_named_with_the_way_to_install_it(servers, drive, caplog):
+    group = servers(3)
+    for engine, protocol in zip(group.engines, (PROTOCOL, PROTOCOL - 1, None), strict=True):
+        states = [{PROTOCOL_FIELD: protocol}] if protocol else [{}]
+        engine.settings = {"internal_states": states}
+    driver = drive(group.urls, min_engines=3)
+    targets = driver.targets(only_stale=False)
+    assert {target.url: target.has_plugin for target in targets} == dict(
+        zip(group.urls, (True, False, False), strict=True)
+    )
+    warnings = [record.getMessage() for record in caplog.records if "protocol" in record.getMessage()]
+    assert len(warnings) == 1
+    assert group.urls[1] in warnings[0]
+    assert "pip install --no-deps --editable ." in warnings[0]
+
+
+def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    group.stop(0)
+    wait_until(lambda: num_serving(driver) == 1)
+    back = LoopThread("later")
+    back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
+    started = time.monotonic()
+    driver.wait_for_engines()
+    back.close()
+    assert time.monotonic() - started > 0.5
+    (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
+    assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
+    assert f"; missing: {group.urls[0]} since " in line
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+
+
+def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
+    group = servers(1)
+    driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
+    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*min_engines.*serve_rollouts\.py.*start the run"):
+        driver.targets(only_stale=False)
+
+
+def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(servers, drive):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=1)
+    give_weights(driver)
+    for _ in range(3):
+        wait_until(lambda: num_serving(driver) + driver.has_stale() == 2)
+        driver.failed(group.urls[0], "scripted")
+        give_weights(driver, 1)
+    time.sleep(1.5)
+    assert not driver.has_stale()
+    assert [target.url for target in driver.targets(only_stale=False)] == [group.urls[1]]
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause):
+    group = servers(1, tokens_per_s=50)
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause})
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=60))
+    wait_until(lambda: group.engines[0].in_flight == 4)
+    time.sleep(0.3)
+    give_weights(driver, 1)
+    for answer in answers(driver, 4):
+        assert [version for version, _ in answer.version_spans] == [0, 1]
+        assert answer.version_spans[-1][1] == len(answer.token_ids) == 60
+        assert answer.weight_version == 0
+
+
+def test_a_call_that_comes_while_others_are_aborted_does_not_keep_the_update_waiting(servers, drive):
+    group = servers(1, tokens_per_s=50)
+    (engine,) = group.engines
+    begin = engine._stream
+
+    async def begin_late(request, batch):
+        await asyncio.sleep(0.5)
+        return await begin(request, batch)
+
+    engine._stream = begin_late
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"})
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=60))
+    wait_until(lambda: engine.calls["/generate"] == 1)
+    assert engine.in_flight == 0
+    started = time.monotonic()
+    give_weights(driver, 1)
+    assert time.monotonic() - started < 3.0
+    assert driver.pop_metrics()["rollout/requests_taken_back"] == 4
+    assert {len(answer.token_ids) for answer in answers(driver, 4)} == {60}
+
+
+def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(servers, drive, caplog):
+    group = servers(2)
+    driver = drive(group.urls, min_engines=2)
+    give_weights(driver)
+    targets = driver.hold(driver.targets(only_stale=False))
+    for target in targets:
+        driver.synced(target.url, 1)
+    group.stop(1)
+    driver.release(targets)
+    assert "has left the fleet (no connection for /continue_generation" in caplog.text
+    group.start_again(1)
+    wait_until(driver.has_stale)
+    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+
+
+def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):
+    group = servers(1, tokens_per_s=100)
+    driver = drive(group.urls)
+    give_weights(driver, 0)
+    driver.submit(requests(4, length=50))
+    wait_until(lambda: group.engines[0].in_flight == 4)
+    give_weights(driver, 1)
+    assert [(a.weight_version, a.version_spans) for a in answers(driver, 4, timeout_s=0.5)] == [(0, ())] * 4
+
+
+def test_colocated_engines_sleep_until_the_next_update(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls, rollout={"placement": "colocated"})
+    give_weights(driver, 0)
+    driver.sleep()
+    calls = group.engines[0].calls
+    assert calls["/release_memory_occupation"] == 1
+    probes = calls["/health"]
+    time.sleep(0.5)
+    assert calls["/health"] == probes
+    give_weights(driver, 1)
+    # First the weights, then, after they have been filled, the rest.
+    assert calls["/resume_memory_occupation"] == 2
+    give_weights(driver, 2)
+    assert calls["/resume_memory_occupation"] == 2
+
+
+@pytest.mark.parametrize("waits_for", ["engines", "answers"])
+def test_waiting_ends_when_the_run_is_to_stop(servers, drive, waits_for):
+    told = threading.Event()
+
+    def check_stop():
+        if told.is_set():
+            raise StopRequested("told so")
+
+    class Alone:
+        rank = 0
+
+    driver = drive(servers(1).urls if waits_for == "answers" else ["http://127.0.0.1:9"], check_stop=check_stop)
+    if waits_for == "answers":
+        give_weights(driver)
+    timer = threading.Timer(0.3, told.set)
+    timer.start()
+    with pytest.raises(StopRequested):
+        SglangFleet(Alone(), driver).next_answer()
+    timer.join()
+
+
+def test_answers_to_other_requests_wait_while_an_evaluation_is_answered(servers, drive):
+    group = servers(1)
+    driver = drive(group.urls)
+    give_weights(driver)
+
+    class Alone:
+        rank = 0
+
+    fleet = SglangFleet(Alone(), driver)
+    fleet.submit(requests(5))
+    wait_until(lambda: len(group.engines[0].payloads) == 5)
+    evaluated = fleet.generate(requests(3, first=50))
+    assert [answer.request_id for answer in evaluated] == [50, 51, 52]
+    there = [answer.request_id for _ in range(2) if (answer := fleet.poll_answer())]
+    assert {*there, *(fleet.next_answer().request_id for _ in range(5 - len(there)))} == set(range(5))
+    assert fleet.poll_answer() is None

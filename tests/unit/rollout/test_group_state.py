@@ -1,0 +1,37 @@
+"""Responses in a checkpoint: versions of their tokens survive, and checkpoints of before there were any load."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dapo_mega.rollout.group_state import pack_responses, unpack_responses
+from dapo_mega.types import Response
+
+
+def response(request_id, length, spans=(), engines=()):
+    rng = np.random.default_rng(request_id)
+    tokens = rng.integers(0, 99, length).astype(np.int32)
+    return Response(request_id, tokens, rng.random(length).astype(np.float32), "stop", 3, spans, engines)
+
+
+@pytest.mark.parametrize(
+    "responses", [[], [response(7, 5, ((3, 2), (4, 3), (6, 5)), (("a", 5),)), response(8, 0), response(9, 4)]]
+)
+def test_responses_survive_a_round_trip_through_json_and_arrays(responses):
+    records, arrays = pack_responses(responses, "name")
+    assert set(arrays) == {"name/token_ids", "name/logprobs"}
+    restored = unpack_responses(json.loads(json.dumps(records)), arrays, "name")
+    for old, new in zip(responses, restored, strict=True):
+        assert new.token_ids.dtype == np.int32
+        assert new.logprobs.dtype == np.float32
+        for name, value in vars(old).items():
+            assert np.array_equal(getattr(new, name), value), name
+        assert (new.version_spans, new.engine_spans) == (old.version_spans, old.engine_spans)
+
+
+def test_a_record_without_versions_of_tokens_is_of_one_version():
+    records, arrays = pack_responses([response(7, 5)], "name")
+    del records[0]["version_spans"], records[0]["engine_spans"]
+    (restored,) = unpack_responses(records, arrays, "name")
+    assert (restored.weight_version, restored.version_spans, restored.engine_spans) == (3, (), ())

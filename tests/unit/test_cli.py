@@ -1,0 +1,72 @@
+"""What the command lines print is for people: no control characters, no tracebacks of closed pipes."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.cli import printable
+from dapo_mega.files import disk_refusal, replace_file
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(code, **settings):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=120, check=False, **settings
+    )
+
+
+def test_escape_codes_are_spelled_out():
+    assert printable("a\x1b[31mred\x07\x9b\u202e\ud800\n\tb é") == "a\\x1b[31mred\\x07\\x9b\\u202e\\ud800\n\tb é"
+    code = "from dapo_mega.cli import *; say('a\\33[31m'); run_command(lambda: fail('b\\33[2J'))"
+    result = run("def fail(text): raise InputError(text)\n" + code)
+    assert (result.returncode, result.stdout, result.stderr) == (2, b"a\\x1b[31m\n", b"error: b\\x1b[2J\n")
+
+
+def test_a_closed_pipe_ends_a_command_without_a_word():
+    code = "from dapo_mega.cli import *; run_command(lambda: [say('line') for _ in range(100_000)])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    (tmp_path / "file.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as full:
+        replace_file(tmp_path / "file.json", "content")
+    assert full.value.filename == str(tmp_path / "file.json")
+
+
+def raised(error, cause=None):
+    try:
+        try:
+            if cause:
+                raise cause
+        finally:
+            raise error
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("unexpected pos 704 vs 598"), "the disk took a part only"),
+        (
+            raised(RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")),
+            "No space",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/a/file"), "/a/file: Input/output error"),
+        (RuntimeError("OSError: [Errno 28] No space left on device\nRuntimeError: unexpected pos 1 vs 2"), "No space"),
+    ],
+)
+def test_a_disk_that_refuses_is_found_behind_what_came_of_it(error, reason):
+    assert reason in disk_refusal(error)
+    assert disk_refusal(RuntimeError("shapes differ")) is None
