@@ -131,7 +131,7 @@ def is_started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print once per run; leave without a word when nobody reads on, as after `| head`."""
     if is_rank_zero():
         try:

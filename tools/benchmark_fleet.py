@@ -99,7 +99,7 @@ async def measure_crowd(num_requests: int) -> Crowd:
         in_flight = sum(engine.in_flight for engine in dispatcher.engines())
         async with asyncio.timeout(_TIMEOUT_S):
             await finished.wait()
-        dispatcher.ledger.check()
+        dispatcher.counters.check()
         crowd = Crowd(
             num_requests=2 * num_requests,
             most_in_flight=in_flight,

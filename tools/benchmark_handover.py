@@ -74,7 +74,7 @@ def _columns(num_responses: int) -> SampleColumns:
         prompt_lengths=np.full(num_responses, _PROMPT, dtype=np.int64),
         advantages=np.ones(num_responses, dtype=np.float32),
         in_loss=np.ones(num_responses, dtype=np.uint8),
-        stale_tokens=np.zeros(num_responses, dtype=np.int64),
+        off_policy_tokens=np.zeros(num_responses, dtype=np.int64),
         engines=np.zeros(num_responses, dtype=np.int64),
         engine_starts=np.zeros(num_responses, dtype=np.int64),
         rollout_logprobs=rng.random(num_responses * (_FULL_LENGTH - _PROMPT), dtype=np.float32),

@@ -42,7 +42,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import Pipeline, build_pipeline, open_writer
+from dapo_mega.training.build import TrainingRun, build_run, open_writer
 from dapo_mega.types import GenerationFailure, GenerationRequest, Response
 
 _STAGES = ("rollout", "pack", "score", "update", "weight_sync")
@@ -166,26 +166,26 @@ def run(options: argparse.Namespace) -> list[str]:
                 "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
             },
         )
-        pipeline = build_pipeline(config, 0)
+        training_run = build_run(config, 0)
         peer = None
         try:
             if options.peer_python:
-                peer = Peer(options.peer_python, _peer_settings(pipeline, model, lengths, options, folder), folder)
-            return _measure(pipeline, peer, lengths, options)
+                peer = Peer(options.peer_python, _peer_settings(training_run, model, lengths, options, folder), folder)
+            return _measure(training_run, peer, lengths, options)
         finally:
             if peer:
                 peer.close()
-            pipeline.fleet.close()
-            if pipeline.driver:
-                pipeline.driver.verifier.close()
+            training_run.fleet.close()
+            if training_run.controller:
+                training_run.controller.verifier.close()
 
 
 def _peer_settings(
-    pipeline: Pipeline, model: Path, lengths: Sequence[int], options: argparse.Namespace, folder: Path
+    training_run: TrainingRun, model: Path, lengths: Sequence[int], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    assert pipeline.driver
+    assert training_run.controller
     num_prompts = options.prompts * (options.rounds + 3)
-    known = pipeline.driver.collector.prompts
+    known = training_run.controller.collector.prompts
     prompts = [known[i % len(known)] for i in range(num_prompts)]
     return {
         "model": str(model.resolve()),
@@ -200,22 +200,24 @@ def _peer_settings(
     }
 
 
-def _measure(pipeline: Pipeline, peer: Peer | None, lengths: Sequence[int], options: argparse.Namespace) -> list[str]:
+def _measure(
+    training_run: TrainingRun, peer: Peer | None, lengths: Sequence[int], options: argparse.Namespace
+) -> list[str]:
     turns = Turns(peer.step if peer else None, options.rounds, options.limit_s)
-    driver = pipeline.driver
-    assert driver
-    config = pipeline.config
+    controller = training_run.controller
+    assert controller
+    config = training_run.config
     tokenizer = load_tokenizer(config.model.path)
     scorer = ResponseScorer(
-        config.reward, driver.verifier, decoder(tokenizer), config.rollout.max_response_tokens, config.seed
+        config.reward, controller.verifier, decoder(tokenizer), config.rollout.max_response_tokens, config.seed
     )
-    engine: Any = FixedLengths(pipeline.fleet, lengths)
-    record: Any = _Record(open_writer(pipeline.config))
+    engine: Any = FixedLengths(training_run.fleet, lengths)
+    record: Any = _Record(open_writer(training_run.config))
     progress: Any = turns
-    collector = Collector(config, driver.collector.prompts, engine, scorer, ())
-    pipeline.driver = replace(driver, collector=collector, progress=progress, writer=record)
+    collector = Collector(config, controller.collector.prompts, engine, scorer, ())
+    training_run.controller = replace(controller, collector=collector, progress=progress, writer=record)
     with contextlib.suppress(_EnoughError):
-        trainer.train(pipeline)
+        trainer.train(training_run)
     return _report(turns, record.records, lengths, options)
 
 

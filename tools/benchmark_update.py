@@ -34,7 +34,7 @@ from dapo_mega.algorithms import group_advantages
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import Pipeline, build_pipeline
+from dapo_mega.training.build import TrainingRun, build_run
 from dapo_mega.types import Group, Response, ScoredResponse
 
 _TRIED_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -59,16 +59,16 @@ def run(options: argparse.Namespace) -> list[str]:
                 "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
             },
         )
-        pipeline = build_pipeline(config, 0)
+        pipeline = build_run(config, 0)
         try:
             return _compare(pipeline, model, options)
         finally:
             pipeline.fleet.close()
-            if pipeline.driver:
-                pipeline.driver.verifier.close()
+            if pipeline.controller:
+                pipeline.controller.verifier.close()
 
 
-def _compare(pipeline: Pipeline, model: Path, options: argparse.Namespace) -> list[str]:
+def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
     groups = _make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
     [mini_batch], _ = trainer.attach_old_logprobs(pipeline, batch)
@@ -114,10 +114,10 @@ def _compare(pipeline: Pipeline, model: Path, options: argparse.Namespace) -> li
     return lines
 
 
-def _make_groups(pipeline: Pipeline, options: argparse.Namespace) -> list[Group]:
+def _make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Group]:
     """Random responses of the wanted lengths with rewards of both signs."""
-    assert pipeline.driver
-    prompts = pipeline.driver.collector.prompts
+    assert pipeline.controller
+    prompts = pipeline.controller.collector.prompts
     rng = np.random.default_rng(options.seed)
     size = pipeline.config.batch.group_size
     num_groups = pipeline.config.batch.groups_per_step

@@ -62,8 +62,8 @@ class _OneEngine:
         self._target = SyncTarget(url, info.tp_size, has_plugin=info.has_plugin)
         self._is_stale = True
 
-    def targets(self, only_stale: bool) -> list[SyncTarget]:
-        return [replace(self._target, is_stale=self._is_stale)] if self._is_stale or not only_stale else []
+    def targets(self, only_outdated: bool) -> list[SyncTarget]:
+        return [replace(self._target, is_stale=self._is_stale)] if self._is_stale or not only_outdated else []
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -73,10 +73,10 @@ class _OneEngine:
 
         return self._thread.start(call())
 
-    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
         return list(targets)
 
-    def release(self, targets: Sequence[SyncTarget]) -> None: ...
+    def resume_generation(self, targets: Sequence[SyncTarget]) -> None: ...
 
     def synced(self, url: str, version: int) -> None:
         self._is_stale = False

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.cli import quiet_libraries, run_command, say
+from dapo_mega.cli import print_once, quiet_libraries, run_command
 from dapo_mega.config import ParallelConfig
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from dapo_mega.conversion.inspection import describe
 
         for line in describe(checkpoint, options.tensors):
-            say(line)
+            print_once(line)
     elif options.command == "verify":
         _verify(checkpoint, open_checkpoint(options.other, options.model), options.tensors_only)
     else:
@@ -71,7 +71,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
     else:
         convert = to_megatron if options.command == "hf-to-megatron" else reshard
         written = convert(checkpoint, target, _layout(options, checkpoint.arch), shard_bytes)
-    say(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
+    print_once(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
 
 
 def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
@@ -80,19 +80,19 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
 
     lines = different_tensors(left, right)
     for line in lines[:_LISTED]:
-        say(line)
+        print_once(line)
     num_tensors = len({*left.names, *right.names})
-    say(f"{len(lines)} of {num_tensors} tensors differ" if lines else f"all {num_tensors} tensors are equal")
+    print_once(f"{len(lines)} of {num_tensors} tensors differ" if lines else f"all {num_tensors} tensors are equal")
     of_config = different_fields(left, right)
     for line in of_config:
-        say(f"config.json, {line}")
+        print_once(f"config.json, {line}")
     agrees = not (lines or of_config)
     if of_config:
-        say("the models are of different architectures: log-probs are not compared")
+        print_once("the models are of different architectures: log-probs are not compared")
     elif not tensors_only:
         found = compare_logprobs(left, right)
         agrees = agrees and found.agrees
-        say(found.sentence())
+        print_once(found.sentence())
     if not agrees:
         sys.exit(EXIT_DIFFERENT)
 

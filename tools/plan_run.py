@@ -15,13 +15,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_mega.cli import run_command, say
+from dapo_mega.cli import print_once, run_command
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.plan import describe_run, find_architecture
 from dapo_mega.planning.proposals import propose
 from dapo_mega.planning.report import proposal_lines, report
@@ -42,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         _print_proposals(config, arch, world_size, assumptions)
         return
     for line in describe_run(config, world_size):
-        say(line)
-    for line in report(estimate(config, Placement(arch, config.parallel, world_size), assumptions)):
-        say(line)
+        print_once(line)
+    for line in report(estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)):
+        print_once(line)
 
 
 def _print_proposals(config: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions) -> None:
-    placement = Placement(arch, config.parallel, world_size)
+    placement = RankLayout(arch, config.parallel, world_size)
     proposals, num_valid = propose(config, placement, assumptions)
     for line in proposal_lines(proposals, num_valid, world_size, assumptions, config.rollout.placement):
-        say(line)
+        print_once(line)
 
 
 def _architecture(config: RunConfig) -> Architecture:

@@ -65,7 +65,7 @@ class SampleHeaders:
     prompt_lengths: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
-    stale_tokens: npt.NDArray[np.int64]
+    off_policy_tokens: npt.NDArray[np.int64]
     engines: npt.NDArray[np.int64]
     engine_starts: npt.NDArray[np.int64]
 
@@ -113,7 +113,7 @@ def distribute_samples(
         prompt_lengths=headers.prompt_lengths[own],
         advantages=headers.advantages[own],
         in_loss=headers.in_loss[own],
-        stale_tokens=headers.stale_tokens[own],
+        off_policy_tokens=headers.off_policy_tokens[own],
         engines=headers.engines[own],
         engine_starts=headers.engine_starts[own],
         rollout_logprobs=words[num_tokens:].view(np.float32),

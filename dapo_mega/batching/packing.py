@@ -25,7 +25,7 @@ from dapo_mega.types import Sample
 class SampleColumns:
     """S samples as flat arrays: `token_ids` of all samples one after the other, likewise `rollout_logprobs`.
 
-    `lengths`, `prompt_lengths`, `stale_tokens` and `engine_starts` [S] int64 are in tokens; `engines` [S] int64;
+    `lengths`, `prompt_lengths`, `off_policy_tokens` and `engine_starts` [S] int64 are in tokens; `engines` [S] int64;
     `advantages` [S] float32; `in_loss` [S] uint8. See `Sample`.
     """
 
@@ -34,7 +34,7 @@ class SampleColumns:
     prompt_lengths: npt.NDArray[np.int64]
     advantages: npt.NDArray[np.float32]
     in_loss: npt.NDArray[np.uint8]
-    stale_tokens: npt.NDArray[np.int64]
+    off_policy_tokens: npt.NDArray[np.int64]
     engines: npt.NDArray[np.int64]
     engine_starts: npt.NDArray[np.int64]
     rollout_logprobs: npt.NDArray[np.float32]
@@ -53,7 +53,7 @@ def columns_from_samples(samples: Sequence[Sample]) -> SampleColumns:
         prompt_lengths=np.array([sample.prompt_length for sample in samples], dtype=np.int64),
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         in_loss=np.array([sample.in_loss for sample in samples], dtype=np.uint8),
-        stale_tokens=np.array([sample.num_stale_tokens for sample in samples], dtype=np.int64),
+        off_policy_tokens=np.array([sample.num_stale_tokens for sample in samples], dtype=np.int64),
         engines=np.array([sample.engine for sample in samples], dtype=np.int64),
         engine_starts=np.array([sample.engine_start for sample in samples], dtype=np.int64),
         rollout_logprobs=np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float32),
@@ -255,7 +255,7 @@ def build_micro_batch(
     masks = np.zeros((3, total), dtype=bool)
     masks[0, predicting] = True
     masks[1, predicting] = np.repeat(columns.in_loss[chosen] != 0, responses)
-    stale = columns.stale_tokens[chosen]
+    stale = columns.off_policy_tokens[chosen]
     masks[2, _ranges(starts + prompts - 1 + stale, responses - stale)] = True
     engine_ids = np.full(total, -1, dtype=np.int64)
     known = responses - columns.engine_starts[chosen]

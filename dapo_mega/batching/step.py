@@ -53,7 +53,7 @@ def unweighted_sample(prompt: Prompt, response: Response, version: int, engines:
         advantage=0.0,
         in_loss=False,
         rollout_logprobs=response.logprobs,
-        num_stale_tokens=stale_tokens(response, version),
+        num_stale_tokens=off_policy_tokens(response, version),
         engine=engines.index(url) if url in engines else -1,
         engine_start=start,
     )
@@ -71,7 +71,7 @@ def engines_of(responses: Iterable[Response]) -> tuple[str, ...]:
     return tuple(sorted({url for response in responses if (url := last_engine(response)[0])}))
 
 
-def stale_tokens(response: Response, version: int) -> int:
+def off_policy_tokens(response: Response, version: int) -> int:
     """Number of tokens, from the start, that weights older than `version` sampled."""
     spans = response.version_spans or ((response.weight_version, len(response.token_ids)),)
     return max((end for sampled_by, end in spans if sampled_by < version), default=0)
@@ -228,7 +228,7 @@ def hand_over_step(
     # Own samples arrive in the order in which the micro-batches hold them.
     numbers = iter(range(len(own)))
     renumbered = [[[next(numbers) for _ in indices] for indices in plan_[data_rank]] for plan_ in plan.mini_batches]
-    has_fresh = bool((headers.stale_tokens < headers.lengths - headers.prompt_lengths).any())
+    has_fresh = bool((headers.off_policy_tokens < headers.lengths - headers.prompt_lengths).any())
     batch = _pack(own, renumbered, plan, config, layout)
     return replace(batch, has_fresh=has_fresh, engines=broadcast_names(engines, groups.control))
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.models.hf_writer import ShardWriter, copy_companions, swap_in
+from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
 
 _BUCKET_BYTES = 512 * 2**20
 
@@ -35,7 +35,7 @@ def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
     if writing and failure is None:
         try:
             shards.finish()
-            copy_companions(policy.path, partial, {policy.config.params_dtype})
+            copy_config_and_tokenizer(policy.path, partial, {policy.config.params_dtype})
             swap_in(partial, folder)
         except (OSError, SafetensorError) as error:
             failure = str(error)

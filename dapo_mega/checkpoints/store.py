@@ -37,7 +37,7 @@ from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.restricted_loading import load_restricted
-from dapo_mega.models.hf_writer import copy_companions
+from dapo_mega.models.hf_writer import copy_config_and_tokenizer
 from dapo_mega.models.megatron_format.files import write_vocabulary
 from dapo_mega.models.megatron_format.pickles import check_pickles
 
@@ -380,7 +380,7 @@ def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
 def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: Arrays) -> None:
     """What rank 0 adds to Megatron's files: the loop's state, and the configuration and tokenizer of the model, by
     which other programs read the folder."""
-    copy_companions(policy.path, folder, {policy.config.params_dtype})
+    copy_config_and_tokenizer(policy.path, folder, {policy.config.params_dtype})
     write_vocabulary(folder, policy.arch.vocab_size)
     with (folder / "loop.npz").open("wb") as file:
         contents: dict[str, Any] = {**state.arrays, **rng}

@@ -24,10 +24,10 @@ from dapo_mega.conversion.resumable_folder import Advance, OutputFile, OutputFol
 from dapo_mega.errors import InputError
 from dapo_mega.files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.megatron.weights import ChunkLayout
-from dapo_mega.models import Architecture, Layout, ModelFamily, load_architecture, take_shard
+from dapo_mega.models import Architecture, ModelFamily, ShardRule, load_architecture, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
-from dapo_mega.models.hf_writer import copy_companions, save_shard, shard_files, write_index
+from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
 from dapo_mega.models.megatron_format.files import (
     OPTIMIZER_KEY,
     Block,
@@ -112,7 +112,7 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
         _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
-        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
         write_index(folder, shards, sum(sizes.values()))
 
     return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
@@ -163,7 +163,7 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
         _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
-        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
         write_metadata(folder, records, {}, checkpoint.arch.vocab_size)
 
     made_from = _made_from(checkpoint, "hf-to-megatron", shard_bytes, parallel)
@@ -190,7 +190,7 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
         if checkpoint.is_training:
             common["optimizer"] = _regrouped(common["optimizer"], parallel.expert > 1)
             _copy_loop_state(files.path, folder, 2 if parallel.expert > 1 else 1)
-        copy_companions(checkpoint.companions, folder, checkpoint.dtypes)
+        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
         write_metadata(folder, records, common, checkpoint.arch.vocab_size)
         if checkpoint.is_training:
             write_manifest(folder)
@@ -259,15 +259,15 @@ def _hf_blocks(checkpoint: Checkpoint, place: _Place, entry: Entry) -> Iterator[
     for rank, file in enumerate(place.files):
         for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
             # Gate and up projections are stored one after the other, each cut like a layer of its own.
-            gated = placed.layout is Layout.GATE_UP
+            gated = placed.layout is ShardRule.GATE_UP
             names = (placed.hf[part],) if gated else placed.hf
-            layout = Layout.COLUMN if gated else placed.layout
+            layout = ShardRule.COLUMN if gated else placed.layout
             read = partial(_hf_shard, checkpoint.source, names, layout, arch, rank, size)
             yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
 
 
 def _hf_shard(
-    source: TensorSource, names: Sequence[str], layout: Layout, arch: Architecture, rank: int, size: int
+    source: TensorSource, names: Sequence[str], layout: ShardRule, arch: Architecture, rank: int, size: int
 ) -> Tensor:
     return take_shard([source.tensor(name) for name in names], layout, arch, rank, size)
 
@@ -315,7 +315,7 @@ def _stacked(
 
 def _padded(placed: PlacedTensor, arch: Architecture, tensor_parallel: int) -> tuple[int, ...]:
     shape = stored_shape(placed, arch)
-    return (arch.padded_vocab_size(tensor_parallel), *shape[1:]) if placed.layout is Layout.VOCAB else shape
+    return (arch.padded_vocab_size(tensor_parallel), *shape[1:]) if placed.layout is ShardRule.VOCAB else shape
 
 
 def _megatron_outputs(

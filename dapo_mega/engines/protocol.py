@@ -42,16 +42,16 @@ class StreamingEngine(RolloutEngine, Protocol):
 class RolloutFleet(RolloutEngine, Protocol):
     """All engines of a run, constructed on every process and driven by rank 0.
 
-    While rank 0 generates the other processes are in `serve`, until rank 0 calls `release`.
+    While rank 0 generates the other processes are in `serve`, until rank 0 calls `end_serving`.
     """
 
-    def on_stale_engines(self, update: Callable[[], object]) -> None:
+    def on_outdated_engines(self, update: Callable[[], object]) -> None:
         """Say what brings the current weights to engines that join or come back meanwhile: a collective."""
 
     def serve(self) -> None:
         """Work for rank 0 until it releases; on the other processes only."""
 
-    def release(self) -> None:
+    def end_serving(self) -> None:
         """Send the other processes on; rank 0 only."""
 
     def sleep(self) -> None:

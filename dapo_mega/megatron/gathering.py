@@ -21,13 +21,13 @@ from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
-from dapo_mega.models import Architecture, Layout, merge_parts, merge_shards
+from dapo_mega.models import Architecture, ShardRule, merge_parts, merge_shards
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.types import StageBucket
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _GatheredParameter:
     """What is gathered together: one parameter, or the same parameter of one expert on every expert rank.
 
     `shape` and `dtype` are those of one shard. Contributors are numbered by their shard, experts' by expert rank and
@@ -57,7 +57,7 @@ class _Unit:
         """Who holds the shards of the placed tensor at `index`, in order."""
         return range(index * self.num_holders, index * self.num_holders + self.num_shards)
 
-    def is_held_by(self, contributor: int) -> bool:
+    def owns_shard(self, contributor: int) -> bool:
         index, shard = divmod(contributor, self.num_holders)
         return index < len(self.placed) and shard < self.num_shards
 
@@ -66,7 +66,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class _Circle:
+class _ShardGroup:
     """Processes that hold all shards of a kind of parameter between them, in order of their shards, and the leaders
     they send them to: ranks within a pipeline stage, the leaders' within the first."""
 
@@ -75,7 +75,7 @@ class _Circle:
 
 
 @dataclass(frozen=True)
-class _Cargo:
+class _BucketPlan:
     """A bucket of the pipeline stage `owner` before it is filled.
 
     `tensors` are stand-ins for the full tensors; those that are `copied` take memory of the bucket. Neighbours with the
@@ -83,7 +83,7 @@ class _Cargo:
     """
 
     owner: int
-    units: Sequence[_Unit]
+    units: Sequence[_GatheredParameter]
     tensors: Sequence[Tensor]
     copied: Sequence[bool]
     pieces: Sequence[int]
@@ -106,7 +106,7 @@ class _Cargo:
         )
 
 
-_Merge = Callable[[Sequence[Tensor], Layout, Architecture], list[Tensor]]
+_Merge = Callable[[Sequence[Tensor], ShardRule, Architecture], list[Tensor]]
 
 # Broadcasts of less take longer than a copy.
 _OWN_PIECE_BYTES = 2**20
@@ -119,7 +119,7 @@ class _Transfer:
     receives, by contributor."""
 
     owner: int
-    units: Sequence[_Unit]
+    units: Sequence[_GatheredParameter]
     leads: bool
     rows: Mapping[int, Tensor]
     works: list[dist.Work]
@@ -140,8 +140,8 @@ class WeightGatherer:
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
         """Collective: pipeline stages tell each other the shapes and dtypes of their shards once."""
         self.bytes_sent = 0
-        self._full_of: dict[tuple[Layout, tuple[int, ...], torch.dtype, int], tuple[list[Tensor], bool]] = {}
-        self._plans: dict[tuple[int, int | None], list[_Cargo]] = {}
+        self._full_of: dict[tuple[ShardRule, tuple[int, ...], torch.dtype, int], tuple[list[Tensor], bool]] = {}
+        self._plans: dict[tuple[int, int | None], list[_BucketPlan]] = {}
         self._kept: list[Tensor] = []
         self._layout = layout
         self._processes = processes
@@ -162,17 +162,17 @@ class WeightGatherer:
         # NCCL connects a group in its first operation, which all processes must join; a bucket concerns only some.
         dist.all_reduce(torch.zeros(1, device=processes.device))
 
-    def _circles(self) -> tuple[_Circle, _Circle]:
+    def _circles(self) -> tuple[_ShardGroup, _ShardGroup]:
         """Of this process's replica, and of its expert-parallel processes. Megatron numbers the processes of a stage
         tensor, context, data, and for experts expert tensor, expert, expert data."""
         me = self._processes
         replica_size = me.tensor_size * me.context_size
         first = me.data_rank * replica_size
-        dense = _Circle(range(first, first + me.tensor_size), range(first, first + 1))
+        dense = _ShardGroup(range(first, first + me.tensor_size), range(first, first + 1))
         size = self._expert_tensor_size * me.expert_size
         first = me.rank % self._stage_size // size * size
         leaders = range(-(-first // replica_size) * replica_size, first + size, replica_size)
-        return dense, _Circle(range(first, first + size), leaders)
+        return dense, _ShardGroup(range(first, first + size), leaders)
 
     def _placed(self, chunk: int) -> list[tuple[PlacedTensor, ...]]:
         """Parameters of a chunk; an expert's together with those that take its place on the other expert ranks."""
@@ -192,10 +192,10 @@ class WeightGatherer:
         ]
         return alone + together
 
-    def _unit(self, placed: tuple[PlacedTensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> _Unit:
+    def _unit(self, placed: tuple[PlacedTensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> _GatheredParameter:
         num_holders = self._processes.tensor_size if placed[0].expert is None else self._expert_tensor_size
-        num_shards = 1 if placed[0].layout is Layout.REPLICATED else num_holders
-        return _Unit(placed, shape, dtype, num_shards, num_holders)
+        num_shards = 1 if placed[0].layout is ShardRule.REPLICATED else num_holders
+        return _GatheredParameter(placed, shape, dtype, num_shards, num_holders)
 
     def _shapes(self, chunk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         shards = [self._mine(placed) for placed in self._placed(chunk)]
@@ -237,12 +237,12 @@ class WeightGatherer:
             planned = self._planned(bucket_bytes * 2 // 3, most_bytes)
             self._plans[key] = [self._cargo(owner, units, in_place) for owner, units in planned]
         plan = self._plans[key]
-        buffers = cycle(self._buffers([cargo.copied_bytes for cargo in plan if self._leads(cargo.owner)]))
+        buffers = cycle(self._buffers([cargo.copied_bytes for cargo in plan if self._is_stage_source(cargo.owner)]))
         for number, cargo in enumerate(plan, start=1):
             leader = cargo.owner * self._stage_size
             in_first_replica = 0 in self._circle(cargo.units).contributors
             transfer = self._start(cargo.owner, cargo.units, range(leader, leader + in_first_replica))
-            pieces = self._pieces(next(buffers), cargo, transfer) if self._leads(cargo.owner) else None
+            pieces = self._pieces(next(buffers), cargo, transfer) if self._is_stage_source(cargo.owner) else None
             try:
                 yield replace(
                     cargo.description,
@@ -264,20 +264,20 @@ class WeightGatherer:
             self._kept = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in wanted]
         return self._kept
 
-    def _leads(self, stage: int) -> bool:
+    def _is_stage_source(self, stage: int) -> bool:
         """Whether this process leads the stage in the first replica."""
         return self._processes.rank == stage * self._stage_size
 
-    def _is_large(self, unit: _Unit) -> bool:
+    def _is_large(self, unit: _GatheredParameter) -> bool:
         """Whether each of its placed tensors is a piece of its own, where a bucket may be several."""
         return sum(tensor.nbytes for tensor in self._full_tensors(unit)[0]) >= _OWN_PIECE_BYTES
 
-    def _stays(self, unit: _Unit) -> bool:
+    def _stays(self, unit: _GatheredParameter) -> bool:
         """Whether it is sent from where it lies then. Of experts on several processes most come from elsewhere."""
         return len(unit.placed) == 1 and self._is_large(unit) and self._full_tensors(unit)[1]
 
-    def _cargo(self, owner: int, units: Sequence[_Unit], in_place: bool) -> _Cargo:
-        def is_alone(unit: _Unit) -> bool:
+    def _cargo(self, owner: int, units: Sequence[_GatheredParameter], in_place: bool) -> _BucketPlan:
+        def is_alone(unit: _GatheredParameter) -> bool:
             return in_place and self._is_large(unit)
 
         # In falling order of the size of an element everything is aligned without padding; all that share a piece
@@ -292,9 +292,9 @@ class WeightGatherer:
                 pieces += [len(tensors) if is_alone(unit) else _SHARED_PIECE] * len(full)
                 copied += [not (is_alone(unit) and is_shard)] * len(full)
                 tensors += full
-        return _Cargo(owner, units, tensors, copied, pieces)
+        return _BucketPlan(owner, units, tensors, copied, pieces)
 
-    def _pieces(self, memory: Tensor, cargo: _Cargo, transfer: _Transfer) -> Iterator[Tensor]:
+    def _pieces(self, memory: Tensor, cargo: _BucketPlan, transfer: _Transfer) -> Iterator[Tensor]:
         """The bucket's pieces on its stage's leader in the first replica; `memory` [bytes] takes what is copied."""
         tensors = (tensor for _, tensor in self._finish(transfer, merge_parts))
         end = 0
@@ -310,7 +310,7 @@ class WeightGatherer:
             yield piece
             end += num_bytes
 
-    def _full_tensors(self, unit: _Unit) -> tuple[list[Tensor], bool]:
+    def _full_tensors(self, unit: _GatheredParameter) -> tuple[list[Tensor], bool]:
         """Stand-ins without memory for the full tensors of a placed one, and whether these lie one after the other
         in a single shard."""
         key = (unit.placed[0].layout, unit.shape, unit.dtype, unit.num_shards)
@@ -325,12 +325,12 @@ class WeightGatherer:
             )
         return self._full_of[key]
 
-    def _planned(self, limit: int, most_bytes: int | None = None) -> Iterator[tuple[int, list[_Unit]]]:
+    def _planned(self, limit: int, most_bytes: int | None = None) -> Iterator[tuple[int, list[_GatheredParameter]]]:
         """The stage that holds a bucket's units, and these: of one kind, at most `limit` bytes. With `most_bytes` units
         that can be sent from where they lie do not count, but for a bucket's size of at most `most_bytes`."""
         for chunk, units in enumerate(self._units):
             owner = owner_of(chunk, self._layout)
-            pending: list[_Unit] = []
+            pending: list[_GatheredParameter] = []
             size = copied = 0
             for together in _inseparable(units):
                 num_bytes = sum(unit.num_bytes for unit in together)
@@ -344,17 +344,17 @@ class WeightGatherer:
                 copied += num_bytes - in_place
             yield owner, pending
 
-    def _circle(self, units: Sequence[_Unit]) -> _Circle:
+    def _circle(self, units: Sequence[_GatheredParameter]) -> _ShardGroup:
         return self._expert_circle if units[0].is_expert else self._dense_circle
 
-    def _start(self, owner: int, units: Sequence[_Unit], leaders: range) -> _Transfer:
+    def _start(self, owner: int, units: Sequence[_GatheredParameter], leaders: range) -> _Transfer:
         """Send this process's shards to the `leaders`, and receive the others' where it is one of them."""
         me = self._processes
         rows: dict[int, Tensor] = {}
         operations: list[dist.P2POp] = []
         for contributor, rank in enumerate(self._circle(units).contributors):
             source = owner * self._stage_size + rank
-            num_bytes = sum(unit.shard_bytes for unit in units if unit.is_held_by(contributor))
+            num_bytes = sum(unit.shard_bytes for unit in units if unit.owns_shard(contributor))
             if not num_bytes or not leaders or (source != me.rank and me.rank not in leaders):
                 continue
             receivers = [leader for leader in leaders if leader != me.rank]
@@ -388,10 +388,10 @@ class WeightGatherer:
                 yield from zip(placed.hf, merge(mine, placed.layout, self._layout.arch), strict=True)
 
 
-def _inseparable(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
+def _inseparable(units: Iterable[_GatheredParameter]) -> Iterator[list[_GatheredParameter]]:
     """The units in order, one by one but for those that an engine must be given in one call: SGLang fuses the two down
     projections of latent attention when it has seen both, and forgets one that comes alone."""
-    together: list[_Unit] = []
+    together: list[_GatheredParameter] = []
     is_fused = False
     for unit in units:
         name = unit.placed[0].hf[0]
@@ -402,11 +402,11 @@ def _inseparable(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
             together = []
 
 
-def _held(units: Sequence[_Unit], contributor: int) -> Iterator[_Unit]:
-    return (unit for unit in units if unit.is_held_by(contributor))
+def _held(units: Sequence[_GatheredParameter], contributor: int) -> Iterator[_GatheredParameter]:
+    return (unit for unit in units if unit.owns_shard(contributor))
 
 
-def _shards(row: Tensor, units: Sequence[_Unit], contributor: int) -> Iterator[Tensor]:
+def _shards(row: Tensor, units: Sequence[_GatheredParameter], contributor: int) -> Iterator[Tensor]:
     """The contributor's shards as views of its row [bytes], in the order of the units."""
     start = 0
     for unit in _held(units, contributor):

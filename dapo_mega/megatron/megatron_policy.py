@@ -100,7 +100,7 @@ class ScoringModel:
             segment_multiple=self.parallel.segment_multiple,
         )
 
-    def share(self, micro_batch: MicroBatch) -> MicroBatch:
+    def context_shard(self, micro_batch: MicroBatch) -> MicroBatch:
         """This process's positions of a micro-batch of its replica; all of them without context parallelism."""
         return context_slice(micro_batch, self.processes.context_rank, self.processes.context_size)
 
@@ -118,7 +118,7 @@ class ScoringModel:
             segment_multiple=layout.segment_multiple,
         )
         return [
-            self.share(build_for_layout(columns, indices, layout, aggregation, max_response_tokens))
+            self.context_shard(build_for_layout(columns, indices, layout, aggregation, max_response_tokens))
             for indices in plan[self.processes.data_rank]
         ]
 

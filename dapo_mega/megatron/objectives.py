@@ -164,7 +164,7 @@ class PolicyGradient:
 
 
 @dataclass(frozen=True)
-class Imitation:
+class SupervisedLoss:
     """Negative log-likelihood of demonstrated response tokens, mean over the tokens of the batch."""
 
     @property

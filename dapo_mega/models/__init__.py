@@ -2,12 +2,12 @@
 
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, TensorRule, load_architecture
-from dapo_mega.models.layouts import Layout, merge_parts, merge_shards, take_shard
+from dapo_mega.models.layouts import ShardRule, merge_parts, merge_shards, take_shard
 
 __all__ = [
     "Architecture",
-    "Layout",
     "ModelFamily",
+    "ShardRule",
     "TensorRule",
     "load_architecture",
     "merge_parts",

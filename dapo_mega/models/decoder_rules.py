@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import TensorRule
-from dapo_mega.models.layouts import Layout
+from dapo_mega.models.layouts import ShardRule
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -25,41 +25,43 @@ def _projections(prefix: str, parts: tuple[str, ...], kind: str) -> tuple[str, .
     return tuple(f"{prefix}{part}_proj.{kind}" for part in parts)
 
 
-EMBEDDING = (TensorRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.VOCAB),)
+EMBEDDING = (TensorRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), ShardRule.VOCAB),)
 
 INPUT_NORM = TensorRule(
     (MEGATRON_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
     (HF_LAYER + "input_layernorm.weight",),
-    Layout.REPLICATED,
+    ShardRule.REPLICATED,
 )
-OUTPUT_PROJECTION = TensorRule((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), Layout.ROW)
+OUTPUT_PROJECTION = TensorRule((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), ShardRule.ROW)
 
 ATTENTION = (
     INPUT_NORM,
-    TensorRule((_ATTENTION + "linear_qkv.weight",), _projections(_HF_ATTENTION, ("q", "k", "v"), "weight"), Layout.QKV),
+    TensorRule(
+        (_ATTENTION + "linear_qkv.weight",), _projections(_HF_ATTENTION, ("q", "k", "v"), "weight"), ShardRule.QKV
+    ),
     TensorRule(
         (_ATTENTION + "linear_qkv.bias",),
         _projections(_HF_ATTENTION, ("q", "k", "v"), "bias"),
-        Layout.QKV,
+        ShardRule.QKV,
         applies=lambda arch: arch.qkv_bias,
     ),
     TensorRule(
         (_ATTENTION + "q_layernorm.weight",),
         (_HF_ATTENTION + "q_norm.weight",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=lambda arch: arch.qk_norm,
     ),
     TensorRule(
         (_ATTENTION + "k_layernorm.weight",),
         (_HF_ATTENTION + "k_norm.weight",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=lambda arch: arch.qk_norm,
     ),
     OUTPUT_PROJECTION,
     TensorRule(
         (_ATTENTION + "linear_proj.bias",),
         (_HF_ATTENTION + "o_proj.bias",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=lambda arch: arch.output_bias,
     ),
 )
@@ -75,36 +77,38 @@ LATENT_ATTENTION = (
     TensorRule(
         (_ATTENTION + "linear_q_proj.weight",),
         (_HF_ATTENTION + "q_proj.weight",),
-        Layout.COLUMN,
+        ShardRule.COLUMN,
         applies=lambda arch: not _projects_queries_up(arch),
     ),
     TensorRule(
         (_ATTENTION + "linear_q_down_proj.weight",),
         (_HF_ATTENTION + "q_a_proj.weight",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=_projects_queries_up,
     ),
     TensorRule(
         (_ATTENTION + "q_layernorm.weight", _ATTENTION + "linear_q_up_proj.layer_norm_weight"),
         (_HF_ATTENTION + "q_a_layernorm.weight",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=_projects_queries_up,
     ),
     TensorRule(
         (_ATTENTION + "linear_q_up_proj.weight",),
         (_HF_ATTENTION + "q_b_proj.weight",),
-        Layout.COLUMN,
+        ShardRule.COLUMN,
         applies=_projects_queries_up,
     ),
     TensorRule(
-        (_ATTENTION + "linear_kv_down_proj.weight",), (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",), Layout.REPLICATED
+        (_ATTENTION + "linear_kv_down_proj.weight",),
+        (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",),
+        ShardRule.REPLICATED,
     ),
     TensorRule(
         (_ATTENTION + "kv_layernorm.weight", _ATTENTION + "linear_kv_up_proj.layer_norm_weight"),
         (_HF_ATTENTION + "kv_a_layernorm.weight",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
     ),
-    TensorRule((_ATTENTION + "linear_kv_up_proj.weight",), (_HF_ATTENTION + "kv_b_proj.weight",), Layout.COLUMN),
+    TensorRule((_ATTENTION + "linear_kv_up_proj.weight",), (_HF_ATTENTION + "kv_b_proj.weight",), ShardRule.COLUMN),
     OUTPUT_PROJECTION,
 )
 """Multi-head latent attention with the norm before it."""
@@ -113,25 +117,28 @@ MLP_NORM = TensorRule(
     # Transformer Engine fuses it into a dense MLP; before experts it is a layer of its own.
     (MEGATRON_LAYER + "pre_mlp_layernorm.weight", _MLP + "linear_fc1.layer_norm_weight"),
     (HF_LAYER + "post_attention_layernorm.weight",),
-    Layout.REPLICATED,
+    ShardRule.REPLICATED,
 )
 
 DENSE_MLP = (
     TensorRule(
-        (_MLP + "linear_fc1.weight",), _projections(_HF_MLP, ("gate", "up"), "weight"), Layout.GATE_UP, layers="dense"
+        (_MLP + "linear_fc1.weight",),
+        _projections(_HF_MLP, ("gate", "up"), "weight"),
+        ShardRule.GATE_UP,
+        layers="dense",
     ),
     TensorRule(
         (_MLP + "linear_fc1.bias",),
         _projections(_HF_MLP, ("gate", "up"), "bias"),
-        Layout.GATE_UP,
+        ShardRule.GATE_UP,
         applies=lambda arch: arch.mlp_bias,
         layers="dense",
     ),
-    TensorRule((_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), Layout.ROW, layers="dense"),
+    TensorRule((_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), ShardRule.ROW, layers="dense"),
     TensorRule(
         (_MLP + "linear_fc2.bias",),
         (_HF_MLP + "down_proj.bias",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=lambda arch: arch.mlp_bias,
         layers="dense",
     ),
@@ -139,24 +146,24 @@ DENSE_MLP = (
 """SwiGLU."""
 
 EXPERTS = (
-    TensorRule((_MLP + "router.weight",), (_HF_MLP + "gate.weight",), Layout.REPLICATED, layers="experts"),
+    TensorRule((_MLP + "router.weight",), (_HF_MLP + "gate.weight",), ShardRule.REPLICATED, layers="experts"),
     TensorRule(
         (_MLP + "router.expert_bias",),
         (_HF_MLP + "gate.e_score_correction_bias",),
-        Layout.REPLICATED,
+        ShardRule.REPLICATED,
         applies=lambda arch: arch.experts is not None and arch.experts.has_router_bias,
         layers="experts",
     ),
     TensorRule(
         (_EXPERT + "local_experts.{expert}.linear_fc1.weight", _EXPERT + "linear_fc1.weight{expert}"),
         _projections(_HF_EXPERT, ("gate", "up"), "weight"),
-        Layout.GATE_UP,
+        ShardRule.GATE_UP,
         layers="experts",
     ),
     TensorRule(
         (_EXPERT + "local_experts.{expert}.linear_fc2.weight", _EXPERT + "linear_fc2.weight{expert}"),
         (_HF_EXPERT + "down_proj.weight",),
-        Layout.ROW,
+        ShardRule.ROW,
         layers="experts",
     ),
 )
@@ -170,14 +177,14 @@ def shared_expert(name: str) -> tuple[TensorRule, ...]:
         TensorRule(
             (_SHARED + "linear_fc1.weight",),
             _projections(hf, ("gate", "up"), "weight"),
-            Layout.GATE_UP,
+            ShardRule.GATE_UP,
             layers="experts",
         ),
-        TensorRule((_SHARED + "linear_fc2.weight",), (hf + "down_proj.weight",), Layout.ROW, layers="experts"),
+        TensorRule((_SHARED + "linear_fc2.weight",), (hf + "down_proj.weight",), ShardRule.ROW, layers="experts"),
         TensorRule(
             (_SHARED + "gate_weight",),
             (f"{_HF_MLP}{name}_gate.weight",),
-            Layout.REPLICATED,
+            ShardRule.REPLICATED,
             applies=lambda arch: arch.experts is not None and arch.experts.gates_shared,
             layers="experts",
         ),
@@ -185,11 +192,11 @@ def shared_expert(name: str) -> tuple[TensorRule, ...]:
 
 
 OUTPUT = (
-    TensorRule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Layout.REPLICATED),
+    TensorRule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ShardRule.REPLICATED),
     TensorRule(
         ("output_layer.weight",),
         ("lm_head.weight",),
-        Layout.VOCAB,
+        ShardRule.VOCAB,
         applies=lambda arch: not arch.tied_embeddings,
     ),
 )

@@ -29,7 +29,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.files import read_json_object, refuse_special_files
 from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
 from dapo_mega.models.config_values import check_values
-from dapo_mega.models.layouts import Layout
+from dapo_mega.models.layouts import ShardRule
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
@@ -54,7 +54,7 @@ class TensorRule:
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
-    layout: Layout
+    layout: ShardRule
     applies: Callable[[Architecture], bool] = _always
     layers: Literal["all", "dense", "experts"] = "all"
 
@@ -78,7 +78,7 @@ class PlacedTensor:
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
-    layout: Layout
+    layout: ShardRule
     expert: int | None = None
 
 

@@ -102,7 +102,7 @@ def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int)
     replace_file(folder / INDEX_FILE, json.dumps(index, indent=2))
 
 
-def copy_companions(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
+def copy_config_and_tokenizer(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
     """Everything beside the weights: generation config, tokenizer, and config.json with the weights' dtype.
 
     Of weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such

@@ -18,7 +18,7 @@ from torch import Tensor
 from dapo_mega.models.architecture import Architecture
 
 
-class Layout(Enum):
+class ShardRule(Enum):
     """How one Megatron parameter is made of one or more Hugging Face tensors."""
 
     REPLICATED = "replicated"
@@ -35,20 +35,20 @@ class Layout(Enum):
     """Gate and up projections; each rank holds its piece of gate, then its piece of up."""
 
 
-def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
+def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
     """This rank's Megatron tensor from the full Hugging Face tensors, given in the rule's order."""
-    if layout is Layout.REPLICATED:
+    if layout is ShardRule.REPLICATED:
         return tensors[0]
-    if layout is Layout.COLUMN:
+    if layout is ShardRule.COLUMN:
         return tensors[0].chunk(tp_size)[tp_rank]
-    if layout is Layout.ROW:
+    if layout is ShardRule.ROW:
         return tensors[0].chunk(tp_size, dim=1)[tp_rank]
-    if layout is Layout.VOCAB:
+    if layout is ShardRule.VOCAB:
         rows = arch.padded_vocab_size(tp_size) // tp_size
         shard = tensors[0][tp_rank * rows : (tp_rank + 1) * rows]
         padding = rows - len(shard)
         return torch.nn.functional.pad(shard, (0, 0, 0, padding)) if padding else shard
-    if layout is Layout.GATE_UP:
+    if layout is ShardRule.GATE_UP:
         return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
     groups = arch.num_query_groups
     rest = tensors[0].shape[1:]
@@ -59,26 +59,26 @@ def take_shard(tensors: Sequence[Tensor], layout: Layout, arch: Architecture, tp
     return torch.cat(mine, dim=1).reshape(-1, *rest).chunk(ranks_per_group)[tp_rank % ranks_per_group]
 
 
-def merge_shards(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -> list[Tensor]:
+def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture) -> list[Tensor]:
     """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`.
 
     Of a single shard they may be views.
     """
     parts = merge_parts(shards, layout, arch)
-    return [part.flatten(0, 1) for part in parts] if layout is Layout.QKV else parts
+    return [part.flatten(0, 1) for part in parts] if layout is ShardRule.QKV else parts
 
 
-def merge_parts(shards: Sequence[Tensor], layout: Layout, arch: Architecture) -> list[Tensor]:
+def merge_parts(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture) -> list[Tensor]:
     """As `merge_shards`, but queries, keys and values are [query groups, rows of a group, ...] and not copied again."""
-    if layout is Layout.REPLICATED:
+    if layout is ShardRule.REPLICATED:
         return [shards[0]]
-    if layout is Layout.COLUMN:
+    if layout is ShardRule.COLUMN:
         return [_joined(shards)]
-    if layout is Layout.ROW:
+    if layout is ShardRule.ROW:
         return [_joined(shards, dim=1)]
-    if layout is Layout.VOCAB:
+    if layout is ShardRule.VOCAB:
         return [_joined(shards)[: arch.vocab_size]]
-    if layout is Layout.GATE_UP:
+    if layout is ShardRule.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in (0, 1)]
     rest = shards[0].shape[1:]

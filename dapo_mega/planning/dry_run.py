@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dapo_mega.cli import say
+from dapo_mega.cli import print_once
 from dapo_mega.config import RunConfig, dump_config
 from dapo_mega.planning.plan import describe_run
 
@@ -12,6 +12,6 @@ from dapo_mega.planning.plan import describe_run
 def print_dry_run(config: RunConfig) -> None:
     """Print the resolved configuration, the parallel layout and the batch arithmetic."""
     lines = describe_run(config, int(os.environ.get("WORLD_SIZE", "1")))
-    say(dump_config(config))
-    say("\n".join(lines))
-    say("dry run: the configuration is valid; nothing was started")
+    print_once(dump_config(config))
+    print_once("\n".join(lines))
+    print_once("dry run: the configuration is valid; nothing was started")

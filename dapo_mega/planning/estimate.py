@@ -21,7 +21,7 @@ from dapo_mega.planning.memory import (
     trainer_memory,
 )
 from dapo_mega.planning.parameters import num_parameters
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.step_time import Generation, Machine, StepTime, generation, step_time
 from dapo_mega.planning.workload import Workload
 
@@ -72,7 +72,7 @@ class Estimate:
         return self.worst.total <= self.available and self.engine_fits
 
 
-def estimate(config: RunConfig, placement: Placement, assumptions: Assumptions) -> Estimate:
+def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions) -> Estimate:
     """Memory, traffic and time of `config` in the layout of `placement`."""
     workload = Workload(config, placement, assumptions.mean_prompt, assumptions.mean_response)
     size = num_parameters(placement.arch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dapo_mega.config import ComputeConfig, RunConfig
 from dapo_mega.planning.activations import ActivationModel, LayerKind, peak_activations
 from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, stage_bytes
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def working_set(model: ActivationModel, stage: int) -> float:
     return max(layer, output_layer_bytes(model.placement, model.compute, model.element, model.shape.num_scored))
 
 
-def output_layer_bytes(placement: Placement, compute: ComputeConfig, element: int, num_scored: int) -> float:
+def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: int, num_scored: int) -> float:
     """Working set of log-probs and entropies: one chunk of logits and the gradient of the hidden states, or (not
     fused) the gradient of all logits and a chunk of them in float32."""
     vocabulary, hidden = placement.vocabulary, placement.arch.hidden_size
@@ -176,7 +176,7 @@ def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
     return size * DTYPE_BYTES[engine.dtype] / engine.tensor
 
 
-def cache_bytes_per_token(placement: Placement, engine: EngineLayout) -> float:
+def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
     """Keys and values of one token in all layers, on one GPU of an engine, which holds at least one head of them."""
     arch, element = placement.arch, DTYPE_BYTES["bf16" if engine.dtype == "fp8" else engine.dtype]
     if arch.latent_attention:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
-from dapo_mega.planning.placement import Chunk, Placement
+from dapo_mega.planning.placement import Chunk, RankLayout
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
@@ -52,18 +52,18 @@ def num_active_parameters(arch: Architecture) -> int:
 
 def _whole_model(arch: Architecture) -> tuple[int, int]:
     """Weights outside experts, and of all experts together."""
-    whole, chunk = Placement(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
     return sum(dense_numels(whole, chunk)), sum(expert_numels(whole, chunk))
 
 
-def stage_bytes(placement: Placement, stage: int, model: ModelConfig, compute: ComputeConfig) -> ParameterBytes:
+def stage_bytes(placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig) -> ParameterBytes:
     """Parameters, gradients and optimizer state of one process of a pipeline stage."""
     dense, experts = stage_buffers(placement, stage, model, compute)
     return dense + experts
 
 
 def stage_buffers(
-    placement: Placement, stage: int, model: ModelConfig, compute: ComputeConfig
+    placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig
 ) -> tuple[ParameterBytes, ParameterBytes]:
     """The same in two parts: what data x context parallel processes share, and experts spread over processes."""
     shared, spread = ParameterBytes(0, 0, 0), ParameterBytes(0, 0, 0)
@@ -76,7 +76,7 @@ def stage_buffers(
     return shared, spread
 
 
-def dense_numels(placement: Placement, chunk: Chunk) -> list[int]:
+def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
     arch = placement.arch
     numels: list[int] = []
@@ -96,7 +96,7 @@ def dense_numels(placement: Placement, chunk: Chunk) -> list[int]:
     return numels
 
 
-def attention_matrices(placement: Placement) -> list[int]:
+def attention_matrices(placement: RankLayout) -> list[int]:
     """Elements of the weights around a layer's attention on one process."""
     arch, hidden = placement.arch, placement.arch.hidden_size
     queries = placement.query_heads * arch.head_dim
@@ -114,7 +114,7 @@ def attention_matrices(placement: Placement) -> list[int]:
     return [*matrices, latent.query_rank * hidden, queries * latent.query_rank]
 
 
-def _attention_vectors(placement: Placement) -> list[int]:
+def _attention_vectors(placement: RankLayout) -> list[int]:
     """Elements of the biases and norms within a layer's attention."""
     arch, latent = placement.arch, placement.arch.latent_attention
     vectors = [latent.key_value_rank, latent.query_rank or 0] if latent else []
@@ -127,13 +127,13 @@ def _attention_vectors(placement: Placement) -> list[int]:
     return vectors
 
 
-def _mlp_numels(placement: Placement) -> list[int]:
+def _mlp_numels(placement: RankLayout) -> list[int]:
     inner = placement.arch.ffn_hidden_size // placement.parallel.tensor
     numels = [2 * inner * placement.arch.hidden_size, inner * placement.arch.hidden_size]
     return [*numels, 2 * inner, placement.arch.hidden_size] if placement.arch.mlp_bias else numels
 
 
-def _routing_numels(placement: Placement, experts: Experts) -> list[int]:
+def _routing_numels(placement: RankLayout, experts: Experts) -> list[int]:
     """The router and the shared expert."""
     hidden = placement.arch.hidden_size
     numels = [experts.number * hidden]
@@ -143,7 +143,7 @@ def _routing_numels(placement: Placement, experts: Experts) -> list[int]:
     return [*numels, hidden] if experts.gates_shared else numels
 
 
-def expert_numels(placement: Placement, chunk: Chunk) -> list[int]:
+def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each expert weight of a chunk on one process."""
     experts, parallel = placement.arch.experts, placement.parallel
     if experts is None:
@@ -153,7 +153,7 @@ def expert_numels(placement: Placement, chunk: Chunk) -> list[int]:
     return [2 * one, one] * (experts.number // parallel.expert * layers)
 
 
-def linear_elements(placement: Placement, layer: int) -> int:
+def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
     arch, chunk = placement.arch, Chunk(layer, 1, is_first=False, is_last=False)
     vectors = 2 * arch.hidden_size
@@ -162,7 +162,7 @@ def linear_elements(placement: Placement, layer: int) -> int:
     return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))
 
 
-def fp8_weight_bytes(placement: Placement, stage: int, compute: ComputeConfig) -> int:
+def fp8_weight_bytes(placement: RankLayout, stage: int, compute: ComputeConfig) -> int:
     """Change of a stage's parameter bytes by FP8: copies beside the bf16 weights, or in their place."""
     if not compute.fp8.enabled:
         return 0

@@ -27,7 +27,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankLayout:
     """A model in a layout of `world_size` processes."""
 
     arch: Architecture

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from dapo_mega.config import ParallelConfig, RunConfig, divisors
 from dapo_mega.errors import InputError
 from dapo_mega.planning.estimate import Assumptions, Estimate, estimate
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 
 _RECOMPUTES = ("none", "selective", "full")
 
@@ -35,7 +35,7 @@ class Proposal:
         return f"{text}; most sent: {traffic.name}" if traffic else text
 
 
-def propose(config: RunConfig, base: Placement, assumptions: Assumptions) -> tuple[list[Proposal], int]:
+def propose(config: RunConfig, base: RankLayout, assumptions: Assumptions) -> tuple[list[Proposal], int]:
     """The layouts that fit, fastest first, and how many valid ones were looked at.
 
     Of one layout the least recompute that fits is kept: more of it only costs time.
@@ -45,14 +45,14 @@ def propose(config: RunConfig, base: Placement, assumptions: Assumptions) -> tup
         num_valid += 1
         for recompute in _RECOMPUTES:
             candidate = _with_layout(config, base, parallel, recompute)
-            result = estimate(candidate, Placement(base.arch, parallel, base.world_size), assumptions)
+            result = estimate(candidate, RankLayout(base.arch, parallel, base.world_size), assumptions)
             if result.fits:
                 proposals.append(Proposal(_settings(candidate), result))
                 break
     return sorted(proposals, key=lambda proposal: proposal.estimate.time.total), num_valid
 
 
-def valid_layouts(base: Placement) -> Iterator[ParallelConfig]:
+def valid_layouts(base: RankLayout) -> Iterator[ParallelConfig]:
     """Every layout that the configuration and the model accept; tensor parallelism always with sequence parallelism."""
     world_size, arch = base.world_size, base.arch
     for tensor in divisors(world_size):
@@ -75,14 +75,14 @@ def valid_layouts(base: Placement) -> Iterator[ParallelConfig]:
                         yield from _accepted(base, settings)
 
 
-def _expert_sizes(base: Placement, tensor: int, pipeline: int) -> list[tuple[int, int]]:
+def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[int, int]]:
     if base.arch.experts is None:
         return [(1, 1)]
     stage_size = base.world_size // pipeline
     return [(expert, cut) for expert in divisors(stage_size) for cut in sorted({1, tensor}) if stage_size % cut == 0]
 
 
-def _accepted(base: Placement, settings: dict[str, int | bool]) -> Iterator[ParallelConfig]:
+def _accepted(base: RankLayout, settings: dict[str, int | bool]) -> Iterator[ParallelConfig]:
     try:
         parallel = ParallelConfig.model_validate(settings)
         base.arch.check_layout(parallel)
@@ -101,7 +101,7 @@ def _settings(config: RunConfig) -> dict[str, object]:
     return settings
 
 
-def _with_layout(config: RunConfig, base: Placement, parallel: ParallelConfig, recompute: str) -> RunConfig:
+def _with_layout(config: RunConfig, base: RankLayout, parallel: ParallelConfig, recompute: str) -> RunConfig:
     """`recompute` selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing."""
     modules = ("moe",) if base.arch.experts else ("mlp",)
     compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})

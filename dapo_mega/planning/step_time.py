@@ -12,7 +12,7 @@ from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
 from dapo_mega.planning.parameters import attention_matrices
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_paramet
     return StepTime(forward, update, bubble, _exposed(traffic, machine, one_update, config.batch.updates_per_step))
 
 
-def layer_flops(placement: Placement, length: float) -> tuple[float, float]:
+def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
     """(linear layers, attention) of the mean layer's forward pass, per token of a sequence of `length` tokens."""
     arch = placement.arch
     mlps = sum(_mlp_weights(arch, layer) for layer in range(arch.num_layers)) / arch.num_layers
     values = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
     # A causal query sees half of the sequence: scores and weighted sum.
     attention = arch.num_attention_heads * (arch.head_dim + values) * length
-    return 2.0 * (sum(attention_matrices(Placement(arch, ParallelConfig(), 1))) + mlps), attention
+    return 2.0 * (sum(attention_matrices(RankLayout(arch, ParallelConfig(), 1))) + mlps), attention
 
 
 def _mlp_weights(arch: Architecture, layer: int) -> int:

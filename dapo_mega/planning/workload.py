@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import MicroBatchShape
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Workload:
     """A run's batch sizes with assumed mean lengths, in tokens."""
 
     config: RunConfig
-    placement: Placement
+    placement: RankLayout
     mean_prompt: float
     mean_response: float
 

@@ -29,7 +29,7 @@ _FIRST_PROBE_ID = 1 << 61
 
 
 @dataclass
-class RolloutTally:
+class RolloutStats:
     """What one step generated, before filtering.
 
     A group that was asked for ends once: offered to the buffer when it is complete, `dropped` when no engine could
@@ -105,7 +105,7 @@ class Collector:
         self.cursor.load_state(cursor)
 
     def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        tally = RolloutTally()
+        tally = RolloutStats()
         self.buffer.evict_stale(version)
         if self._config.rollout.partial:
             self._collect_continuously(version, tally)
@@ -114,7 +114,7 @@ class Collector:
         groups = list(self.buffer.take(self._config.batch.groups_per_step))
         return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
 
-    def _collect_in_rounds(self, tally: RolloutTally) -> None:
+    def _collect_in_rounds(self, tally: RolloutStats) -> None:
         """Ask a round of prompts at a time, wait for all of its responses, and keep the surplus."""
         config = self._config
         while len(self.buffer) < config.batch.groups_per_step:
@@ -130,7 +130,7 @@ class Collector:
             for group in groups:
                 self.buffer.offer(group)
 
-    def _collect_continuously(self, version: int, tally: RolloutTally) -> None:
+    def _collect_continuously(self, version: int, tally: RolloutStats) -> None:
         """Partial rollouts: keep as many groups in flight as the first round would ask until N are held, and leave the
         rest in flight.
 
@@ -159,7 +159,7 @@ class Collector:
             self._take_in([in_flight.next_complete(), *in_flight.arrived()], version, tally)
         tally.seconds = time.perf_counter() - started
 
-    def _take_in(self, ended: Sequence[CompleteGroup | None], version: int, tally: RolloutTally) -> None:
+    def _take_in(self, ended: Sequence[CompleteGroup | None], version: int, tally: RolloutStats) -> None:
         """Score the groups that are complete and hold those that carry a signal and are not too old; None is a group
         that was given up."""
         complete = [group for group in ended if group is not None]
@@ -226,7 +226,7 @@ class Collector:
         seed = (self._config.seed << 64) | request_id
         return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
 
-    def _stream(self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], tally: RolloutTally) -> list[Group]:
+    def _stream(self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], tally: RolloutStats) -> list[Group]:
         """Groups of one round, in the order of `prompts`; each is scored while others are still generated."""
         started = time.perf_counter()
         for prompt in prompts:
@@ -239,7 +239,7 @@ class Collector:
         tally.seconds += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.responses[0].response.request_id)
 
-    def _generate(self, prompts: Sequence[Prompt], tally: RolloutTally) -> list[Group]:
+    def _generate(self, prompts: Sequence[Prompt], tally: RolloutStats) -> list[Group]:
         """Groups of one round, in the order of `prompts`; those with a response that kept failing are dropped."""
         requests = [request for prompt in prompts for request in self._requests(prompt)]
         started = time.perf_counter()
@@ -264,7 +264,7 @@ class Collector:
                 tally.dropped_groups += 1
         return self._score(complete, tally)
 
-    def _score(self, complete: Sequence[CompleteGroup], tally: RolloutTally) -> list[Group]:
+    def _score(self, complete: Sequence[CompleteGroup], tally: RolloutStats) -> list[Group]:
         answered = [(prompt, r) for prompt, responses in complete for r in responses]
         self.recent.extend(answered)
         scored = self._scorer.score(answered)
@@ -275,7 +275,7 @@ class Collector:
             groups.append(Group(prompt, members, min(response.weight_version for response in responses)))
         return groups
 
-    def _starvation(self, tally: RolloutTally) -> str:
+    def _starvation(self, tally: RolloutStats) -> str:
         counts = self.buffer.counts
         return (
             f"dynamic sampling is starved: after {tally.rounds} generation rounds of up to "
@@ -286,7 +286,7 @@ class Collector:
             f"batch.generation_groups or algorithm.max_generation_rounds, or set algorithm.dynamic_sampling=false"
         )
 
-    def _rollout_metrics(self, tally: RolloutTally) -> dict[str, float]:
+    def _rollout_metrics(self, tally: RolloutStats) -> dict[str, float]:
         metrics = {
             "rollout/generation_rounds": float(tally.rounds),
             "rollout/dropped_groups": float(tally.dropped_groups),

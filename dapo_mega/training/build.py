@@ -51,7 +51,7 @@ class RunInputs:
 
 
 @dataclass
-class Driver:
+class Controller:
     """What only rank 0 has: the side that talks to data, rewards, disk and screen. `writer` is opened when training
     begins, as that removes what an earlier run recorded of the steps to come."""
 
@@ -64,8 +64,8 @@ class Driver:
 
 
 @dataclass
-class Pipeline:
-    """Everything a run is made of. `driver` is None except on rank 0. `unrecorded` is what the last step measured,
+class TrainingRun:
+    """Everything a run is made of. `controller` is None except on rank 0. `unrecorded` is what the last step measured,
     until it is recorded; `stop_requested` says whether the run is to end before its last step."""
 
     config: RunConfig
@@ -74,7 +74,7 @@ class Pipeline:
     fleet: RolloutFleet
     weight_sync: WeightSync
     store: CheckpointStore
-    driver: Driver | None
+    controller: Controller | None
     stop_requested: Callable[[], bool]
     step: int = 0
     unrecorded: dict[str, float] | None = None
@@ -96,14 +96,14 @@ def read_inputs(config: RunConfig) -> RunInputs:
     return RunInputs(tokenizer, train_prompts, evaluation_prompts)
 
 
-def build_pipeline(
+def build_run(
     config: RunConfig,
     start_step: int = 0,
     *,
     inputs: RunInputs | None = None,
     processes: Processes | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Pipeline:
+) -> TrainingRun:
     """Load the model and build everything around it. `start_step` is the last completed step.
 
     Inputs that are not given are read here, and processes that are not given join each other here.
@@ -131,22 +131,22 @@ def build_pipeline(
             raise StopRequested("the run was asked to stop")
 
     rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
-    driver = None
+    controller = None
     with raise_on_all_ranks(processes.control):
         if processes.rank == 0:
-            driver = _driver(config, rollouts, inputs, start_step)
-    pipeline = Pipeline(
+            controller = _controller(config, rollouts, inputs, start_step)
+    run = TrainingRun(
         config=config,
         policy=policy,
         reference=reference,
         fleet=rollouts.fleet,
         weight_sync=rollouts.weight_sync,
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
-        driver=driver,
+        controller=controller,
         stop_requested=stop_requested,
     )
-    rollouts.fleet.on_stale_engines(lambda: rollouts.weight_sync.push_to_stale(policy, pipeline.step))
-    return pipeline
+    rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
+    return run
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:
@@ -160,12 +160,12 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
         )
 
 
-def _driver(
+def _controller(
     config: RunConfig,
     rollouts: Rollouts,
     inputs: RunInputs,
     start_step: int,
-) -> Driver:
+) -> Controller:
     tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
     verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
     decode = decoder(tokenizer)
@@ -192,7 +192,7 @@ def _driver(
                 dataset.num_duplicates,
                 dataset.num_long,
             )
-    return Driver(
+    return Controller(
         collector=Collector(
             config,
             train_prompts.prompts,
@@ -273,7 +273,7 @@ def _fleet(
     config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
 ) -> Rollouts:
     from dapo_mega.engines.sglang.fleet import SglangFleet
-    from dapo_mega.engines.sglang.fleet_client import FleetDriver
+    from dapo_mega.engines.sglang.fleet_client import FleetClient
     from dapo_mega.engines.sglang.registry import require_api_key
     from dapo_mega.engines.sglang.versions import run_name
     from dapo_mega.weight_sync.agreement import PolicyAgreement
@@ -281,15 +281,15 @@ def _fleet(
     from dapo_mega.weight_sync.transports import make_transport
 
     processes = policy.processes
-    driver = None
+    client = None
     run = run_name(config.output_dir)
     with raise_on_all_ranks(processes.control):
         if processes.rank == 0:
             key = require_api_key(config.rollout.fleet.api_key_env)
-            driver = FleetDriver(config, policy.arch.vocab_size, key, run, policy.arch, check_stop)
-    fleet = SglangFleet(processes, driver)
+            client = FleetClient(config, policy.arch.vocab_size, key, run, policy.arch, check_stop)
+    fleet = SglangFleet(processes, client)
     transport = make_transport(config, processes, lambda folder: save_hf_checkpoint(policy, folder))
     weight_sync = FleetWeightSync(
-        processes, driver, config.weight_sync, transport, run, PolicyAgreement(policy, config, prompts)
+        processes, client, config.weight_sync, transport, run, PolicyAgreement(policy, config, prompts)
     )
-    return Rollouts(fleet, weight_sync, fleet if driver else None)
+    return Rollouts(fleet, weight_sync, fleet if client else None)

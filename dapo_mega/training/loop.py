@@ -15,8 +15,8 @@ from dapo_mega.batching.step import (
     StepBatch,
     engines_of,
     hand_over_step,
+    off_policy_tokens,
     samples_of_groups,
-    stale_tokens,
     unweighted_sample,
 )
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
@@ -28,7 +28,7 @@ from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
-from dapo_mega.training.build import Pipeline, open_writer
+from dapo_mega.training.build import TrainingRun, open_writer
 from dapo_mega.types import Group, Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -38,111 +38,111 @@ Scored = tuple[Sequence[MicroBatch], Sequence[TokenScores], Sequence[str]]
 """Micro-batches, their scores, and the URLs of engines by number."""
 
 
-def train(pipeline: Pipeline) -> None:
+def train(run: TrainingRun) -> None:
     """Run the remaining steps. The weights at step s have version s; version 0 starts the run.
 
     Raises StopRequested, on all processes, when the run was asked to stop: between steps, while responses are generated
     or when a step's update is done. `loop_state` is then what the run continues from.
     """
-    config = pipeline.config
-    with raise_on_all_ranks(pipeline.policy.processes.control):
-        if pipeline.driver and pipeline.driver.writer is None:
-            num_recorded = pipeline.step + (pipeline.unrecorded is None)  # Step 0 included.
-            pipeline.driver.writer = open_writer(config, num_recorded if pipeline.step else 0)
-    if pipeline.unrecorded is not None:
-        complete_step(pipeline, pipeline.unrecorded)
+    config = run.config
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller and run.controller.writer is None:
+            num_recorded = run.step + (run.unrecorded is None)  # Step 0 included.
+            run.controller.writer = open_writer(config, num_recorded if run.step else 0)
+    if run.unrecorded is not None:
+        complete_step(run, run.unrecorded)
     else:
-        pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        if pipeline.step == 0 and config.evaluation.at_start:
-            report(pipeline, 0, evaluate(pipeline))
-    while pipeline.step < config.num_steps:
-        stop_if_requested(pipeline)
-        with pipeline.timers.stage("rollout"):
-            groups, collected = collect(pipeline)
-        with pipeline.timers.stage("pack"):
-            batch = hand_over(pipeline, groups)
-        with pipeline.timers.stage("score"):
-            mini_batches, mismatch = attach_old_logprobs(pipeline, batch)
+        run.weight_sync.push(run.policy, run.step)
+        if run.step == 0 and config.evaluation.at_start:
+            report(run, 0, evaluate(run))
+    while run.step < config.num_steps:
+        stop_if_requested(run)
+        with run.timers.stage("rollout"):
+            groups, collected = collect(run)
+        with run.timers.stage("pack"):
+            batch = hand_over(run, groups)
+        with run.timers.stage("score"):
+            mini_batches, mismatch = attach_old_logprobs(run, batch)
             if not batch.has_fresh and config.rollout.placement != "colocated":  # Those engines sleep by now.
-                mismatch = {**probe_agreement(pipeline, groups), **mismatch}
-        with pipeline.timers.stage("update"):
-            updates = update(pipeline, mini_batches, batch.engines)
-        pipeline.step += 1
-        complete_step(pipeline, {**collected, **mismatch, **updates, **packing_metrics(batch)})
+                mismatch = {**probe_agreement(run, groups), **mismatch}
+        with run.timers.stage("update"):
+            updates = update(run, mini_batches, batch.engines)
+        run.step += 1
+        complete_step(run, {**collected, **mismatch, **updates, **packing_metrics(batch)})
 
 
-def stop_if_requested(pipeline: Pipeline) -> None:
+def stop_if_requested(run: TrainingRun) -> None:
     """Raise StopRequested, on all processes, when one of them was asked to stop."""
-    requested = torch.tensor([float(pipeline.stop_requested())])
-    dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=pipeline.policy.processes.control)
+    requested = torch.tensor([float(run.stop_requested())])
+    dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=run.policy.processes.control)
     if requested.item():
         raise StopRequested("the run was asked to stop")
 
 
-def complete_step(pipeline: Pipeline, metrics: Metrics) -> None:
+def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     """What follows an update: weights to the engines, held-out evaluation, the step's record, exports, checkpoint."""
-    pipeline.unrecorded = metrics
-    if pipeline.step < pipeline.config.num_steps:
-        stop_if_requested(pipeline)
-    with pipeline.timers.stage("weight_sync"):
-        metrics.update(pipeline.weight_sync.push(pipeline.policy, pipeline.step))
-    if evaluation_is_due(pipeline.config, pipeline.step):
-        with pipeline.timers.stage("evaluation"):
-            metrics.update(evaluate(pipeline))
-    report(pipeline, pipeline.step, metrics)
-    pipeline.unrecorded = None
-    with pipeline.timers.stage("checkpoint"):
-        export_and_save(pipeline)
+    run.unrecorded = metrics
+    if run.step < run.config.num_steps:
+        stop_if_requested(run)
+    with run.timers.stage("weight_sync"):
+        metrics.update(run.weight_sync.push(run.policy, run.step))
+    if evaluation_is_due(run.config, run.step):
+        with run.timers.stage("evaluation"):
+            metrics.update(evaluate(run))
+    report(run, run.step, metrics)
+    run.unrecorded = None
+    with run.timers.stage("checkpoint"):
+        export_and_save(run)
 
 
-def collect(pipeline: Pipeline) -> tuple[Sequence[Group], Metrics]:
+def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
     groups: Sequence[Group] = []
     metrics: Metrics = {}
     try:
-        with raise_on_all_ranks(pipeline.policy.processes.control):
-            if pipeline.driver:
+        with raise_on_all_ranks(run.policy.processes.control):
+            if run.controller:
                 try:
-                    groups, metrics = pipeline.driver.collector.collect(pipeline.step)
-                    pipeline.fleet.sleep()
+                    groups, metrics = run.controller.collector.collect(run.step)
+                    run.fleet.sleep()
                 finally:
-                    pipeline.fleet.release()
+                    run.fleet.end_serving()
             else:
-                pipeline.fleet.serve()
+                run.fleet.serve()
     except StarvedError as starved:
-        if cause := find_starvation_cause(pipeline):
+        if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
         raise
     return groups, metrics
 
 
-def find_starvation_cause(pipeline: Pipeline) -> str | None:
+def find_starvation_cause(run: TrainingRun) -> str | None:
     """Why the engines are to blame for groups without a signal, by the last responses; None where they are not."""
     recent: list[tuple[Prompt, Response]] = []
-    with raise_on_all_ranks(pipeline.policy.processes.control):
-        if pipeline.driver:
-            pipeline.fleet.sleep()
-            for prompt, response in pipeline.driver.collector.recent:
-                if stale_tokens(response, pipeline.step) < len(response.token_ids):
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller:
+            run.fleet.sleep()
+            for prompt, response in run.controller.collector.recent:
+                if off_policy_tokens(response, run.step) < len(response.token_ids):
                     recent.append((prompt, response))
-    if scored := _score_responses(pipeline, recent):
-        metrics, engines = measure_scores(pipeline, *scored)
-        return starvation_cause(metrics, pipeline.config, engines)
+    if scored := _score_responses(run, recent):
+        metrics, engines = measure_scores(run, *scored)
+        return starvation_cause(metrics, run.config, engines)
     return None
 
 
-def hand_over(pipeline: Pipeline, groups: Sequence[Group]) -> StepBatch:
+def hand_over(run: TrainingRun, groups: Sequence[Group]) -> StepBatch:
     """Advantages and flat columns on rank 0, then every process packs its own micro-batches."""
-    policy = pipeline.policy
+    policy = run.policy
     columns = None
     engines: tuple[str, ...] = ()
-    if pipeline.driver:
+    if run.controller:
         engines = engines_of(scored.response for group in groups for scored in group.responses)
-        columns = columns_from_samples(samples_of_groups(groups, pipeline.config, pipeline.step, engines))
+        columns = columns_from_samples(samples_of_groups(groups, run.config, run.step, engines))
     processes = policy.processes
     return hand_over_step(
         columns,
-        pipeline.config,
+        run.config,
         policy.packing_layout,
         data_rank=processes.data_rank,
         groups=HandoverGroups(processes.control, processes.leaders, processes.replica),
@@ -159,20 +159,20 @@ def packing_metrics(batch: StepBatch) -> Metrics:
     }
 
 
-def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
+def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
     """pi_old <- pi_theta: score every response token with the weights the step starts from.
 
     Also measures how far the engine's log-probs are from them, which raises FleetError on all processes when it is over
     `rollout.mismatch_stop`. A step of a single update needs no pass of its own for this: the update itself starts from
     those weights, and raises before its checkpoint is written.
     """
-    everything = [pipeline.policy.share(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
-    references = pipeline.reference.score(everything) if pipeline.reference else [None] * len(everything)
+    everything = [run.policy.context_shard(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
+    references = run.reference.score(everything) if run.reference else [None] * len(everything)
     scores: Sequence[TokenScores | None] = [None] * len(everything)
     metrics: Metrics = {}
-    if pipeline.config.batch.updates_per_step > 1:
-        own = pipeline.policy.score(everything)
-        metrics, scores = _check_scores(pipeline, everything, own, batch.engines), own
+    if run.config.batch.updates_per_step > 1:
+        own = run.policy.score(everything)
+        metrics, scores = _check_scores(run, everything, own, batch.engines), own
     token_batches = iter(
         TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
@@ -180,39 +180,39 @@ def attach_old_logprobs(pipeline: Pipeline, batch: StepBatch) -> tuple[list[list
     return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
 
 
-def probe_agreement(pipeline: Pipeline, groups: Sequence[Group]) -> Metrics:
+def probe_agreement(run: TrainingRun, groups: Sequence[Group]) -> Metrics:
     """Engine against trainer on one response sampled for this purpose: for steps that train on surplus alone, which
     brings no response of the current weights. `groups` are the step's; the collector gets them back, on rank 0, when
     the run is to stop."""
     probed: list[tuple[Prompt, Response]] = []
-    with raise_on_all_ranks(pipeline.policy.processes.control):
-        if pipeline.driver:
-            collector = pipeline.driver.collector
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller:
+            collector = run.controller.collector
             try:
-                answers = collector.probe(pipeline.step)
+                answers = collector.probe(run.step)
             except StopRequested:
                 collector.undo(groups)
                 raise
             finally:
-                pipeline.fleet.release()
+                run.fleet.end_serving()
             if not answers:
                 raise StarvedError("the engine did not answer a probe of its weights; see its log and start again")
             probed = [(collector.prompts[0], answers[0])]
         else:
-            pipeline.fleet.serve()
-    scored = _score_responses(pipeline, probed)
+            run.fleet.serve()
+    scored = _score_responses(run, probed)
     assert scored
-    return _check_scores(pipeline, *scored)
+    return _check_scores(run, *scored)
 
 
-def _score_responses(pipeline: Pipeline, responses: Sequence[tuple[Prompt, Response]]) -> Scored | None:
+def _score_responses(run: TrainingRun, responses: Sequence[tuple[Prompt, Response]]) -> Scored | None:
     """Score the responses that rank 0 gives, on all processes; None where it gives none."""
-    policy, config = pipeline.policy, pipeline.config
+    policy, config = run.policy, run.config
     control = policy.processes.control
     names = engines_of(response for _, response in responses)
     columns = None
-    if pipeline.driver and responses:
-        samples = [unweighted_sample(prompt, response, pipeline.step, names) for prompt, response in responses]
+    if run.controller and responses:
+        samples = [unweighted_sample(prompt, response, run.step, names) for prompt, response in responses]
         columns = columns_from_samples(samples)
     has_any = torch.tensor(len(responses))
     dist.broadcast(has_any, src=0, group=control)
@@ -229,22 +229,22 @@ def _score_responses(pipeline: Pipeline, responses: Sequence[tuple[Prompt, Respo
 
 
 def _check_scores(
-    pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
+    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
 ) -> Metrics:
     """`measure_scores`. Warns of a mismatch, and raises FleetError, on all processes, for one over
     `rollout.mismatch_stop`."""
-    metrics, by_engine = measure_scores(pipeline, batches, scores, engines)
-    message = mismatch_warning(metrics, pipeline.config, pipeline.step + 1, by_engine)
-    if message and pipeline.driver:
+    metrics, by_engine = measure_scores(run, batches, scores, engines)
+    message = mismatch_warning(metrics, run.config, run.step + 1, by_engine)
+    if message and run.controller:
         logger.warning(message)
     return metrics
 
 
 def measure_scores(
-    pipeline: Pipeline, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
+    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
 ) -> tuple[Metrics, Metrics]:
     """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines` are URLs by number."""
-    processes = pipeline.policy.processes
+    processes = run.policy.processes
     is_counted = processes.is_last_stage and processes.tensor_rank == 0
     counted = list(zip(batches, scores, strict=True)) if is_counted else []
     entropy = torch.zeros(2, dtype=torch.float64)
@@ -252,25 +252,23 @@ def measure_scores(
         entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
     dist.all_reduce(entropy, group=processes.control)
     scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
-    metrics = measure_mismatch(
-        scored, pipeline.config.objective, control=processes.control, context_group=processes.context
-    )
+    metrics = measure_mismatch(scored, run.config.objective, control=processes.control, context_group=processes.context)
     by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
     return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
 
 
-def update(pipeline: Pipeline, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
+def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
     """mu passes of one optimizer update per mini-batch; metrics are means over the updates. `engines` are those of the
     step, by number."""
-    objective = PolicyGradient(pipeline.config.objective, pipeline.policy.processes.context)
-    if pipeline.config.batch.updates_per_step == 1:
-        metrics, scores = pipeline.policy.update_and_score(mini_batches[0], objective)
+    objective = PolicyGradient(run.config.objective, run.policy.processes.context)
+    if run.config.batch.updates_per_step == 1:
+        metrics, scores = run.policy.update_and_score(mini_batches[0], objective)
         batches = [batch.micro_batch for batch in mini_batches[0]]
-        return {**_check_scores(pipeline, batches, scores, engines), **metrics}
+        return {**_check_scores(run, batches, scores, engines), **metrics}
     means = MetricAccumulator()
-    for _ in range(pipeline.config.batch.epochs):
+    for _ in range(run.config.batch.epochs):
         for mini_batch in mini_batches:
-            for name, value in pipeline.policy.update(mini_batch, objective).items():
+            for name, value in run.policy.update(mini_batch, objective).items():
                 means.add(name, value)
     return means.summary()
 
@@ -290,34 +288,34 @@ def export_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0)
 
 
-def evaluate(pipeline: Pipeline) -> Metrics:
+def evaluate(run: TrainingRun) -> Metrics:
     """Held-out metrics on rank 0; nothing on the others."""
     metrics: Metrics = {}
-    with raise_on_all_ranks(pipeline.policy.processes.control):
-        if pipeline.driver:
-            assert pipeline.driver.evaluator
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller:
+            assert run.controller.evaluator
             try:
-                metrics = pipeline.driver.evaluator.run(pipeline.fleet)
+                metrics = run.controller.evaluator.run(run.fleet)
             finally:
-                pipeline.fleet.release()
+                run.fleet.end_serving()
         else:
-            pipeline.fleet.serve()
+            run.fleet.serve()
     return metrics
 
 
-def report(pipeline: Pipeline, step: int, metrics: Metrics) -> None:
+def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
     """Record the step on rank 0, with all that the fleet has counted since the last record, evaluations included."""
-    times = pipeline.timers.summary()
-    if pipeline.driver:
-        assert pipeline.driver.writer
-        metrics = {**metrics, **pipeline.fleet.pop_metrics()}
+    times = run.timers.summary()
+    if run.controller:
+        assert run.controller.writer
+        metrics = {**metrics, **run.fleet.pop_metrics()}
         tokens = metrics.get("rollout/tokens", 0.0)
         if tokens and times.get("time/step_s"):
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
-        pipeline.driver.writer.write(step, {**metrics, **times})
-        pipeline.driver.progress.update(step, metrics)
+        run.controller.writer.write(step, {**metrics, **times})
+        run.controller.progress.update(step, metrics)
         if "evaluation/avg_at_k" in metrics:
-            pipeline.driver.progress.message(_evaluation_line(step, metrics))
+            run.controller.progress.message(_evaluation_line(step, metrics))
 
 
 def _evaluation_line(step: int, metrics: Metrics) -> str:
@@ -332,41 +330,41 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
     return f"held-out evaluation after step {step}: {text}"
 
 
-def export_and_save(pipeline: Pipeline) -> None:
+def export_and_save(run: TrainingRun) -> None:
     """Complete the checkpoint in writing if its files are there, and write what is due after this step.
 
     The export comes first: a run that resumes after this step has it. Everything that decides the next step goes into
     the checkpoint.
     """
-    policy, config, step = pipeline.policy, pipeline.config, pipeline.step
-    pipeline.store.finish(policy, wait=False)
+    policy, config, step = run.policy, run.config, run.step
+    run.store.finish(policy, wait=False)
     if export_is_due(config, step):
         save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
     if checkpoint_is_due(config, step):
-        pipeline.store.save(policy, lambda: loop_state(pipeline), step)
+        run.store.save(policy, lambda: loop_state(run), step)
 
 
-def loop_state(pipeline: Pipeline) -> LoopState:
-    driver = pipeline.driver
-    assert driver
-    values, arrays = driver.collector.state()
-    own = {"dataset_fingerprint": driver.dataset_fingerprint, "unrecorded": pipeline.unrecorded}
-    return LoopState(pipeline.step, {**values, **own}, arrays)
+def loop_state(run: TrainingRun) -> LoopState:
+    controller = run.controller
+    assert controller
+    values, arrays = controller.collector.state()
+    own = {"dataset_fingerprint": controller.dataset_fingerprint, "unrecorded": run.unrecorded}
+    return LoopState(run.step, {**values, **own}, arrays)
 
 
-def restore(pipeline: Pipeline, state: LoopState) -> None:
+def restore(run: TrainingRun, state: LoopState) -> None:
     """Continue from a loaded checkpoint's loop state. Raises InputError, on all processes, for other data."""
-    pipeline.step = state.step
-    pipeline.unrecorded = state.values.get("unrecorded")
-    with raise_on_all_ranks(pipeline.policy.processes.control):
-        _restore_driver(pipeline, state)
+    run.step = state.step
+    run.unrecorded = state.values.get("unrecorded")
+    with raise_on_all_ranks(run.policy.processes.control):
+        _restore_controller(run, state)
 
 
-def _restore_driver(pipeline: Pipeline, state: LoopState) -> None:
-    if pipeline.driver:
-        if state.values["dataset_fingerprint"] != pipeline.driver.dataset_fingerprint:
+def _restore_controller(run: TrainingRun, state: LoopState) -> None:
+    if run.controller:
+        if state.values["dataset_fingerprint"] != run.controller.dataset_fingerprint:
             raise InputError(
                 "the checkpoint was made with other training prompts than data.train gives now; resume with the same "
                 "data, or start a new run in another output_dir"
             )
-        pipeline.driver.collector.load_state(state.values, state.arrays)
+        run.controller.collector.load_state(state.values, state.arrays)

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
-from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, say
+from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, print_once
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
-from dapo_mega.training.build import Pipeline, build_pipeline, read_inputs, write_run_record
+from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
 from dapo_mega.training.loop import loop_state, restore, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock, is_locked
@@ -91,7 +91,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
         _refuse_changes(config, folder)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
-        say(
+        print_once(
             f"{folder} already holds a finished run of {start_step} steps; raise num_steps to continue it, or give "
             f"another output_dir"
         )
@@ -124,28 +124,26 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         if processes.rank == 0:
             status.running()
         for sentence in skipped:
-            say(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
-        pipeline = build_pipeline(
-            config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested
-        )
-        stack.callback(close, pipeline)
+            print_once(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
+        run = build_run(config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested)
+        stack.callback(close, run)
         if newest:
-            restore(pipeline, pipeline.store.load(pipeline.policy, newest))
-        status.completed_step = lambda: pipeline.step
+            restore(run, run.store.load(run.policy, newest))
+        status.completed_step = lambda: run.step
         with raise_on_all_ranks(processes.control):
-            if pipeline.driver:
+            if run.controller:
                 write_run_record(config)
-                stack.enter_context(pipeline.driver.progress)
+                stack.enter_context(run.controller.progress)
                 if newest:
-                    pipeline.driver.progress.message(f"resuming {folder} after step {start_step}")
+                    run.controller.progress.message(f"resuming {folder} after step {start_step}")
         watch.begin_training()
-        _train_and_export(pipeline, folder)
-        if pipeline.driver:
+        _train_and_export(run, folder)
+        if run.controller:
             status.finished()
         watch.forget_peers()
         dist.barrier(group=processes.control)
     stop_processes()
-    say(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
+    print_once(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
 
 
 @contextlib.contextmanager
@@ -164,38 +162,38 @@ def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterat
         yield
 
 
-def _train_and_export(pipeline: Pipeline, folder: Path) -> None:
+def _train_and_export(run: TrainingRun, folder: Path) -> None:
     try:
-        train(pipeline)
+        train(run)
     except StopRequested:
-        raise StopRequested(_save_for_later(pipeline)) from None
+        raise StopRequested(_save_for_later(run)) from None
     except (StarvedError, FleetError):
         # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
-        pipeline.store.finish(pipeline.policy)
+        run.store.finish(run.policy)
         raise
-    pipeline.store.finish(pipeline.policy)
-    if pipeline.config.checkpoint.save_hf_at_end:
-        save_hf_checkpoint(pipeline.policy, folder / "hf")
+    run.store.finish(run.policy)
+    if run.config.checkpoint.save_hf_at_end:
+        save_hf_checkpoint(run.policy, folder / "hf")
 
 
-def _save_for_later(pipeline: Pipeline) -> str:
+def _save_for_later(run: TrainingRun) -> str:
     """Complete the checkpoint of the last completed step; returns what to say about it."""
-    store, step = pipeline.store, pipeline.step
+    store, step = run.store, run.step
     if step > 0 and store.last_step != step:
-        store.save(pipeline.policy, lambda: loop_state(pipeline), step)
-    store.finish(pipeline.policy)
-    saved = f"after step {step} of {pipeline.config.num_steps}, which is saved" if step else "before its first step"
+        store.save(run.policy, lambda: loop_state(run), step)
+    store.finish(run.policy)
+    saved = f"after step {step} of {run.config.num_steps}, which is saved" if step else "before its first step"
     return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
 
 
-def close(pipeline: Pipeline) -> None:
+def close(run: TrainingRun) -> None:
     """Release the engines and what rank 0 holds open."""
-    pipeline.weight_sync.close()
-    pipeline.fleet.close()
-    if pipeline.driver:
-        pipeline.driver.verifier.close()
-        if pipeline.driver.writer:
-            pipeline.driver.writer.close()
+    run.weight_sync.close()
+    run.fleet.close()
+    if run.controller:
+        run.controller.verifier.close()
+        if run.controller.writer:
+            run.controller.writer.close()
 
 
 def _refuse_changes(config: RunConfig, folder: Path) -> None:

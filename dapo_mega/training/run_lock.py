@@ -24,7 +24,7 @@ from typing import Self
 
 import psutil
 
-from dapo_mega.cli import before_leaving, forget_before_leaving, say
+from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.errors import InputError
 from dapo_mega.files import errors_naming
 
@@ -107,7 +107,7 @@ class RunLock:
             else:
                 if is_gone is None and not observed.is_told:
                     observed.is_told = True
-                    say(
+                    print_once(
                         f"{self._file} is held by {holder or 'an unnamed trainer'}, which this machine cannot see; "
                         f"waiting up to {_SILENT_AFTER_S:.0f} s for a sign of it"
                     )

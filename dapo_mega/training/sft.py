@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from dapo_mega.batching.packing import columns_from_samples
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, say
+from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, print_once
 from dapo_mega.config import SftConfig, dump_config, load_config
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.files import replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.objectives import Imitation, TokenBatch
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.training.process_watch import ProcessWatch
@@ -48,7 +48,7 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     if (folder / "hf" / "config.json").is_file():
         _refuse_changes(config, folder)
-        say(f"{folder / 'hf'} already holds a fine-tuned model; nothing to do")
+        print_once(f"{folder / 'hf'} already holds a fine-tuned model; nothing to do")
         return
     if not Path(config.model.path).is_dir():
         raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
@@ -111,7 +111,7 @@ def _imitate(
     for step in range(1, config.num_steps + 1):
         started = time.perf_counter()
         chosen = [demonstrations[i] for i in cursor.next(config.batch_samples)]
-        metrics = policy.update(_micro_batches(policy, config, chosen), Imitation())
+        metrics = policy.update(_micro_batches(policy, config, chosen), SupervisedLoss())
         num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
         metrics["time/step_s"] = time.perf_counter() - started
         metrics["policy/tokens_per_s"] = num_tokens / metrics["time/step_s"]

@@ -31,7 +31,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.types import StageBucket, WeightSource
 from dapo_mega.weight_sync.engine_groups import EngineGroup, Lanes, backend_name, join_group, lane_names, most_lanes
-from dapo_mega.weight_sync.update import Session, Update
+from dapo_mega.weight_sync.update import Update, UpdateCalls
 from dapo_mega.weight_sync.wires import Wires
 
 _POLL_S = 0.001
@@ -109,7 +109,7 @@ class BroadcastTransport:
         self._groups: dict[str, Sequence[EngineGroup]] = {}
         self._abandoned: list[tuple[Sequence[EngineGroup], Sequence[dist.Work]]] = []
 
-    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """See `Transport`."""
         # Buffers of a broadcast that never ended are free once gloo has given it up.
         self._abandoned = [(groups, works) for groups, works in self._abandoned if not _are_completed(works)]
@@ -139,7 +139,7 @@ class BroadcastTransport:
         dist.all_reduce(total, group=self._processes.control)
         return int(total)
 
-    def _call(self, bucket: StageBucket, load_format: str, update: Update, session: Session) -> None:
+    def _call(self, bucket: StageBucket, load_format: str, update: Update, session: UpdateCalls) -> None:
         """Tell the engines to receive the bucket."""
 
         async def receive(client: EngineClient) -> None:
@@ -202,7 +202,7 @@ class BroadcastTransport:
             if pending:
                 time.sleep(_POLL_S)
 
-    def _join_groups(self, update: Update, session: Session | None) -> None:
+    def _join_groups(self, update: Update, session: UpdateCalls | None) -> None:
         """Found the groups of all stages with the engines that are not in any."""
         lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
         old_names, self._names = self._names, dict(self._names)
@@ -228,7 +228,7 @@ class BroadcastTransport:
                 self._signals.announce(f"{key}/{stage}", [target.url for target in session.targets])
         if self._leads:
             urls = self._signals.await_announcement(f"{key}/{self._processes.pipeline_rank}")
-            self._found_groups({url: sizes[url] for url in urls if url in sizes})
+            self._create_groups({url: sizes[url] for url in urls if url in sizes})
         if session:
             session.finish()
 
@@ -250,7 +250,7 @@ class BroadcastTransport:
                 with contextlib.suppress(EngineError):  # A server that was started anew does not know it.
                     await client.destroy_weights_update_group(name)
 
-    def _found_groups(self, sizes: Mapping[str, int]) -> None:
+    def _create_groups(self, sizes: Mapping[str, int]) -> None:
         if not sizes:
             return
         executor = ThreadPoolExecutor(len(sizes))

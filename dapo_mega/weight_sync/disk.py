@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.types import WeightSource
-from dapo_mega.weight_sync.update import Session, Update
+from dapo_mega.weight_sync.update import Update, UpdateCalls
 
 
 class DiskTransport:
@@ -25,7 +25,7 @@ class DiskTransport:
         self._folder = folder.absolute()
         self._export = export
 
-    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """See `Transport`. Raises InputError when the disk refuses."""
         path = self._folder / f"version_{update.version:08d}"
         self._export(path)

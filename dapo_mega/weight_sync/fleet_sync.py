@@ -24,7 +24,7 @@ from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError
 from dapo_mega.types import LogProbs, WeightSource
 from dapo_mega.weight_sync.agreement import Agreement, mean_difference
-from dapo_mega.weight_sync.update import EngineFleet, Session, Transport, Update
+from dapo_mega.weight_sync.update import EngineFleet, Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
@@ -70,7 +70,7 @@ class FleetWeightSync:
         """See `WeightSync`. Raises FleetError when too few engines come, or none takes the weights."""
         started = time.perf_counter()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            metrics = self._push(policy, version, only_stale=False)
+            metrics = self._push(policy, version, only_outdated=False)
             if metrics["weight_sync/engines"]:
                 return {
                     **metrics,
@@ -82,12 +82,12 @@ class FleetWeightSync:
             f"the engines' logs); mend the engines and start the run again: it continues from its last checkpoint"
         )
 
-    def push_to_stale(self, policy: WeightSource, version: int) -> dict[str, float]:
+    def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
         """See `WeightSync`."""
-        return self._push(policy, version, only_stale=True)
+        return self._push(policy, version, only_outdated=True)
 
-    def _push(self, policy: WeightSource, version: int, only_stale: bool) -> dict[str, float]:
-        update, session = self._begin(version, only_stale)
+    def _push(self, policy: WeightSource, version: int, only_outdated: bool) -> dict[str, float]:
+        update, session = self._begin(version, only_outdated)
         started = time.perf_counter()
         num_bytes = self._transport.send(policy, update, session) if update.targets else 0
         seconds = time.perf_counter() - started
@@ -100,25 +100,25 @@ class FleetWeightSync:
             "weight_sync/engines_failed": float(len(outcome.failures)),
         }
 
-    def _begin(self, version: int, only_stale: bool) -> tuple[Update, Session | None]:
+    def _begin(self, version: int, only_outdated: bool) -> tuple[Update, UpdateCalls | None]:
         """Choose the engines, stop their generation and open their sessions."""
         self._num_updates += 1
         session = None
         box: list[Any] = [None]
         with raise_on_all_ranks(self._processes.control):
             if self._fleet:
-                targets = self._fleet.hold(self._fleet.targets(only_stale))
+                targets = self._fleet.pause_generation(self._fleet.targets(only_outdated))
                 stale = frozenset(target.url for target in targets if target.is_stale)
                 label = str(WeightVersion(self._run, version))
                 box[0] = Update(self._num_updates, version, label, tuple(targets), stale, self._flush_cache)
-                session = Session(self._fleet, targets, self._timeout_s, self._transport.report_failure)
+                session = UpdateCalls(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
         update: Update = box[0]
         return update, session
 
-    def _end(self, update: Update, session: Session | None, expected: LogProbs | None) -> _Outcome:
+    def _end(self, update: Update, session: UpdateCalls | None, expected: LogProbs | None) -> _Outcome:
         """Close the sessions, say which engines are up to date and let these generate. Those that have joined must
         agree with the `expected` log-probs first, if given."""
         box: list[Any] = [None]
@@ -131,7 +131,7 @@ class FleetWeightSync:
                     self._fleet.synced(target.url, update.version)
             for url, reason in session.failures.items():
                 self._fleet.failed(url, f"it did not take the weights of version {update.version}: {reason}")
-            self._fleet.release(update.targets)
+            self._fleet.resume_generation(update.targets)
             failures = dict(session.failures)
             if expected is not None:
                 failures |= self._admit(self._fleet, joined, update, expected)

@@ -15,7 +15,7 @@ class WeightSync(Protocol):
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
         """Collective over all processes; returns metrics when the engines sample from the new weights."""
 
-    def push_to_stale(self, policy: WeightSource, version: int) -> dict[str, float]:
+    def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
         """`push` for the engines that joined or came back since the last one; the others go on undisturbed."""
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class EmbeddedWeightSync:
         self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}
 
-    def push_to_stale(self, policy: WeightSource, version: int) -> dict[str, float]:
+    def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
         """Embedded engines are never stale."""
         return {}
 

@@ -25,7 +25,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.types import StageBucket, WeightSource
 from dapo_mega.weight_sync.buckets import bucket_bytes, named_tensors
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.update import Session, Update
+from dapo_mega.weight_sync.update import Update, UpdateCalls
 
 
 class SharedMemoryTransport:
@@ -49,7 +49,7 @@ class SharedMemoryTransport:
                 f"{', '.join(sorted(set(hosts)))}; set weight_sync.transport to distributed or disk"
             )
 
-    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """See `Transport`."""
         num_bytes = 0
         for bucket in map(self._prepare, policy.stage_weights(self._bucket_bytes)):
@@ -65,7 +65,7 @@ class SharedMemoryTransport:
             num_bytes += bucket_bytes(bucket)
         return num_bytes
 
-    def _tell(self, session: Session, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
+    def _tell(self, session: UpdateCalls, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
         async def load(client: EngineClient) -> None:
             if not is_local(str(urlsplit(client.url).hostname)):
                 raise EngineError(

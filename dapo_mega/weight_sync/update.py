@@ -20,7 +20,7 @@ T = TypeVar("T")
 class EngineFleet(Protocol):
     """What rank 0 needs of the fleet."""
 
-    def targets(self, only_stale: bool) -> list[SyncTarget]:
+    def targets(self, only_outdated: bool) -> list[SyncTarget]:
         """Engines to update, once enough are there; raises FleetError when they do not come."""
 
     def start_call(
@@ -28,11 +28,11 @@ class EngineFleet(Protocol):
     ) -> Future[dict[str, T | EngineError]]:
         """Begin a call on all targets at once; the future gives result or error by URL within the time."""
 
-    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
         """Stop the targets' generation as configured; returns those that are still there then."""
 
-    def release(self, targets: Sequence[SyncTarget]) -> None:
-        """Undo `hold`."""
+    def resume_generation(self, targets: Sequence[SyncTarget]) -> None:
+        """Undo `pause_generation`."""
 
     def synced(self, url: str, version: int) -> None:
         """The engine holds these weights now."""
@@ -60,7 +60,7 @@ class Update:
     flush_cache: bool
 
 
-class Session:
+class UpdateCalls:
     """Rank 0's calls to the engines of one update. An engine that fails one drops out, and the others go on."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Transport(Protocol):
     uses_sessions: bool
     """Whether an engine takes the weights between begin_weight_update and end_weight_update."""
 
-    def send(self, policy: WeightSource, update: Update, session: Session | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """Collective; returns the size of the weights in bytes. The session is rank 0's."""
 
     def report_failure(self, url: str) -> None:

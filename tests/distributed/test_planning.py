@@ -10,7 +10,7 @@ from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.models import load_architecture
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.parameters import stage_bytes
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 
 from .launching import run_workers
 
@@ -198,7 +198,7 @@ def compared(case, world_size, folder):
     measured = [json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in range(world_size)]
     model = ModelConfig(path=case["model"], dtype=case["dtype"])
     parallel, compute = ParallelConfig(**case["parallel"]), ComputeConfig(**case["compute"])
-    placement = Placement(load_architecture(Path(case["model"]))[1], parallel, world_size)
+    placement = RankLayout(load_architecture(Path(case["model"]))[1], parallel, world_size)
     for stage in range(parallel.pipeline):
         on_stage = [result for result in measured if result["stage"] == stage]
         planned = stage_bytes(placement, stage, model, compute)

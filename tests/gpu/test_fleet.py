@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.launching import free_port
 from tests.integration.conftest import SharedEngines
-from tests.integration.fleet_runs import fleet_values, pipeline_of, train_to_the_end
+from tests.integration.fleet_runs import fleet_values, train_to_the_end, training_run_of
 from tests.integration.sglang_servers import API_KEY, serving_engines, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +31,6 @@ def test_an_engine_on_a_gpu_agrees_with_the_trainer_after_every_update(
             rollout={"placement": placement, "fleet": {"min_engines": 1}},
             weight_sync={"transport": transport},
         )
-        with pipeline_of(values) as pipeline:
+        with training_run_of(values) as pipeline:
             records = train_to_the_end(pipeline)
     assert max(record["rollout/logprob_abs_diff_mean"] for record in records) < 0.05

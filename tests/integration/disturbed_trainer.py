@@ -32,12 +32,12 @@ def fault(*_: Any, **__: Any) -> None:
 def stopped_before(function: Callable[..., Any], step: int) -> Callable[..., Any]:
     """The function of the trainer's, before which this process gets SIGTERM after so many steps."""
 
-    def call(pipeline: trainer.Pipeline, *arguments: Any) -> Any:
-        if pipeline.step == step:
+    def call(training_run: trainer.TrainingRun, *arguments: Any) -> Any:
+        if training_run.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not pipeline.stop_requested():
+            while not training_run.stop_requested():
                 time.sleep(0.01)
-        return function(pipeline, *arguments)
+        return function(training_run, *arguments)
 
     return call
 

@@ -21,7 +21,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import Pipeline, build_pipeline
+from dapo_mega.training.build import TrainingRun, build_run
 from dapo_mega.training.run import close
 from dapo_mega.types import Prompt, Response
 
@@ -90,26 +90,28 @@ def write_config(folder: Path, values: dict[str, Any]) -> Path:
 
 
 @contextmanager
-def pipeline_of(values: dict[str, Any]) -> Iterator[Pipeline]:
+def training_run_of(values: dict[str, Any]) -> Iterator[TrainingRun]:
     """The run's pipeline in this process, closed afterwards."""
-    pipeline = build_pipeline(RunConfig.model_validate(values), 0)
+    training_run = build_run(RunConfig.model_validate(values), 0)
     try:
-        yield pipeline
+        yield training_run
     finally:
-        close(pipeline)
+        close(training_run)
         stop_processes()
 
 
-def train_to_the_end(pipeline: Pipeline) -> list[Record]:
+def train_to_the_end(training_run: TrainingRun) -> list[Record]:
     """The records of all steps."""
-    trainer.train(pipeline)
-    return [r for r in read_metrics(Path(pipeline.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
+    trainer.train(training_run)
+    return [r for r in read_metrics(Path(training_run.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
 
 
-def run(pipeline: Pipeline, max_deviation: float = 1e-4) -> list[Record]:
+def run(training_run: TrainingRun, max_deviation: float = 1e-4) -> list[Record]:
     """Train to the end; the records of all steps, which `checked_records` has checked."""
-    train_to_the_end(pipeline)
-    return checked_records(Path(pipeline.config.output_dir), pipeline.config.num_steps, max_deviation=max_deviation)
+    train_to_the_end(training_run)
+    return checked_records(
+        Path(training_run.config.output_dir), training_run.config.num_steps, max_deviation=max_deviation
+    )
 
 
 def checked_records(
@@ -194,10 +196,10 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
         process.send_signal(number)
 
 
-def responses_over_an_update(pipeline: Pipeline) -> list[tuple[Prompt, Response]]:
+def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Response]]:
     """Change the weights while groups are generated; the prompts and responses that old and new ones had part in."""
-    assert pipeline.driver
-    collector, driver = pipeline.driver.collector, pipeline.fleet.driver
+    assert training_run.controller
+    collector, driver = training_run.controller.collector, training_run.fleet.client
     pending = collector._in_flight
     assert pending is not None
     while len(pending):
@@ -206,9 +208,9 @@ def responses_over_an_update(pipeline: Pipeline) -> list[tuple[Prompt, Response]
         pending.start(prompt, collector._requests(prompt))
     wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
     with torch.no_grad():
-        for parameter in (parameter for chunk in pipeline.policy.chunks for parameter in chunk.parameters()):
+        for parameter in (parameter for chunk in training_run.policy.chunks for parameter in chunk.parameters()):
             parameter.mul_(1.5)
-    pipeline.weight_sync.push(pipeline.policy, pipeline.step + 1)
+    training_run.weight_sync.push(training_run.policy, training_run.step + 1)
     complete = [group for _ in range(len(pending)) if (group := pending.next_complete())]
     return [(prompt, r) for prompt, responses in complete for r in responses if r.version_spans]
 
@@ -227,11 +229,11 @@ def deviation_after_update(url: str, prompt: Prompt, response: Response) -> floa
     return max(abs(logprob - score) for token, logprob, (score, scored_id, _) in samples if scored_id == token)
 
 
-def num_serving(pipeline: Pipeline) -> int:
+def num_serving(training_run: TrainingRun) -> int:
     """Engines that hold the current weights and generate."""
-    return len(pipeline.fleet.driver._membership.in_state("serving"))
+    return len(training_run.fleet.client._membership.in_state("serving"))
 
 
-def in_flight(pipeline: Pipeline, url: str) -> int:
+def in_flight(training_run: TrainingRun, url: str) -> int:
     """Requests that the engine works on now."""
-    return next((e.in_flight for e in pipeline.fleet.driver._dispatcher.engines() if e.url == url), 0)
+    return next((e.in_flight for e in training_run.fleet.client._dispatcher.engines() if e.url == url), 0)

@@ -26,13 +26,13 @@ from .fleet_runs import (
     fleet_values,
     in_flight,
     num_serving,
-    pipeline_of,
     responses_over_an_update,
     run,
     saboteur,
     signal_engine,
     total,
     train_to_the_end,
+    training_run_of,
     wait_until,
     write_config,
 )
@@ -95,8 +95,8 @@ def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engi
     values = fleet_values(
         tmp_path, split_engine, rollout={"fleet": {"min_engines": 1}}, weight_sync={"transport": transport}
     )
-    with pipeline_of(values) as pipeline:
-        run(pipeline)
+    with training_run_of(values) as training_run:
+        run(training_run)
     assert call(split_engine.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":3")
 
 
@@ -129,8 +129,8 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
             executor.submit(join_dead_trainer, *to, 1, 5.0) for to in zip(two_engines.launcher.urls, ports, strict=True)
         ]
         time.sleep(1)
-        with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=1)) as pipeline:
-            (record,) = run(pipeline)
+        with training_run_of(fleet_values(tmp_path, two_engines, num_steps=1)) as training_run:
+            (record,) = run(training_run)
         assert [join.result()[0] for join in joins] == [400, 400]
     assert record["weight_sync/engines"] == 2
 
@@ -145,8 +145,8 @@ def test_what_an_engine_derives_from_weights_that_it_receives_in_its_parameters_
             rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
             weight_sync={"bucket_mib": 64},
         )
-        with pipeline_of(values) as pipeline:
-            run(pipeline)
+        with training_run_of(values) as training_run:
+            run(training_run)
         assert call(engine.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":4")
 
 
@@ -169,9 +169,9 @@ def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request,
         weight_sync={"in_flight": "continue", "pause": pause},
     )
     keeps_old_keys = pause == "in_place"
-    with pipeline_of(values) as pipeline:
-        records = run(pipeline, max_deviation=math.inf if keeps_old_keys else 1e-4)
-        continued = responses_over_an_update(pipeline)
+    with training_run_of(values) as training_run:
+        records = run(training_run, max_deviation=math.inf if keeps_old_keys else 1e-4)
+        continued = responses_over_an_update(training_run)
     assert total(records, "rollout/partial_share") > 0
     assert any(record["rollout/groups_in_flight"] > 0 for record in records)
     assert continued
@@ -185,18 +185,18 @@ def test_a_killed_engines_work_moves_and_the_run_waits_until_it_has_the_weights_
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines)
     fleet = values["rollout"]["fleet"]
-    with pipeline_of(values) as pipeline:
+    with training_run_of(values) as training_run:
 
         def act():
-            wait_until(lambda: pipeline.step == 1 and in_flight(pipeline, engine) > 4)
+            wait_until(lambda: training_run.step == 1 and in_flight(training_run, engine) > 4)
             signal_engine(two_engines, 1, signal.SIGKILL)
             # Its connections break: nothing waits for hung_after_s.
-            wait_until(lambda: num_serving(pipeline) == 1, fleet["hung_after_s"] / 2)
+            wait_until(lambda: num_serving(training_run) == 1, fleet["hung_after_s"] / 2)
             two_engines.launcher.wait_until(lambda: len(two_engines.launcher.instances(engine)) == served + 1)
-            wait_until(lambda: num_serving(pipeline) == 2, values["weight_sync"]["timeout_s"])
+            wait_until(lambda: num_serving(training_run) == 2, values["weight_sync"]["timeout_s"])
 
         with saboteur(act), caplog.at_level(logging.WARNING, logger="dapo_mega"):
-            records = run(pipeline)
+            records = run(training_run)
     assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
     assert total(records, "fleet/engines_dead") >= 1
     assert "the run pauses: 1 of at least 2 engines" in caplog.text
@@ -206,23 +206,23 @@ def test_a_killed_engines_work_moves_and_the_run_waits_until_it_has_the_weights_
 def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
     engine = two_engines.launcher.urls[0]
     values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1}})
-    with pipeline_of(values) as pipeline:
+    with training_run_of(values) as training_run:
 
         def act():
-            wait_until(lambda: pipeline.step == 1 and in_flight(pipeline, engine) > 4)
+            wait_until(lambda: training_run.step == 1 and in_flight(training_run, engine) > 4)
             signal_engine(two_engines, 0, signal.SIGSTOP)
             stopped = time.monotonic()
             try:
-                wait_until(lambda: num_serving(pipeline) == 1)
+                wait_until(lambda: num_serving(training_run) == 1)
                 assert time.monotonic() - stopped < 3 * values["rollout"]["fleet"]["hung_after_s"]
             finally:
                 signal_engine(two_engines, 0, signal.SIGCONT)
 
         with saboteur(act):
-            records = run(pipeline)
-        wait_until(lambda: pipeline.fleet.driver.has_stale() or num_serving(pipeline) == 2)
-        pipeline.weight_sync.push(pipeline.policy, pipeline.step)
-        assert num_serving(pipeline) == 2
+            records = run(training_run)
+        wait_until(lambda: training_run.fleet.client.has_outdated() or num_serving(training_run) == 2)
+        training_run.weight_sync.push(training_run.policy, training_run.step)
+        assert num_serving(training_run) == 2
     assert total(records, "fleet/engines_hung") == 1
     assert total(records, "rollout/requests_moved") > 0
 
@@ -232,29 +232,29 @@ def test_an_engine_lost_during_a_weight_update_leaves_the_others_with_the_whole_
     engine = two_engines.launcher.urls[1]
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines, rollout={"fleet": {"min_engines": 1}}, weight_sync={"timeout_s": 8})
-    with pipeline_of(values) as pipeline:
-        stage_weights = pipeline.policy.stage_weights
+    with training_run_of(values) as training_run:
+        stage_weights = training_run.policy.stage_weights
 
         def interrupted(*arguments):
             for number, bucket in enumerate(stage_weights(*arguments)):
-                if pipeline.step == 2 and number == 3:
+                if training_run.step == 2 and number == 3:
                     signal_engine(two_engines, 1, fault)
                 yield bucket
 
-        pipeline.policy.stage_weights = interrupted
+        training_run.policy.stage_weights = interrupted
         try:
-            records = run(pipeline)
+            records = run(training_run)
         finally:
             if fault == signal.SIGSTOP:
                 signal_engine(two_engines, 1, signal.SIGCONT)
         assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
         assert records[1]["time/weight_sync_s"] < 60
-        pipeline.policy.stage_weights = stage_weights
+        training_run.policy.stage_weights = stage_weights
         if fault == signal.SIGKILL:
             two_engines.launcher.wait_until(lambda: len(two_engines.launcher.instances(engine)) == served + 1)
-        wait_until(lambda: pipeline.fleet.driver.has_stale())
-        pipeline.weight_sync.push_to_stale(pipeline.policy, pipeline.step)
-        assert num_serving(pipeline) == 2
+        wait_until(lambda: training_run.fleet.client.has_outdated())
+        training_run.weight_sync.push_to_outdated(training_run.policy, training_run.step)
+        assert num_serving(training_run) == 2
     for url in two_engines.launcher.urls:
         assert call(url, "/model_info")[1]["weight_version"].endswith(":3")
 
@@ -303,17 +303,17 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
         rollout={"placement": "colocated" if way == "tensor" else "fleet"},
         weight_sync={"transport": "distributed" if way == "sglangs_own" else way},
     )
-    with pipeline_of(values) as pipeline:
-        records = run(pipeline)
-        infos = [member.info for member in pipeline.fleet.driver._membership.members.values()]
+    with training_run_of(values) as training_run:
+        records = run(training_run)
+        infos = [member.info for member in training_run.fleet.client._membership.members.values()]
     assert all(record["weight_sync/engines"] == 2 for record in records)
     assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
 
 
 def test_large_weights_are_received_where_they_belong(tmp_path, two_engines, monkeypatch):
     monkeypatch.setattr("dapo_mega.megatron.gathering._OWN_PIECE_BYTES", 1024)
-    with pipeline_of(fleet_values(tmp_path, two_engines, num_steps=4)) as pipeline:
-        run(pipeline)
+    with training_run_of(fleet_values(tmp_path, two_engines, num_steps=4)) as training_run:
+        run(training_run)
 
 
 def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(tmp_path, two_engines):
@@ -326,11 +326,11 @@ def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(
             optimizer={"learning_rate": 1e-5},
             weight_sync={"full_every": 10},
         )
-        with pipeline_of(values) as pipeline:
-            records = train_to_the_end(pipeline)
+        with training_run_of(values) as training_run:
+            records = train_to_the_end(training_run)
             changed = weights_checksum(launcher.urls[0])
-            pipeline.weight_sync._transport._wires._full_every = 1
-            everything = pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+            training_run.weight_sync._transport._wires._full_every = 1
+            everything = training_run.weight_sync.push(training_run.policy, training_run.step)
         assert changed == weights_checksum(launcher.urls[0])
     sizes = [record["weight_sync/bytes"] for record in records]
     assert all(0 < size < 0.5 * everything["weight_sync/bytes"] / 2 for size in sizes), sizes  # bf16 against fp32.
@@ -366,8 +366,8 @@ def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, t
         monkeypatch.setattr("dapo_mega.engines.sglang.engine_client.described_model", lambda states: None)
     values = fleet_values(tmp_path, two_engines)
     values["model"]["path"] = str(tiny_model(tmp_path / "model", **changes))
-    with pipeline_of(values) as pipeline, pytest.raises(FleetError, match="no engine fits the run") as caught:
-        pipeline.weight_sync.push(pipeline.policy, 0)
+    with training_run_of(values) as training_run, pytest.raises(FleetError, match="no engine fits the run") as caught:
+        training_run.weight_sync.push(training_run.policy, 0)
     for url in two_engines.launcher.urls:
         assert re.search(f"{url}: [^;]*{difference}", str(caught.value))
 
@@ -378,11 +378,11 @@ def test_a_run_ends_when_weights_of_another_come_to_its_engine_again_and_again(t
     values = fleet_values(
         tmp_path, two_engines, num_steps=100, rollout={"temperature": 0.8, "fleet": {"min_engines": 1}}
     )
-    with pipeline_of(values) as pipeline:
-        member = pipeline.fleet.driver._membership.members[urls[1]]
+    with training_run_of(values) as training_run:
+        member = training_run.fleet.client._membership.members[urls[1]]
 
         def act():
-            wait_until(lambda: pipeline.step >= 1)
+            wait_until(lambda: training_run.step >= 1)
             for count in (1, 2):
                 # An update of the run's own may follow before anything has been sampled.
                 while member.num_foreign < count:
@@ -392,10 +392,12 @@ def test_a_run_ends_when_weights_of_another_come_to_its_engine_again_and_again(t
 
         message = f"another trainer uses this engine: {urls[1]} .* run other after step [12]"
         with saboteur(act), pytest.raises(FleetError, match=message):
-            train_to_the_end(pipeline)
-        sampled_by = [url for _, response in pipeline.driver.collector.recent for url, _ in response.engine_spans]
+            train_to_the_end(training_run)
+        sampled_by = [
+            url for _, response in training_run.controller.collector.recent for url, _ in response.engine_spans
+        ]
     assert set(sampled_by) <= set(urls)
-    assert len(sampled_by) >= len(pipeline.driver.collector.recent) > 0
+    assert len(sampled_by) >= len(training_run.controller.collector.recent) > 0
 
 
 def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(tmp_path, two_engines):

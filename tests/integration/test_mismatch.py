@@ -11,7 +11,7 @@ from dapo_mega.errors import FleetError, StarvedError
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import build_pipeline
+from dapo_mega.training.build import build_run
 from dapo_mega.training.run import close
 from tests.distributed.launching import wait_for
 
@@ -21,97 +21,97 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def pipeline(tmp_path, request):
+def training_run(tmp_path, request):
     overrides = getattr(request, "param", [])
     config = load_config(RunConfig, prepare(tmp_path), ["optimizer.learning_rate=1e-2", *overrides])
-    built = build_pipeline(config, 0)
+    built = build_run(config, 0)
     yield built
     close(built)
     stop_processes()
 
 
-def one_step(pipeline):
-    groups, _ = trainer.collect(pipeline)
-    mini_batches, metrics = trainer.attach_old_logprobs(pipeline, trainer.hand_over(pipeline, groups))
-    trainer.update(pipeline, mini_batches)
-    pipeline.step += 1
-    pipeline.weight_sync.push(pipeline.policy, pipeline.step)
+def one_step(training_run):
+    groups, _ = trainer.collect(training_run)
+    mini_batches, metrics = trainer.attach_old_logprobs(training_run, trainer.hand_over(training_run, groups))
+    trainer.update(training_run, mini_batches)
+    training_run.step += 1
+    training_run.weight_sync.push(training_run.policy, training_run.step)
     return metrics
 
 
-def test_agreement_after_every_sync_and_one_warning_for_a_corrupted_weight(capsys, pipeline, caplog):
-    pipeline.weight_sync.push(pipeline.policy, 0)
+def test_agreement_after_every_sync_and_one_warning_for_a_corrupted_weight(capsys, training_run, caplog):
+    training_run.weight_sync.push(training_run.policy, 0)
     with caplog.at_level(logging.WARNING, logger="dapo_mega"):
         for _ in range(3):
-            metrics = one_step(pipeline)
+            metrics = one_step(training_run)
             assert metrics["rollout/logprob_abs_diff_mean"] < 1e-5
             assert metrics["rollout/logprob_abs_diff_max"] < 1e-4
             assert metrics["mismatch/effective_sample_share"] > 0.5
         assert not [r for r in caplog.records if "disagree" in r.message]
         # One element of one matrix on the engine's side only, as a broken transfer would leave it.
-        weight = pipeline.fleet._engine._model.model.layers[0].mlp.down_proj.weight
+        weight = training_run.fleet._engine._model.model.layers[0].mlp.down_proj.weight
         with torch.no_grad():
             weight[3, 5] += 20.0
-        pipeline.driver.collector.buffer.groups.clear()
-        metrics = one_step(pipeline)
-    assert metrics["rollout/logprob_abs_diff_mean"] > pipeline.config.mismatch_warning
+        training_run.controller.collector.buffer.groups.clear()
+        metrics = one_step(training_run)
+    assert metrics["rollout/logprob_abs_diff_mean"] > training_run.config.mismatch_warning
     (warning,) = (r.message for r in caplog.records if "engine and trainer disagree" in r.message)
     assert not warning.startswith("WARNING")
     assert "disagree" not in capsys.readouterr().out
     # The next sync heals it.
-    pipeline.driver.collector.buffer.groups.clear()
-    assert one_step(pipeline)["rollout/logprob_abs_diff_max"] < 1e-4
+    training_run.controller.collector.buffer.groups.clear()
+    assert one_step(training_run)["rollout/logprob_abs_diff_max"] < 1e-4
 
 
 @pytest.mark.parametrize("pipeline", [["batch.epochs=2"]], indirect=True)
-def test_mu_passes_update_once_per_mini_batch_and_leave_the_old_policy_behind(pipeline):
-    pipeline.weight_sync.push(pipeline.policy, 0)
-    groups, _ = trainer.collect(pipeline)
-    mini_batches, _ = trainer.attach_old_logprobs(pipeline, trainer.hand_over(pipeline, groups))
-    metrics = trainer.update(pipeline, mini_batches)
+def test_mu_passes_update_once_per_mini_batch_and_leave_the_old_policy_behind(training_run):
+    training_run.weight_sync.push(training_run.policy, 0)
+    groups, _ = trainer.collect(training_run)
+    mini_batches, _ = trainer.attach_old_logprobs(training_run, trainer.hand_over(training_run, groups))
+    metrics = trainer.update(training_run, mini_batches)
     # mu = 2 passes over 6 groups in mini-batches of 3.
-    assert pipeline.policy.scheduler.num_steps == 4
+    assert training_run.policy.scheduler.num_steps == 4
     # Only the very first update sees pi_theta = pi_old.
     assert metrics["policy/kl_to_old"] > 1e-7
 
 
-def break_engine(pipeline):
+def break_engine(training_run):
     with torch.no_grad():
-        pipeline.fleet._engine._model.model.norm.weight *= 100
+        training_run.fleet._engine._model.model.norm.weight *= 100
 
 
-def weights(pipeline):
-    return {name: tensor.clone() for bucket in pipeline.policy.weights(1 << 20) for name, tensor in bucket}
+def weights(training_run):
+    return {name: tensor.clone() for bucket in training_run.policy.weights(1 << 20) for name, tensor in bucket}
 
 
-def test_a_large_mismatch_ends_the_run_before_the_update(pipeline):
-    pipeline.weight_sync.push(pipeline.policy, 0)
-    break_engine(pipeline)
-    before = weights(pipeline)
+def test_a_large_mismatch_ends_the_run_before_the_update(training_run):
+    training_run.weight_sync.push(training_run.policy, 0)
+    break_engine(training_run)
+    before = weights(training_run)
     with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
-        one_step(pipeline)
-    after = weights(pipeline)
+        one_step(training_run)
+    after = weights(training_run)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("pipeline", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True)
-def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before_the_prompts_are(pipeline):
-    pipeline.weight_sync.push(pipeline.policy, 0)
+def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before_the_prompts_are(training_run):
+    training_run.weight_sync.push(training_run.policy, 0)
     with pytest.raises(StarvedError, match="prompts of another difficulty"):
-        trainer.collect(pipeline)
-    break_engine(pipeline)
+        trainer.collect(training_run)
+    break_engine(training_run)
     with pytest.raises(FleetError, match="the engines do not compute what the trainer does") as caught:
-        trainer.collect(pipeline)
+        trainer.collect(training_run)
     assert "difficulty" not in str(caught.value)
 
 
 @pytest.mark.parametrize("pipeline", [["batch.mini_batch_groups=6"]], indirect=True)
-def test_a_large_mismatch_of_a_single_update_ends_the_run_before_its_checkpoint(pipeline):
-    pipeline.weight_sync.push(pipeline.policy, 0)
-    break_engine(pipeline)
+def test_a_large_mismatch_of_a_single_update_ends_the_run_before_its_checkpoint(training_run):
+    training_run.weight_sync.push(training_run.policy, 0)
+    break_engine(training_run)
     with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
-        one_step(pipeline)
-    assert pipeline.step == 0
+        one_step(training_run)
+    assert training_run.step == 0
 
 
 def test_a_run_that_a_mismatch_ended_continues_from_its_checkpoint(tmp_path):

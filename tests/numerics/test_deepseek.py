@@ -14,7 +14,7 @@ from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, Parall
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.objectives import Imitation, TokenBatch
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models import load_architecture
 from dapo_mega.training.build import check_routing
@@ -52,7 +52,7 @@ def make_policy(path, processes, compute, dtype="fp32"):
 def update(policy, samples):
     columns = columns_from_samples(samples)
     batch = build_micro_batch(columns, range(len(samples)), aggregation="token_mean", max_response_tokens=64)
-    policy.update([TokenBatch(batch)], Imitation())
+    policy.update([TokenBatch(batch)], SupervisedLoss())
 
 
 def biases(named):

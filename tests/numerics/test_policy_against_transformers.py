@@ -14,7 +14,7 @@ from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, Para
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
-from dapo_mega.megatron.objectives import Imitation, PolicyGradient, TokenBatch
+from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.types import GenerationRequest, Sample, SamplingParams
 from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples
@@ -96,7 +96,7 @@ def test_the_likeliest_next_tokens_are_those_of_transformers(checkpoints, proces
 def test_one_supervised_step_equals_that_of_transformers(tmp_path, checkpoints, processes, kind):
     samples = [replace(sample, in_loss=True) for sample in make_samples(12)]
     policy = make_policy(checkpoints[kind], processes)
-    metrics = policy.update([TokenBatch(pack(samples))], Imitation())
+    metrics = policy.update([TokenBatch(pack(samples))], SupervisedLoss())
     model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0)
     loss = -transformers_logprobs(model, samples, 1.0).mean()

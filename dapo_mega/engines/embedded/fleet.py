@@ -1,7 +1,7 @@
 """One embedded engine per data-parallel replica, driven by rank 0 as if they were one engine.
 
 Rank 0 calls `generate`; the other replicas' leaders sit in `serve` and work on the share they are sent until
-rank 0 calls `release`.
+rank 0 calls `end_serving`.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class EmbeddedFleet:
         except StopRequested:
             return None
 
-    def release(self) -> None:
+    def end_serving(self) -> None:
         """Send the other leaders on; rank 0 only."""
         self._scatter([None] * self._processes.data_size)
 
-    def on_stale_engines(self, update: Callable[[], object]) -> None:
+    def on_outdated_engines(self, update: Callable[[], object]) -> None:
         """Embedded engines neither join nor come back."""
 
     def sleep(self) -> None:

@@ -41,8 +41,8 @@ from dapo_mega.engines.sglang.engine_client import (
     EngineTimeout,
     EngineUnreachable,
 )
-from dapo_mega.engines.sglang.ledger import Cause, RequestLedger
-from dapo_mega.engines.sglang.prefix_routing import EngineSlot, EngineSnapshot, Placement
+from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, EngineSnapshot
+from dapo_mega.engines.sglang.request_counters import Cause, RequestCounters
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
@@ -53,7 +53,7 @@ _MAX_CALL_SIZE = 64
 
 
 @dataclass(eq=False)
-class _Work:
+class _Request:
     """A request until it has its answer. `parts` is what calls that were ended early have generated."""
 
     request: GenerationRequest
@@ -62,7 +62,7 @@ class _Work:
     num_calls: int = 0
     num_failures: int = 0
     avoided_url: str = ""
-    flight: _Flight | None = None
+    flight: _Attempt | None = None
     retry: asyncio.TimerHandle | None = None
 
     @property
@@ -76,23 +76,23 @@ class _Work:
 
 
 @dataclass(eq=False)
-class _Flight:
+class _Attempt:
     """A request's part in a call. `version` is that of the engine's weights when it began."""
 
     rid: str
-    work: _Work
+    work: _Request
     slot: EngineSlot
     version: int
     started: float
-    call: _Call | None = None
+    call: _HttpCall | None = None
 
 
 @dataclass(eq=False)
-class _Call:
+class _HttpCall:
     """One HTTP call and those of its requests that have no outcome yet, by rid."""
 
     slot: EngineSlot
-    flights: dict[str, _Flight]
+    flights: dict[str, _Attempt]
     task: asyncio.Task[None] | None = None
 
 
@@ -131,17 +131,17 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._own_run = run
         self._call_prefix = os.urandom(4).hex()
-        self._placement = Placement(requests_per_engine)
+        self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
         self._newest_version = -1
-        self._works: dict[int, _Work] = {}
-        self._waiting: OrderedDict[int, _Work] = OrderedDict()
-        self._flights: dict[str, _Flight] = {}
+        self._works: dict[int, _Request] = {}
+        self._waiting: OrderedDict[int, _Request] = OrderedDict()
+        self._flights: dict[str, _Attempt] = {}
         self._is_held = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._background: set[asyncio.Task[None]] = set()
-        self.ledger = RequestLedger()
+        self.counters = RequestCounters()
 
     # ---- engines ----
 
@@ -162,8 +162,8 @@ class Dispatcher:
         slot = self._slots.pop(url)
         flights = [flight for flight in self._flights.values() if flight.slot is slot]
         for flight in reversed(flights):
-            self._land(flight)
-            self.ledger.moved()
+            self._close_attempt(flight)
+            self.counters.moved()
             self._wait_first(flight.work)
         if flights:
             logger.info("%d requests move away from %s: %s", len(flights), url, reason)
@@ -182,10 +182,10 @@ class Dispatcher:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take requests on; those that an engine must not see are answered with a failure right away."""
         for request in requests:
-            self.ledger.submit(request.request_id)
-            work = _Work(request, hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest())
+            self.counters.submit(request.request_id)
+            work = _Request(request, hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest())
             self._works[work.id] = work
-            self._placement.enter(work.prompt)
+            self._router.enter(work.prompt)
             if reason := unfit(request, self._vocab_size):
                 self._fail(work, f"the request was not sent: {reason}")
             else:
@@ -199,7 +199,7 @@ class Dispatcher:
                 if work.flight:
                     self._abandon(work.flight)
                 self._forget(work)
-                self.ledger.close(request_id, "cancelled")
+                self.counters.close(request_id, "cancelled")
         self._start_calls()
 
     def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
@@ -220,7 +220,7 @@ class Dispatcher:
         assert self._is_held
         await self._idle.wait()
 
-    async def take_back(self, grace_s: float = 10.0) -> None:
+    async def reclaim(self, grace_s: float = 10.0) -> None:
         """Wait for what engines return that were told to abort everything; to be used after `hold`.
 
         A call that had not begun on its engine does not return; it is given up after `grace_s` and made again later.
@@ -231,15 +231,15 @@ class Dispatcher:
         except TimeoutError:
             for flight in reversed(list(self._flights.values())):
                 self._abandon(flight)
-                self.ledger.taken_back()
+                self.counters.taken_back()
                 self._wait_first(flight.work)
 
     def pop_metrics(self) -> dict[str, float]:
-        """The ledger's counts since the last call, and what is in flight and waiting now."""
+        """The counters since the last call, and what is in flight and waiting now."""
         return {
-            **self.ledger.pop_metrics(),
+            **self.counters.pop_metrics(),
             "rollout/requests_in_flight": float(len(self._flights)),
-            "rollout/requests_waiting": float(self.ledger.num_open - len(self._flights)),
+            "rollout/requests_waiting": float(self.counters.num_open - len(self._flights)),
         }
 
     async def close(self) -> None:
@@ -257,10 +257,10 @@ class Dispatcher:
     # ---- starting calls ----
 
     def _start_calls(self) -> None:
-        boarded: dict[EngineSlot, list[_Flight]] = {}
+        boarded: dict[EngineSlot, list[_Attempt]] = {}
         while not self._is_held and (chosen := self._next_flight()):
             work, slot = chosen
-            flight = self._board(work, slot)
+            flight = self._assign(work, slot)
             # Alone after a failure: a request that an engine refuses must not take others with it.
             if slot.supports_batches and not work.num_failures:
                 boarded.setdefault(slot, []).append(flight)
@@ -270,32 +270,32 @@ class Dispatcher:
             for first in range(0, len(flights), _MAX_CALL_SIZE):
                 self._start_call(slot, flights[first : first + _MAX_CALL_SIZE])
 
-    def _next_flight(self) -> tuple[_Work, EngineSlot] | None:
+    def _next_flight(self) -> tuple[_Request, EngineSlot] | None:
         """The first request in the queue for which there is an engine, with that engine."""
         now = self._loop.time()
-        free = [slot for slot in self._slots.values() if self._placement.has_room(slot, now)]
+        free = [slot for slot in self._slots.values() if self._router.has_room(slot, now)]
         if free:
             for work in self._waiting.values():
                 # Of several engines a request does not try the one again that failed it last.
                 allowed = free if len(self._slots) == 1 else [slot for slot in free if slot.url != work.avoided_url]
-                if slot := self._placement.choose(allowed, work.prompt):
+                if slot := self._router.choose(allowed, work.prompt):
                     return work, slot
         return None
 
-    def _board(self, work: _Work, slot: EngineSlot) -> _Flight:
+    def _assign(self, work: _Request, slot: EngineSlot) -> _Attempt:
         del self._waiting[work.id]
-        self._placement.settle(work.prompt, slot)
+        self._router.settle(work.prompt, slot)
         work.num_calls += 1
         # Engines abort every call whose name starts with the one given: the dot ends it.
         rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
-        flight = _Flight(rid, work, slot, slot.version, self._loop.time())
+        flight = _Attempt(rid, work, slot, slot.version, self._loop.time())
         self._flights[rid] = work.flight = flight
         slot.in_flight += 1
         self._idle.clear()
         return flight
 
-    def _start_call(self, slot: EngineSlot, flights: Sequence[_Flight]) -> None:
-        call = _Call(slot, {flight.rid: flight for flight in flights})
+    def _start_call(self, slot: EngineSlot, flights: Sequence[_Attempt]) -> None:
+        call = _HttpCall(slot, {flight.rid: flight for flight in flights})
         for flight in flights:
             flight.call = call
         call.task = self._loop.create_task(self._run(call))
@@ -303,7 +303,7 @@ class Dispatcher:
 
     # ---- ending calls ----
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: _HttpCall) -> None:
         """Every request of the call has an outcome when this returns."""
         payloads = [generate_payload(f.work.request, f.work.parts, f.rid) for f in call.flights.values()]
         failure: EngineError | MalformedAnswer
@@ -321,7 +321,7 @@ class Dispatcher:
             self._failed(call.slot, flights, failure)
             self._start_calls()
 
-    async def _run_batch(self, call: _Call, payload: dict[str, Any]) -> None:
+    async def _run_batch(self, call: _HttpCall, payload: dict[str, Any]) -> None:
         outputs = call.slot.client.generate_batch(payload, self._request_timeout_s)
         async with aclosing(outputs):
             async for output in outputs:
@@ -329,7 +329,7 @@ class Dispatcher:
                 if (rid := finished_rid(output)) and (flight := call.flights.get(rid)):
                     self._answered(flight, output)
 
-    def _answered(self, flight: _Flight, body: Any) -> None:
+    def _answered(self, flight: _Attempt, body: Any) -> None:
         work = flight.work
         versions = VersionRange(self._own_run, flight.version, self._newest_version)
         try:
@@ -337,11 +337,11 @@ class Dispatcher:
         except MalformedAnswer as error:
             self._failed(flight.slot, [flight], error)
         else:
-            self._land(flight)
-            self._take(flight, completion)
+            self._close_attempt(flight)
+            self._accept(flight, completion)
         self._start_calls()
 
-    def _take(self, flight: _Flight, completion: Completion) -> None:
+    def _accept(self, flight: _Attempt, completion: Completion) -> None:
         """Answer the request, or keep what was generated when the call was ended early."""
         work = flight.work
         if len(completion.token_ids):
@@ -350,13 +350,13 @@ class Dispatcher:
             flight.slot.succeeded(len(completion.token_ids), self._loop.time() - flight.started)
             self._end(work, "answered", joined(work.id, work.parts))
         elif self._is_held:
-            self.ledger.taken_back()
+            self.counters.taken_back()
             self._wait_first(work)
         else:
             work.avoided_url = flight.slot.url
             self._retry(work, "aborted", f"{flight.slot.url}: the engine aborted it")
 
-    def _failed(self, slot: EngineSlot, flights: Sequence[_Flight], error: EngineError | MalformedAnswer) -> None:
+    def _failed(self, slot: EngineSlot, flights: Sequence[_Attempt], error: EngineError | MalformedAnswer) -> None:
         """These flights of one call have no usable answer, for one reason."""
         is_unreachable = isinstance(error, EngineUnreachable)
         if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
@@ -365,10 +365,10 @@ class Dispatcher:
             self._on_trouble(slot.url)
         for flight in reversed(flights):
             work = flight.work
-            self._land(flight)
+            self._close_attempt(flight)
             work.avoided_url = slot.url
             if is_unreachable:  # Nothing was sent, so the request has no part in it.
-                self.ledger.call_failed("unreachable")
+                self.counters.call_failed("unreachable")
                 self._wait_first(work)
             elif isinstance(error, MalformedAnswer):
                 self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
@@ -381,9 +381,9 @@ class Dispatcher:
         if self._on_wrong_weights and slot.url in self._slots:
             self._on_wrong_weights(slot.url, error.foreign)
 
-    def _retry(self, work: _Work, cause: Cause, reason: str) -> None:
+    def _retry(self, work: _Request, cause: Cause, reason: str) -> None:
         """Call again after a while, or give the request its failure when that was the last attempt."""
-        self.ledger.call_failed(cause)
+        self.counters.call_failed(cause)
         work.num_failures += 1
         if work.num_failures >= self._max_attempts:
             self._fail(work, f"{work.num_failures} attempts failed, lastly {reason}")
@@ -391,12 +391,12 @@ class Dispatcher:
         delay = self._backoff_s * 2.0 ** (work.num_failures - 1) * self._random.uniform(0.5, 1.5)
         work.retry = self._loop.call_later(delay, self._try_again, work)
 
-    def _try_again(self, work: _Work) -> None:
+    def _try_again(self, work: _Request) -> None:
         work.retry = None
         self._wait_first(work)
         self._start_calls()
 
-    def _land(self, flight: _Flight) -> None:
+    def _close_attempt(self, flight: _Attempt) -> None:
         """Take a flight off the account. A call without flights is cancelled unless it is the task that runs."""
         del self._flights[flight.rid]
         flight.slot.in_flight -= 1
@@ -408,38 +408,38 @@ class Dispatcher:
             if not call.flights and call.task and call.task is not asyncio.current_task(self._loop):
                 call.task.cancel()
 
-    def _abandon(self, flight: _Flight) -> None:
+    def _abandon(self, flight: _Attempt) -> None:
         """End a flight early on an engine that stays in use."""
-        self._land(flight)
+        self._close_attempt(flight)
         self._start_background(flight.slot.client.abort(flight.rid))
 
-    def _end_with_fault(self, call: _Call, task: asyncio.Task[None]) -> None:
+    def _end_with_fault(self, call: _HttpCall, task: asyncio.Task[None]) -> None:
         """A call that ended with a fault of the program must not leave its requests waiting for ever."""
         if task.cancelled() or not (fault := task.exception()):
             return
         logger.critical("a call of %s failed: %r", call.slot.url, fault, exc_info=fault)
         for flight in list(call.flights.values()):
-            self._land(flight)
+            self._close_attempt(flight)
             self._fail(flight.work, f"a fault of the program: {fault!r}")
 
     # ---- ending requests ----
 
-    def _fail(self, work: _Work, reason: str) -> None:
+    def _fail(self, work: _Request, reason: str) -> None:
         self._end(work, "failed", GenerationFailure(work.id, reason))
 
-    def _end(self, work: _Work, end: Literal["answered", "failed"], answer: Answer) -> None:
+    def _end(self, work: _Request, end: Literal["answered", "failed"], answer: Answer) -> None:
         self._forget(work)
-        self.ledger.close(work.id, end)
+        self.counters.close(work.id, end)
         self._on_answer(answer)
 
-    def _forget(self, work: _Work) -> None:
+    def _forget(self, work: _Request) -> None:
         del self._works[work.id]
         self._waiting.pop(work.id, None)
-        self._placement.leave(work.prompt)
+        self._router.leave(work.prompt)
         if work.retry:
             work.retry.cancel()
 
-    def _wait_first(self, work: _Work) -> None:
+    def _wait_first(self, work: _Request) -> None:
         """Back to the head of the queue: it has waited already."""
         self._waiting[work.id] = work
         self._waiting.move_to_end(work.id, last=False)

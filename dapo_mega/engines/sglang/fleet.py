@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.sglang.fleet_client import FleetDriver
+from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.types import Answer, GenerationRequest
 
 _POLL_S = 0.5
@@ -22,27 +22,27 @@ class SglangFleet:
     part in that, which is what they wait for in `serve`.
     """
 
-    def __init__(self, processes: Processes, driver: FleetDriver | None) -> None:
-        """`driver` is given exactly on rank 0."""
-        assert (driver is not None) == (processes.rank == 0)
+    def __init__(self, processes: Processes, client: FleetClient | None) -> None:
+        """`client` is given exactly on rank 0."""
+        assert (client is not None) == (processes.rank == 0)
         self._processes = processes
-        self._driver = driver
+        self._client = client
         self._set_aside: deque[Answer] = deque()
         self._others_left = False
         self._update_stale_engines: Callable[[], object] = lambda: None
 
     @property
-    def driver(self) -> FleetDriver:
-        assert self._driver
-        return self._driver
+    def client(self) -> FleetClient:
+        assert self._client
+        return self._client
 
-    def on_stale_engines(self, update: Callable[[], object]) -> None:
+    def on_outdated_engines(self, update: Callable[[], object]) -> None:
         """See `RolloutFleet`."""
         self._update_stale_engines = update
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take the requests on and return at once; rank 0 only."""
-        self.driver.submit(requests)
+        self.client.submit(requests)
 
     def next_answer(self) -> Answer:
         """Wait for the next finished request; rank 0 only.
@@ -53,24 +53,24 @@ class SglangFleet:
 
     def poll_answer(self) -> Answer | None:
         """A finished request that is there already; rank 0 only."""
-        return self._set_aside.popleft() if self._set_aside else self.driver.next_answer(0)
+        return self._set_aside.popleft() if self._set_aside else self.client.next_answer(0)
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
         """See `StreamingEngine`; rank 0 only."""
-        return self.driver.oldest_versions(request_ids)
+        return self.client.oldest_versions(request_ids)
 
     def _wait(self) -> Answer:
         while True:
-            self.driver.wait_for_engines()
-            if self.driver.has_stale():
+            self.client.wait_for_engines()
+            if self.client.has_outdated():
                 self._command("update")
                 self._update()
-            if answer := self.driver.next_answer(_POLL_S):
+            if answer := self.client.next_answer(_POLL_S):
                 return answer
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Give up requests in flight; rank 0 only."""
-        self.driver.cancel(request_ids)
+        self.client.cancel(request_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Answer every request, in the order given; rank 0 only. Answers to other requests wait for `next_answer`."""
@@ -90,7 +90,7 @@ class SglangFleet:
         while self._command(None) == "update":
             self._update_stale_engines()
 
-    def release(self) -> None:
+    def end_serving(self) -> None:
         """Send the other processes on; rank 0 only."""
         if not self._others_left:
             self._command("release")
@@ -103,16 +103,16 @@ class SglangFleet:
 
     def sleep(self) -> None:
         """Free the GPUs for the policy until the next update, where the engines are colocated; rank 0 only."""
-        self.driver.sleep()
+        self.client.sleep()
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call; rank 0 only."""
-        return self.driver.pop_metrics()
+        return self.client.pop_metrics()
 
     def close(self) -> None:
         """Let go of the engines, which stay up for the next run."""
-        if self._driver:
-            self._driver.close()
+        if self._client:
+            self._client.close()
 
     def _command(self, command: str | None) -> str:
         """The command that rank 0 gives."""

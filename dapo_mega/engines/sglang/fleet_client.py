@@ -51,7 +51,7 @@ class SyncTarget:
     has_plugin: bool = False
 
 
-class FleetDriver:
+class FleetClient:
     """Drives all engines of a run over HTTP."""
 
     def __init__(
@@ -102,7 +102,7 @@ class FleetDriver:
         except queue.Empty:
             return None
 
-    def has_stale(self) -> bool:
+    def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
         return bool(self._membership.in_state("stale"))
 
@@ -125,7 +125,7 @@ class FleetDriver:
 
     # ---- weight updates, from the main thread ----
 
-    def targets(self, only_stale: bool) -> list[SyncTarget]:
+    def targets(self, only_outdated: bool) -> list[SyncTarget]:
         """The engines that can be updated, once at least `min_engines` are there.
 
         Says when the run pauses for want of engines, each minute why, and when it goes on. Raises FleetError after
@@ -133,7 +133,7 @@ class FleetDriver:
         """
         self.wait_for_engines()
         members = self._membership
-        return self._targets(members.in_state("stale") if only_stale else members.in_state("stale", "serving"))
+        return self._targets(members.in_state("stale") if only_outdated else members.in_state("stale", "serving"))
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]
@@ -223,14 +223,14 @@ class FleetDriver:
         results = await asyncio.gather(*(one(target.url) for target in targets))
         return {target.url: result for target, result in zip(targets, results, strict=True)}
 
-    def hold(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
         """Start nothing more on the targets, and let what is in flight finish or pause as configured. Returns the
         targets that are still there then."""
-        return self._targets(self._thread.run(self._hold([target.url for target in targets])))
+        return self._targets(self._thread.run(self._pause_generation([target.url for target in targets])))
 
-    async def _hold(self, urls: Sequence[str]) -> list[str]:
+    async def _pause_generation(self, urls: Sequence[str]) -> list[str]:
         if serving := self._present(urls, "serving"):
-            await self._settle(serving)
+            await self._drain_or_pause(serving)
             await self._ask_for_versions(serving)
         # Until here an engine that hangs must be found out; from here on none can answer probes.
         for url in (present := self._present(urls, "stale", "serving")):
@@ -243,7 +243,7 @@ class FleetDriver:
     def _present(self, urls: Sequence[str], *states: State) -> list[str]:
         return [url for url in urls if self._members[url].state in states]
 
-    async def _settle(self, urls: Sequence[str]) -> None:
+    async def _drain_or_pause(self, urls: Sequence[str]) -> None:
         sync = self._config.weight_sync
         self._dispatcher.hold()
         if sync.in_flight == "finish":
@@ -268,17 +268,17 @@ class FleetDriver:
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
         """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing
         would do it too, but looks only once a second whether all have ended, and keeps calls that come meanwhile."""
-        returning = asyncio.create_task(self._dispatcher.take_back(limit_s))
+        returning = asyncio.create_task(self._dispatcher.reclaim(limit_s))
         while not returning.done():
             await self._call(self._targets(urls), lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
             await asyncio.wait([returning], timeout=_ABORT_EVERY_S)
         await returning
 
-    def release(self, targets: Sequence[SyncTarget]) -> None:
-        """Undo `hold`."""
-        self._thread.run(self._release([target.url for target in targets]))
+    def resume_generation(self, targets: Sequence[SyncTarget]) -> None:
+        """Undo `pause_generation`."""
+        self._thread.run(self._resume_generation([target.url for target in targets]))
 
-    async def _release(self, urls: Sequence[str]) -> None:
+    async def _resume_generation(self, urls: Sequence[str]) -> None:
         await self._wake(urls, _ALL_MEMORY)
         present = self._targets(self._present(urls, "stale", "serving"))
         self._leave_where_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))

@@ -116,7 +116,7 @@ class Membership:
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
-        self._upkeep = asyncio.create_task(self._keep_up(), name="taking engines up")
+        self._upkeep = asyncio.create_task(self._poll(), name="taking engines up")
         self._upkeep.add_done_callback(report_fault)
 
     def in_state(self, *states: State) -> list[str]:
@@ -224,11 +224,11 @@ class Membership:
         for member in self.members.values():
             await member.client.close()
 
-    async def _keep_up(self) -> None:
+    async def _poll(self) -> None:
         """Take up engines that register, and those that left although they are healthy."""
         while True:
             if self._registry:
-                self._follow(self._registry.poll())
+                self._apply_registrations(self._registry.poll())
                 self._registry.report_hung(self._hung_for_long())
             for url, health in self.monitor.engines().items():
                 if health.state in ("healthy", "slow") and self.members[url].state == "away":
@@ -243,7 +243,7 @@ class Membership:
             if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
         ]
 
-    def _follow(self, registrations: Sequence[Registration]) -> None:
+    def _apply_registrations(self, registrations: Sequence[Registration]) -> None:
         for registration in registrations:
             known = self.members.get(registration.url)
             if known is None:
@@ -298,7 +298,7 @@ class Membership:
                 member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
             self._look_for_foreign(url, member, info, is_new)
             member.info = info
-            misfit = _misfit(info, self._config, self._vocab_size)
+            misfit = _incompatibility(info, self._config, self._vocab_size)
             if not misfit and self._arch:
                 misfit = model_misfit(info.model, self._arch)
             if misfit:
@@ -369,7 +369,7 @@ def _no_engine(answer: str) -> str:
     )
 
 
-def _misfit(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
+def _incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
     """Why the engine cannot serve this run; empty when it can."""
     if info.vocab_size not in (None, vocab_size):
         return f"its model has a vocabulary of {info.vocab_size} tokens and the policy one of {vocab_size}"

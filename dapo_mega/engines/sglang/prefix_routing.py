@@ -80,7 +80,7 @@ class _Home:
     num_requests: int = 0
 
 
-class Placement:
+class EngineRouter:
     """Keeps requests with the same prompt together as long as that is not unfair to them."""
 
     def __init__(self, requests_per_engine: int) -> None:

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dapo_mega.errors import InputError
 from dapo_mega.files import check_regular, disk_refusal, read_json_object, replace_file
-from dapo_mega.models import Architecture, Layout, ModelFamily, merge_shards, take_shard
+from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count
 from dapo_mega.models.hf_shapes import hf_shape
@@ -126,13 +126,13 @@ def _key(placed: PlacedTensor, names: set[str]) -> str:
     return placed.megatron[0]
 
 
-def cuts(layout: Layout, shape: Sequence[int], rank: int, size: int) -> list[Range]:
+def cuts(layout: ShardRule, shape: Sequence[int], rank: int, size: int) -> list[Range]:
     """The blocks of a parameter of this shape that one of `size` tensor-parallel processes stores."""
     whole = (0,) * len(shape)
-    if layout is Layout.REPLICATED:
+    if layout is ShardRule.REPLICATED:
         return [(whole, tuple(shape))] if rank == 0 else []
-    axis = 1 if layout is Layout.ROW else 0
-    count = 2 if layout is Layout.GATE_UP else 1
+    axis = 1 if layout is ShardRule.ROW else 0
+    count = 2 if layout is ShardRule.GATE_UP else 1
     span = shape[axis] // count // size
     starts = [part * shape[axis] // count + rank * span for part in range(count)]
     return [((*whole[:axis], start, *whole[axis + 1 :]), (*shape[:axis], span, *shape[axis + 1 :])) for start in starts]
@@ -254,7 +254,7 @@ class MegatronCheckpoint:
         self._recorded_vocab_size = _recorded_vocab_size(path)
         if self._recorded_vocab_size is None:
             for placed, entry in entries.items():
-                if placed.layout is Layout.VOCAB and entry.key in self.files.tensors:
+                if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
         # Parameters made of several tensors are asked for once for each.
         self._last: tuple[PlacedTensor | None, list[Tensor]] = (None, [])
@@ -271,7 +271,7 @@ class MegatronCheckpoint:
         placed, entry = self._places[name]
         stored = self.files.tensors[entry.key]
         shape = tuple(stored.size)
-        if placed.layout is Layout.VOCAB:
+        if placed.layout is ShardRule.VOCAB:
             shape = (self._num_tokens(stored), *shape[1:])
         if shape == (*entry.stack, *stored_shape(placed, self._arch)):
             shape = hf_shape(name, self._arch)

@@ -43,7 +43,7 @@ def load_score_and_learn(model, layout, parallel, processes):
     from dapo_mega.batching.step import build_for_layout
     from dapo_mega.config import ModelConfig, OptimizerConfig
     from dapo_mega.megatron.megatron_policy import MegatronPolicy
-    from dapo_mega.megatron.objectives import Imitation, TokenBatch
+    from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tiny import make_samples
@@ -62,7 +62,7 @@ def load_score_and_learn(model, layout, parallel, processes):
     batch = build_for_layout(
         columns_from_samples(samples), range(len(samples)), policy.packing_layout, "token_mean", max_response_tokens=64
     )
-    share = policy.share(batch)
+    share = policy.context_shard(batch)
     result = {}
     weights = full_weights(policy)
     if processes.is_leader:
@@ -71,7 +71,7 @@ def load_score_and_learn(model, layout, parallel, processes):
     if processes.is_last_stage and processes.tensor_rank == 0 and processes.data_rank == 0:
         result["logprobs"] = scores.logprobs
     if layout["learns"]:
-        policy.update([TokenBatch(share)], Imitation())
+        policy.update([TokenBatch(share)], SupervisedLoss())
         result["updated"] = full_weights(policy)
     return result
 

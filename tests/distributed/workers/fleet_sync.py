@@ -42,7 +42,7 @@ def main() -> None:
         policy = Policy(rank, version)
         metrics = sync.push(policy, version)
         if fleet:
-            exact = [url for url, engine in fleet.engines.items() if policy.is_held_by(engine)]
+            exact = [url for url, engine in fleet.engines.items() if policy.owns_shard(engine)]
             print(json.dumps({"exact": exact, "away": list(fleet.away), "bytes": metrics["weight_sync/bytes"]}))
     sys.stdout.flush()
     dist.barrier()
@@ -69,7 +69,7 @@ class Policy:
             pieces = (self._tensors[number].view(torch.uint8),) if stage == self._rank else None
             yield StageBucket(stage, (f"w{number}",), ("float32",), ((6,),), (1,), pieces, number == len(STAGES) - 1)
 
-    def is_held_by(self, engine):
+    def owns_shard(self, engine):
         import torch
 
         return all(torch.equal(engine.weights[f"w{i}"], tensor) for i, tensor in enumerate(self._tensors))

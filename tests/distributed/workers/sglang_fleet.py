@@ -23,7 +23,7 @@ class JoiningDriver:
     def wait_for_engines(self):
         pass
 
-    def has_stale(self):
+    def has_outdated(self):
         self.num_joined += 1
         return self.num_joined <= 2
 
@@ -45,14 +45,14 @@ def main(error):
         if len(updates) == 2 and error:
             raise error
 
-    fleet.on_stale_engines(update)
+    fleet.on_outdated_engines(update)
     try:
         with raise_on_all_ranks(processes.control):
             if processes.rank == 0:
                 try:
                     answers = [fleet.next_answer() for _ in range(3)]
                 finally:
-                    fleet.release()
+                    fleet.end_serving()
                 assert answers == [1, 2, 3]
             else:
                 fleet.serve()

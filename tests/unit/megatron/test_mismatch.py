@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-from dapo_mega.batching.step import stale_tokens
+from dapo_mega.batching.step import off_policy_tokens
 from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
@@ -137,7 +137,7 @@ def test_a_step_without_fresh_tokens_has_no_measure_of_them(control):
 )
 def test_stale_tokens_are_those_before_the_last_change_of_weights(spans, oldest, expected):
     response = Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", oldest, spans)
-    assert stale_tokens(response, version=4) == expected
+    assert off_policy_tokens(response, version=4) == expected
 
 
 def test_a_response_is_masked_by_its_geometric_mean_alone():

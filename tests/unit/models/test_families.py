@@ -15,7 +15,7 @@ from dapo_mega.models import load_architecture
 from dapo_mega.models.families import families, find_family
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import Layout
+from dapo_mega.models.layouts import ShardRule
 from tests.distributed.tiny import FAMILY_MODELS
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3"]
@@ -152,7 +152,7 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
         biases = [tensor for tensor in placed if tensor.hf[0].endswith(("o_proj.bias", "down_proj.bias"))]
         assert len(biases) == (4 if present else 0)
         # Added after the sum over the tensor-parallel processes.
-        assert all(tensor.layout is Layout.REPLICATED for tensor in biases)
+        assert all(tensor.layout is ShardRule.REPLICATED for tensor in biases)
 
 
 @pytest.mark.parametrize(

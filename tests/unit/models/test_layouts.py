@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
-from dapo_mega.models import Architecture, Layout, load_architecture, merge_shards, take_shard
+from dapo_mega.models import Architecture, ShardRule, load_architecture, merge_shards, take_shard
 from dapo_mega.models.architecture import Experts
 
 
@@ -33,12 +33,12 @@ def hf_tensors(layout, arch, bias):
     q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
     tail = () if bias else (arch.hidden_size,)
     shapes = {
-        Layout.REPLICATED: [(arch.hidden_size,)],
-        Layout.COLUMN: [(arch.ffn_hidden_size, arch.hidden_size)],
-        Layout.ROW: [(arch.hidden_size, arch.ffn_hidden_size)],
-        Layout.VOCAB: [(arch.vocab_size, arch.hidden_size)],
-        Layout.QKV: [(q, *tail), (kv, *tail), (kv, *tail)],
-        Layout.GATE_UP: [(arch.ffn_hidden_size, arch.hidden_size)] * 2,
+        ShardRule.REPLICATED: [(arch.hidden_size,)],
+        ShardRule.COLUMN: [(arch.ffn_hidden_size, arch.hidden_size)],
+        ShardRule.ROW: [(arch.hidden_size, arch.ffn_hidden_size)],
+        ShardRule.VOCAB: [(arch.vocab_size, arch.hidden_size)],
+        ShardRule.QKV: [(q, *tail), (kv, *tail), (kv, *tail)],
+        ShardRule.GATE_UP: [(arch.ffn_hidden_size, arch.hidden_size)] * 2,
     }[layout]
     start = 0
     tensors = []
@@ -51,7 +51,7 @@ def hf_tensors(layout, arch, bias):
 
 @settings(deadline=None)
 @given(
-    layout=st.sampled_from(list(Layout)),
+    layout=st.sampled_from(list(ShardRule)),
     tp_size=st.sampled_from([1, 2, 4]),
     groups=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
@@ -70,20 +70,22 @@ def test_qkv_is_interleaved_by_query_group_as_megatron_reads_it():
     # 4 query heads in 2 groups of head_dim 1: group 0 holds q0 q1 k0 v0, group 1 holds q2 q3 k1 v1.
     arch = architecture(head_dim=1)
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    assert take_shard([q, k, v], Layout.QKV, arch, 0, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    assert take_shard([q, k, v], Layout.QKV, arch, 1, 2).tolist() == [2, 3, 11, 21]
+    assert take_shard([q, k, v], ShardRule.QKV, arch, 0, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert take_shard([q, k, v], ShardRule.QKV, arch, 1, 2).tolist() == [2, 3, 11, 21]
     # With more ranks than groups, ranks hold equal runs of their group's rows, whatever heads these belong to.
-    shards = [take_shard([q, k, v], Layout.QKV, arch, rank, 4).tolist() for rank in range(4)]
+    shards = [take_shard([q, k, v], ShardRule.QKV, arch, rank, 4).tolist() for rank in range(4)]
     assert shards == [[0, 1], [10, 20], [2, 3], [11, 21]]
     one_group = [torch.tensor(rows) for rows in ([0.0, 1, 2, 3, 4, 5], [10.0, 11, 12], [20.0, 21, 22])]
-    shards = [take_shard(one_group, Layout.QKV, architecture(heads=2, groups=1), rank, 2).tolist() for rank in (0, 1)]
+    shards = [
+        take_shard(one_group, ShardRule.QKV, architecture(heads=2, groups=1), rank, 2).tolist() for rank in (0, 1)
+    ]
     assert shards == [[0, 1, 2, 3, 4, 5], [10, 11, 12, 20, 21, 22]]
 
 
 def test_vocabulary_padding_is_zero_and_dropped_again():
     arch = architecture(vocab=5)
-    tensors = hf_tensors(Layout.VOCAB, arch, False)
-    last = take_shard(tensors, Layout.VOCAB, arch, 1, 2)
+    tensors = hf_tensors(ShardRule.VOCAB, arch, False)
+    last = take_shard(tensors, ShardRule.VOCAB, arch, 1, 2)
     assert last.shape == (3, 8)
     assert last[-1].abs().sum() == 0
 

@@ -7,7 +7,7 @@ from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.packed_attention import packed_segments
 from dapo_mega.planning import memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
-from dapo_mega.planning.placement import Chunk, Placement
+from dapo_mega.planning.placement import Chunk, RankLayout
 
 from .models import dense, latent, mixture, shared
 
@@ -16,7 +16,7 @@ MIDDLE = Chunk(1, 2, False, False)
 
 
 def kept(kind, *, arch=None, model=BF16, compute=None, world_size=8, lengths=(64,), **parallel):
-    layout = Placement(arch or dense(), ParallelConfig(**parallel), world_size)
+    layout = RankLayout(arch or dense(), ParallelConfig(**parallel), world_size)
     shape = MicroBatchShape(lengths, sum(lengths))
     return ActivationModel(layout, model, ComputeConfig(**(compute or {})), shape, kind)
 
@@ -90,7 +90,7 @@ def test_the_output_layers_sizes_are_those_of_the_policy():
 
 def test_the_fused_output_layer_never_holds_all_logits():
     arch = dense(vocab_size=150_000, hidden_size=64)
-    layout = Placement(arch, ParallelConfig(), 1)
+    layout = RankLayout(arch, ParallelConfig(), 1)
     fused, unfused = (
         memory.output_layer_bytes(layout, ComputeConfig(fused_output_layer=fused), 2, 32_768) for fused in (True, False)
     )

@@ -4,7 +4,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.step_time import layer_flops
 from dapo_mega.planning.workload import Workload
 
@@ -26,7 +26,7 @@ HIDDEN = 256 * 8 * 2
 
 def workload(arch=None, world_size=1, compute=None, **parallel):
     run = RunConfig.model_validate({**RUN, "parallel": parallel, "compute": compute or {}})
-    return Workload(run, Placement(arch or dense(), run.parallel, world_size), 6, 10)
+    return Workload(run, RankLayout(arch or dense(), run.parallel, world_size), 6, 10)
 
 
 def traffic(arch=None, kind="local", **settings):

@@ -14,7 +14,7 @@ from dapo_mega.planning.parameters import (
     stage_buffers,
     stage_bytes,
 )
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 
 from .models import dense, latent, mixture, shared
 
@@ -68,7 +68,7 @@ def test_the_papers_model_has_the_size_its_checkpoint_has():
     ],
 )
 def test_the_processes_of_a_replica_hold_every_weight_once_beside_what_they_share(arch, parallel, world_size, copies):
-    layout = Placement(arch, ParallelConfig(**parallel), world_size)
+    layout = RankLayout(arch, ParallelConfig(**parallel), world_size)
     per_stage = world_size // layout.parallel.pipeline
     held = sum(
         sum(dense_numels(layout, chunk)) + sum(expert_numels(layout, chunk))
@@ -79,7 +79,7 @@ def test_the_processes_of_a_replica_hold_every_weight_once_beside_what_they_shar
 
 
 def test_tied_embeddings_are_two_copies_on_two_stages():
-    tied = Placement(dense(tied_embeddings=True), ParallelConfig(pipeline=2), 2)
+    tied = RankLayout(dense(tied_embeddings=True), ParallelConfig(pipeline=2), 2)
     held = sum(sum(dense_numels(tied, chunk)) for stage in range(2) for chunk in tied.chunks(stage))
     assert held == DENSE
 
@@ -89,14 +89,14 @@ def test_an_optimizer_shard_has_moments_and_in_bf16_main_weights_too():
     elements = num_parameters(arch)
     assert elements % 128 == 64  # Nothing but the end of the bucket is padded.
     for model, shards, per_element in ((FP32, 1, 8), (FP32, 4, 8), (BF16, 1, 12), (BF16, 2, 12)):
-        held = stage_bytes(Placement(arch, ParallelConfig(), shards), 0, model, ComputeConfig())
+        held = stage_bytes(RankLayout(arch, ParallelConfig(), shards), 0, model, ComputeConfig())
         assert held.gradients == (elements + 64) * 4
         assert held.parameters == (elements + 64) * (4 if model is FP32 else 2)
         assert held.optimizer == (elements + 64) // shards * per_element
 
 
 def test_offloading_takes_its_share_of_the_optimizer_off_the_gpu():
-    layout = Placement(dense(), ParallelConfig(), 1)
+    layout = RankLayout(dense(), ParallelConfig(), 1)
     kept, moved = (
         stage_bytes(layout, 0, BF16, ComputeConfig(optimizer_offload=share)).optimizer for share in (0.0, 0.75)
     )
@@ -104,7 +104,7 @@ def test_offloading_takes_its_share_of_the_optimizer_off_the_gpu():
 
 
 def test_spread_experts_share_their_state_over_fewer_processes():
-    layout = Placement(mixture(), ParallelConfig(expert=2), 4)
+    layout = RankLayout(mixture(), ParallelConfig(expert=2), 4)
     shared, spread = stage_buffers(layout, 0, FP32, ComputeConfig())
     assert (layout.optimizer_shards, layout.expert_shards) == (4, 2)
     assert shared.optimizer == shared.gradients * 2 // 4
@@ -114,7 +114,7 @@ def test_spread_experts_share_their_state_over_fewer_processes():
 
 
 def test_fp8_weights_replace_or_accompany_those_in_bf16():
-    layout = Placement(dense(), ParallelConfig(), 1)
+    layout = RankLayout(dense(), ParallelConfig(), 1)
     linear = 4 * (128 + 16 + 64 + 384)
     scaling = {"scaling": "tensorwise"}
     assert fp8_weight_bytes(layout, 0, ComputeConfig()) == 0

@@ -1,13 +1,13 @@
 import pytest
 
 from dapo_mega.config import ParallelConfig
-from dapo_mega.planning.placement import Placement
+from dapo_mega.planning.placement import RankLayout
 
 from .models import dense
 
 
 def placement(world_size=1, **parallel):
-    return Placement(dense(), ParallelConfig(**parallel), world_size)
+    return RankLayout(dense(), ParallelConfig(**parallel), world_size)
 
 
 def peaks(stage, num_micro_batches, **parallel):

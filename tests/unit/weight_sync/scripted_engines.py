@@ -160,13 +160,13 @@ class ScriptedFleet:
         self.released = []
         self._thread = LoopThread("scripted-fleet")
 
-    def targets(self, only_stale):
+    def targets(self, only_outdated):
         present = [
             Target(url, is_stale=url in self.stale, has_plugin=url not in self.without_plugin)
             for url in self.engines
             if url not in self.away
         ]
-        return [target for target in present if target.is_stale or not only_stale]
+        return [target for target in present if target.is_stale or not only_outdated]
 
     def start_call(self, targets, method, timeout_s):
         async def one(url):
@@ -184,11 +184,11 @@ class ScriptedFleet:
 
         return self._thread.start(call())
 
-    def hold(self, targets):
+    def pause_generation(self, targets):
         self.held.append([target.url for target in targets])
         return targets
 
-    def release(self, targets):
+    def resume_generation(self, targets):
         self.released.append([target.url for target in targets])
 
     def synced(self, url, version):

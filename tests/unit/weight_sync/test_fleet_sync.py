@@ -165,7 +165,7 @@ def test_only_engines_that_join_are_compared(agreeing, fleet):
     agreeing.push(policy.advance(), 5)
     assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 1]
     fleet.stale = {URLS[2]}
-    agreeing.push_to_stale(policy, 5)
+    agreeing.push_to_outdated(policy, 5)
     assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 2]
     assert agreeing._agreement.asked == [4, 5]
     assert fleet.engines[URLS[0]].versions[-1] == ("run:5", True)
@@ -352,7 +352,7 @@ def test_an_engine_that_missed_a_change_gets_everything_before_it_gets_changes_a
     assert set(holders(fleet, policy)) >= {URLS[0], URLS[2]}
     fleet.return_all()
     fleet.engines[URLS[1]].weights.clear()
-    assert delta_sync.push_to_stale(policy, 2)["weight_sync/bytes"] > FULL
+    assert delta_sync.push_to_outdated(policy, 2)["weight_sync/bytes"] > FULL
     assert holders(fleet, policy) == URLS
     assert delta_sync.push(policy.advance(), 3)["weight_sync/bytes"] < FULL
     assert holders(fleet, policy) == URLS
@@ -385,7 +385,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_end_with_the_new_weight
     assert fleet.held == fleet.released == [URLS]
     # It comes back, in a group of its own, and the others keep theirs.
     fleet.return_all()
-    metrics = sync.push_to_stale(policy.advance(), 2)
+    metrics = sync.push_to_outdated(policy.advance(), 2)
     assert metrics["weight_sync/engines"] == 1
     assert fleet.held[1:] == fleet.released[1:] == [[URLS[1]]]
     sync.push(policy.advance(), 3)

@@ -118,7 +118,7 @@ def test_one_of_a_shared_call_can_be_cancelled_and_the_others_go_on():
                 assert_exact(answer, request)
             assert fleet.queue.empty()
             assert (engine.calls["/generate"], engine.calls["/abort_request"]) == (1, 1)
-            assert fleet.dispatcher.ledger.count("cancelled") == 1
+            assert fleet.dispatcher.counters.count("cancelled") == 1
 
     within_deadline(body)
 
@@ -148,8 +148,8 @@ def test_a_request_that_fails_everywhere_ends_as_a_failure_with_its_reason(fault
             assert isinstance(answer, GenerationFailure)
             assert answer.request_id == request.request_id
             assert "3 attempts failed, lastly http://127.0.0.1" in answer.reason
-            assert fleet.dispatcher.ledger.count("failed") == 1
-            assert fleet.dispatcher.ledger.num_open == 0
+            assert fleet.dispatcher.counters.count("failed") == 1
+            assert fleet.dispatcher.counters.num_open == 0
         assert sorted(engine.calls["/generate"] for engine in bad) == [1, 2]
 
     within_deadline(body)
@@ -377,8 +377,8 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
             for request, answer in zip(kept, await fleet.answers(kept), strict=True):
                 assert_exact(answer, request)
             assert fleet.queue.empty()
-            assert fleet.dispatcher.ledger.count("cancelled") == 4
-            assert fleet.dispatcher.ledger.num_open == 0
+            assert fleet.dispatcher.counters.count("cancelled") == 4
+            assert fleet.dispatcher.counters.num_open == 0
             assert engine.calls["/abort_request"] == 1
             assert prompts_of(engine).keys() == {(5, 0), (5, 1), (5, 3)}
 
@@ -416,7 +416,7 @@ def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was(suppo
             fleet.dispatcher.hold()
             for client in fleet.clients:
                 await client.pause("abort")
-            await fleet.dispatcher.take_back()
+            await fleet.dispatcher.reclaim()
             assert not any(engine.in_flight for engine in two)
             for engine, client in zip(two, fleet.clients, strict=True):
                 await client.update_weights_from_disk("anywhere", "5")
@@ -447,7 +447,7 @@ def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
             await asyncio.sleep(0.1)
             dispatcher.hold()
             await fleet.clients[0].pause("abort")
-            await dispatcher.take_back()
+            await dispatcher.reclaim()
             await fleet.clients[0].update_weights_from_disk("anywhere", "5")
             dispatcher.set_version(engine.url, 5)
             assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
@@ -471,7 +471,7 @@ def test_a_call_that_had_not_begun_is_taken_back_without_tokens():
             fleet.dispatcher.submit([request])
             await until(lambda: engine.calls["/generate"] == 1)
             fleet.dispatcher.hold()
-            await fleet.dispatcher.take_back(grace_s=0.1)
+            await fleet.dispatcher.reclaim(grace_s=0.1)
             engine.fault = lambda payload: None
             fleet.dispatcher.resume()
             assert_exact((await fleet.answers([request]))[0], request)
@@ -582,7 +582,7 @@ def test_the_account_balances_in_a_storm_of_faults(seed, supports_batches):
                 await asyncio.sleep(0.03)
             cancelled = set(draw.sample([request.request_id for request in requests], 40))
             fleet.dispatcher.cancel(cancelled)
-            cancelled_count = fleet.dispatcher.ledger.count("cancelled")
+            cancelled_count = fleet.dispatcher.counters.count("cancelled")
             answers = [await fleet.queue.get() for _ in range(400 - cancelled_count)]
             disturbing.cancel()
             await asyncio.wait([disturbing])
@@ -609,7 +609,7 @@ async def disturb(fleet, engines, draw, supports_batches):
         else:
             version += 1
             fleet.dispatcher.hold()
-            await fleet.dispatcher.take_back(grace_s=0.02)
+            await fleet.dispatcher.reclaim(grace_s=0.02)
             for updated in present:
                 updated.version = str(version)
                 fleet.dispatcher.set_version(updated.url, version)
@@ -622,13 +622,13 @@ def check(fleet, requests, answers):
     for answer in answers:
         if isinstance(answer, Response):
             assert_exact(answer, requests[answer.request_id])
-    ledger = fleet.dispatcher.ledger
-    ledger.check()
-    assert ledger.num_open == 0
+    counters = fleet.dispatcher.counters
+    counters.check()
+    assert counters.num_open == 0
     assert fleet.queue.empty()
-    assert ledger.count("answered") == sum(isinstance(answer, Response) for answer in answers)
-    assert ledger.count("failed") == sum(isinstance(answer, GenerationFailure) for answer in answers)
-    assert ledger.count("answered") > 300
+    assert counters.count("answered") == sum(isinstance(answer, Response) for answer in answers)
+    assert counters.count("failed") == sum(isinstance(answer, GenerationFailure) for answer in answers)
+    assert counters.count("answered") > 300
 
 
 def test_metrics_are_counted_since_the_last_time():

@@ -17,7 +17,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang import fleet_client as fleet_driver
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet import SglangFleet
-from dapo_mega.engines.sglang.fleet_client import FleetDriver, SyncTarget
+from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
 from dapo_mega.engines.sglang.registry import Registration, announce
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD
@@ -87,7 +87,7 @@ def drive():
                 "weight_sync": weight_sync or {},
             }
         )
-        drivers.append(FleetDriver(config, VOCAB_SIZE, KEY, run, arch, check_stop))
+        drivers.append(FleetClient(config, VOCAB_SIZE, KEY, run, arch, check_stop))
         return drivers[-1]
 
     yield start
@@ -102,7 +102,7 @@ def requests(count, first=0, length=8):
 
 def give_weights(driver, version=0, run=""):
     """What a push does, without weights."""
-    targets = driver.hold(driver.targets(only_stale=False))
+    targets = driver.pause_generation(driver.targets(only_outdated=False))
     set_version = str(WeightVersion(run, version))
     driver.call(
         targets,
@@ -113,7 +113,7 @@ def give_weights(driver, version=0, run=""):
     )
     for target in targets:
         driver.synced(target.url, version)
-    driver.release(targets)
+    driver.resume_generation(targets)
     return targets
 
 
@@ -152,13 +152,13 @@ def test_requests_share_calls_of_engines_whose_version_understands_that(servers,
 def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive):
     group = servers(2)
     driver = drive(group.urls, min_engines=2)
-    assert {target.url for target in driver.targets(only_stale=True)} == set(group.urls)
+    assert {target.url for target in driver.targets(only_outdated=True)} == set(group.urls)
     driver.submit(requests(20))
     assert driver.next_answer(0.5) is None
     assert not any(engine.payloads for engine in group.engines)
     give_weights(driver)
     assert {answer.request_id for answer in answers(driver, 20)} == set(range(20))
-    assert driver.targets(only_stale=True) == []
+    assert driver.targets(only_outdated=True) == []
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, dr
     group.engines[0].settings = settings
     driver = drive(group.urls, **changes)
     with pytest.raises(FleetError, match=message):
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
 
 
 QWEN2 = {
@@ -220,7 +220,7 @@ def test_an_engine_that_describes_another_model_than_the_policys_is_refused(serv
         assert give_weights(driver)
         return
     with pytest.raises(FleetError, match=f"{group.urls[0]}: its model is not the policy's: .*{difference}"):
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
 
 
 def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_refused_then(servers, drive):
@@ -230,9 +230,9 @@ def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_ref
         engine.version = "1"
     for number_of_tries in (1, 2):
         wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("stale")) == 2)
-        targets = driver.hold(driver.targets(only_stale=False))
+        targets = driver.pause_generation(driver.targets(only_outdated=False))
         assert len(targets) == 2
-        driver.release(targets)
+        driver.resume_generation(targets)
         driver.synced(group.urls[0], 1)
         driver.disagrees(group.urls[1], "scripted")
         assert (driver._members[group.urls[1]].state == "refused") == (number_of_tries == 2)
@@ -244,20 +244,20 @@ def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_ref
 def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_again(servers, drive):
     group = servers(1)
     driver = drive(group.urls)
-    targets = driver.hold(driver.targets(only_stale=False))
-    driver.release(targets)
+    targets = driver.pause_generation(driver.targets(only_outdated=False))
+    driver.resume_generation(targets)
     driver._on_loop(lambda: driver._membership.leave(group.urls[0], "scripted"))
-    wait_until(driver.has_stale)
+    wait_until(driver.has_outdated)
     driver.synced(group.urls[0], 1)
     driver.disagrees(group.urls[0], "scripted")
-    assert driver.has_stale()
+    assert driver.has_outdated()
 
 
 def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):
     group = servers(1)
     group.engines[0].api_key = "another"
     with pytest.raises(FleetError, match="does not take the API key in DAPO_MEGA_API_KEY"):
-        drive(group.urls).targets(only_stale=False)
+        drive(group.urls).targets(only_outdated=False)
 
 
 PAGE = "<!DOCTYPE html>\n<html><body>It works!</body></html>\n"
@@ -287,7 +287,7 @@ def test_a_web_server_is_refused_at_once_in_one_line(drive, caplog, answers, mes
     with pytest.raises(
         FleetError, match=rf"no engine fits the run: {url}: .* no SGLang server \(.*{message}"
     ) as caught:
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
     thread.close()
     for text in (str(caught.value), *(record.getMessage() for record in caplog.records)):
         assert text.isprintable()
@@ -328,7 +328,7 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
 def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
     driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
     with pytest.raises(FleetError, match=r"1 of at least 2 engines .*no others are known"):
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
     assert (
         "missing: no others are known; what to do: start engines with launch/serve_rollouts.py and name them in "
         in (caplog.text)
@@ -361,8 +361,8 @@ def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers,
     driver.submit(requests(20))
     found = answers(driver, 20)
     assert {answer.weight_version for answer in found} == {4}
-    wait_until(driver.has_stale)
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    wait_until(driver.has_outdated)
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
 
 @pytest.mark.parametrize("reports_spans", [True, False])
@@ -386,14 +386,14 @@ def test_of_two_trainers_at_the_same_step_none_uses_the_others_samples_and_one_e
             if run in endings:
                 continue
             try:
-                if round_ == 0 or driver.has_stale() or number == 0:
+                if round_ == 0 or driver.has_outdated() or number == 0:
                     give_weights(driver, 5, run)
                 first = 1000 * number + 100 * round_
                 driver.submit(requests(6, first=first))
                 deadline = time.monotonic() + 20
                 while time.monotonic() < deadline and driver._answers.qsize() != 6:
                     driver.wait_for_engines()
-                    if driver.has_stale():
+                    if driver.has_outdated():
                         give_weights(driver, 5, run)
                     time.sleep(0.02)
                 accepted += [(run, answer) for answer in answers(driver, 6)]
@@ -419,7 +419,7 @@ def test_what_a_killed_trainer_left_in_an_engine_ends_no_run(servers, drive, com
         engine.version = "mine@host-old:6"
     driver.submit(requests(4))
     if comes_late:
-        wait_until(driver.has_stale)
+        wait_until(driver.has_outdated)
         give_weights(driver, 5, "mine@host-new")
     assert {answer.weight_version for answer in answers(driver, 4)} == {5}
     give_weights(driver, 6, "mine@host-new")
@@ -431,14 +431,14 @@ def test_an_engine_that_another_run_updated_while_nothing_was_asked_is_found_at_
     driver = drive(group.urls, run="mine")
     give_weights(driver, 0, "mine")
     engine.version = "other:0"
-    assert driver.hold(driver.targets(only_stale=False)) == []
-    driver.release([])
+    assert driver.pause_generation(driver.targets(only_outdated=False)) == []
+    driver.resume_generation([])
     give_weights(driver, 1, "mine")
     engine.version = "other:1"
-    assert driver.hold(driver.targets(only_stale=False)) == []
-    driver.release([])
+    assert driver.pause_generation(driver.targets(only_outdated=False)) == []
+    driver.resume_generation([])
     with pytest.raises(FleetError, match=f"another trainer uses this engine: {group.urls[0]} .* run other after step"):
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
 
 
 def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers, drive):
@@ -447,12 +447,12 @@ def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers
     give_weights(driver)
     driver.submit(requests(8, length=30))
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
-    targets = driver.targets(only_stale=False)
+    targets = driver.targets(only_outdated=False)
     group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
     started = time.monotonic()
-    assert driver.hold(targets) == [SyncTarget(group.urls[1], 1)]
+    assert driver.pause_generation(targets) == [SyncTarget(group.urls[1], 1)]
     assert time.monotonic() - started < 15
-    driver.release(targets)
+    driver.resume_generation(targets)
 
 
 def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
@@ -468,7 +468,7 @@ def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
         await membership._changed(group.urls[0], "dead", "healthy", "it answers again")
 
     driver._thread.run(both_find_out())
-    wait_until(driver.has_stale)
+    wait_until(driver.has_outdated)
     give_weights(driver, 1)
     time.sleep(0.5)
     # One join and one release: an overtaken join does not touch an engine that serves.
@@ -488,11 +488,11 @@ def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers
     assert all(isinstance(answer, Response) for answer in found)
     asked = len(group.engines[1].payloads)
     group.start_again(1)
-    wait_until(driver.has_stale)
+    wait_until(driver.has_outdated)
     driver.submit(requests(6, first=100, length=2))
     answers(driver, 6)
     assert len(group.engines[1].payloads) == asked
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
     metrics = driver.pop_metrics()
     assert metrics["fleet/engines_dead"] == 1
     assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
@@ -514,7 +514,7 @@ def test_an_engine_with_another_copy_of_the_plugin_is_named_with_the_way_to_inst
         states = [{PROTOCOL_FIELD: protocol}] if protocol else [{}]
         engine.settings = {"internal_states": states}
     driver = drive(group.urls, min_engines=3)
-    targets = driver.targets(only_stale=False)
+    targets = driver.targets(only_outdated=False)
     assert {target.url: target.has_plugin for target in targets} == dict(
         zip(group.urls, (True, False, False), strict=True)
     )
@@ -539,14 +539,14 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
     assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
     assert f"; missing: {group.urls[0]} since " in line
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
 
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
     group = servers(1)
     driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
     with pytest.raises(FleetError, match=r"1 of at least 2 engines .*min_engines.*serve_rollouts\.py.*start the run"):
-        driver.targets(only_stale=False)
+        driver.targets(only_outdated=False)
 
 
 def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(servers, drive):
@@ -554,12 +554,12 @@ def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(se
     driver = drive(group.urls, min_engines=1)
     give_weights(driver)
     for _ in range(3):
-        wait_until(lambda: num_serving(driver) + driver.has_stale() == 2)
+        wait_until(lambda: num_serving(driver) + driver.has_outdated() == 2)
         driver.failed(group.urls[0], "scripted")
         give_weights(driver, 1)
     time.sleep(1.5)
-    assert not driver.has_stale()
-    assert [target.url for target in driver.targets(only_stale=False)] == [group.urls[1]]
+    assert not driver.has_outdated()
+    assert [target.url for target in driver.targets(only_outdated=False)] == [group.urls[1]]
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
@@ -603,15 +603,15 @@ def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(se
     group = servers(2)
     driver = drive(group.urls, min_engines=2)
     give_weights(driver)
-    targets = driver.hold(driver.targets(only_stale=False))
+    targets = driver.pause_generation(driver.targets(only_outdated=False))
     for target in targets:
         driver.synced(target.url, 1)
     group.stop(1)
-    driver.release(targets)
+    driver.resume_generation(targets)
     assert "has left the fleet (no connection for /continue_generation" in caplog.text
     group.start_again(1)
-    wait_until(driver.has_stale)
-    assert driver.targets(only_stale=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    wait_until(driver.has_outdated)
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
 
 
 def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):

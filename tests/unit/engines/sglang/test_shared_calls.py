@@ -331,7 +331,7 @@ def test_a_fault_of_the_program_fails_all_of_a_call_instead_of_losing_them(caplo
             for answer in await fleet.ask(make_request(), broken, make_request()):
                 assert isinstance(answer, GenerationFailure)
                 assert "a fault of the program" in answer.reason
-            assert fleet.dispatcher.ledger.num_open == 0
+            assert fleet.dispatcher.counters.num_open == 0
             assert fleet.dispatcher.pop_metrics()["rollout/requests_in_flight"] == 0
             request = make_request()
             assert_exact((await fleet.ask(request))[0], request)

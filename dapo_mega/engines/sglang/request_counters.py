@@ -12,7 +12,7 @@ Cause = Literal[Fault, "unreachable", "disconnected", "timeout", "refused", "abo
 """Why a call did not answer its request."""
 
 
-class RequestLedger:
+class RequestCounters:
     """Counts since the start; `pop_metrics` gives what was added since the last time."""
 
     def __init__(self) -> None:
