@@ -37,7 +37,7 @@ class Target:
 
 class ScriptedEngine:
     """`faults` map the name of a call, or ("update", n) for the n-th bucket of an update, to what goes wrong in it:
-    `die`, `hang` or `refuse`."""
+    `die`, `hang` or `refuse`, or `refuse twice`, again when it is called again."""
 
     def __init__(self, url, timeout_s):
         self.url = url
@@ -51,6 +51,7 @@ class ScriptedEngine:
         self.is_open = False
         self.num_buckets = 0
         self.load_s = 0.0  # Per tensor.
+        self.refuses_what_came = False  # At the next end of a session.
         self.says_version = None  # Instead of the one that it was given.
         self.scores = []
         self._timeout_s = timeout_s
@@ -61,7 +62,9 @@ class ScriptedEngine:
         fault = "die" if self.is_dead else self.faults.pop(call, None)
         if fault == "die":
             raise EngineDisconnected(self.url, f"{call}: connection reset")
-        if fault == "refuse":
+        if fault == "refuse twice":
+            self.faults[call] = "refuse"
+        if fault in ("refuse", "refuse twice"):
             raise EngineRefused(self.url, 400, f"{call}: no")
         if fault == "hang":
             await asyncio.sleep(3600)
@@ -85,6 +88,9 @@ class ScriptedEngine:
     async def end_weight_update(self):
         await self._meet("end")
         self.is_open = False
+        if self.refuses_what_came:
+            self.refuses_what_came = False
+            raise EngineRefused(self.url, 400, "not all weights came")
 
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
         await self._meet("init")

@@ -373,7 +373,7 @@ def test_after_an_update_in_sglangs_own_form_changes_start_from_everything(delta
 @pytest.mark.parametrize("call", ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"])
 def test_an_engine_that_fails_is_reported_and_the_others_end_with_the_new_weights(sync, fleet, call, fault):
     if (call, fault) == ("begin", "refuse"):
-        fleet.engines[URLS[1]].faults["end"] = "refuse"  # One refusal may be a session of an earlier trainer.
+        fault = "refuse twice"  # One refusal may be a session of an earlier trainer.
     fleet.engines[URLS[1]].faults[call] = fault
     policy = Policy().advance()
     started = time.monotonic()
@@ -404,8 +404,11 @@ def test_an_engine_that_was_started_anew_joins_again(sync, fleet):
     assert not fleet.away
 
 
-def test_a_session_that_an_earlier_trainer_left_open_is_closed_first(sync, fleet):
+@pytest.mark.parametrize("says", ["", "refuse"])
+def test_a_session_that_an_earlier_trainer_left_open_is_closed_first(sync, fleet, says):
+    """Whatever the engine says of what came in it."""
     fleet.engines[URLS[2]].is_open = True
+    fleet.engines[URLS[2]].refuses_what_came = bool(says)
     policy = Policy().advance()
     sync.push(policy, 1)
     assert holders(fleet, policy) == URLS

@@ -135,7 +135,7 @@ async def fleet_of(
             yield Fleet(dispatcher, clients, queue)
         finally:
             await dispatcher.close()
-        dispatcher.ledger.check()
+        dispatcher.counters.check()
 
 
 async def until(condition: Callable[[], bool]) -> None:
