@@ -3,27 +3,23 @@
 Every section is one part of the loop.
 """
 
+from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, KlConfig
 from dapo_mega.config.base import Section, divisors
-from dapo_mega.config.compute import ComputeConfig, Fp8Config, ModelConfig, MoeConfig, ParallelConfig
+from dapo_mega.config.batch import BatchConfig
+from dapo_mega.config.checkpoint import CheckpointConfig
+from dapo_mega.config.compute import ComputeConfig, Fp8Config, MoeConfig
+from dapo_mega.config.data import ColumnsConfig, DataConfig, DatasetConfig, SftDataConfig
+from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
-from dapo_mega.config.fleet import FleetConfig, WeightSyncConfig
-from dapo_mega.config.run import (
-    PRESETS,
-    AlgorithmConfig,
-    BatchConfig,
-    CheckpointConfig,
-    ColumnsConfig,
-    DataConfig,
-    DatasetConfig,
-    EvaluationConfig,
-    KlConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SftConfig,
-    SftDataConfig,
-)
+from dapo_mega.config.fleet import FleetConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.reward import RewardConfig
+from dapo_mega.config.rollout import RolloutConfig
+from dapo_mega.config.run import RunConfig
+from dapo_mega.config.sft import SftConfig
+from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
     "PRESETS",

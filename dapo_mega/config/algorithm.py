@@ -1,0 +1,80 @@
+"""The policy-gradient objective and its presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dapo_mega.config.base import Section
+
+
+class KlConfig(Section):
+    """KL penalty against a frozen copy of the starting model; 0 (DAPO) holds no reference model.
+
+    As a term of the loss k1 has no gradient in expectation; it is there to be watched. k2 and k3 pull.
+    """
+
+    coefficient: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient objective. `preset` fills in what is not written."""
+
+    preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = "dapo"
+    advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"] = "token_mean"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = Field(default=10.0, gt=1)
+    dynamic_sampling: bool = True
+    max_generation_rounds: int = Field(default=10, ge=1)
+    max_staleness: int = Field(
+        default=1, ge=0, description="Steps a surplus group may wait in the buffer; 0 drops surplus at once."
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    importance_cap: float | Literal["auto"] | None = Field(
+        default="auto",
+        description="Truncated importance sampling: cap of trainer over rollout probability per token. null is off; "
+        "auto is 2 where the engine computes in another dtype than the trainer, else off.",
+    )
+    sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
+        default="auto",
+        description="Leave a response out of the loss whose geometric mean of trainer over rollout probability lies "
+        "outside of [low, high]; null is off, auto is [0.5, 2] where importance_cap's auto is on.",
+    )
+    kl: KlConfig = KlConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if not isinstance(self.importance_cap, str | None) and self.importance_cap <= 0:
+            raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
+        if isinstance(self.sequence_mask, tuple) and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
+            raise ValueError(
+                f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, "
+                f"such as [0.5, 2]"
+            )
+        return self
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "dapo": {},
+    "grpo": {
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "dynamic_sampling": False,
+        "aggregation": "sequence_mean_token_mean",
+        "kl": {"coefficient": 0.04, "estimator": "k3"},
+    },
+    "dr_grpo": {
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "dynamic_sampling": False,
+        "advantage": "group_mean",
+        "aggregation": "sequence_mean_constant",
+    },
+    "rloo": {"clip_high": 0.2, "dual_clip": None, "dynamic_sampling": False, "advantage": "leave_one_out"},
+}
+"""What each preset changes against `AlgorithmConfig`'s defaults, which are DAPO."""

@@ -1,0 +1,40 @@
+"""What a run saves, when, and how long it is kept."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from dapo_mega.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """Megatron distributed checkpoints under `output_dir/checkpoints`, and exports for other programs."""
+
+    every: int = Field(default=20, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep_last: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    keep_every: int | None = Field(
+        default=None, ge=1, description="Checkpoints of steps that are a multiple of this are never removed."
+    )
+    asynchronous: bool = Field(
+        default=True, description="Write the files while training goes on, from a copy in host memory."
+    )
+    hf_every: int = Field(
+        default=0, ge=0, description="Steps between Hugging Face exports to output_dir/hf_step_N, all kept; 0 is off."
+    )
+    grace_s: float = Field(
+        default=25.0,
+        ge=0,
+        description="Seconds after SIGTERM in which the step under way and its checkpoint are seen through. torchrun "
+        "kills its processes after 30 s, or what its --shutdown-timeout says.",
+    )
+    save_hf_at_end: bool = Field(default=True, description="Export the trained model to output_dir/hf.")
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        if self.keep_every and self.every and self.keep_every % self.every:
+            nearest = max(round(self.keep_every / self.every), 1) * self.every
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} is not a multiple of checkpoint.every={self.every}, so it "
+                f"would miss checkpoints; the nearest multiple is {nearest}"
+            )
+        return self

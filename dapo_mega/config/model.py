@@ -1,0 +1,22 @@
+"""Which policy to train."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dapo_mega.config.base import Section
+
+
+class ModelConfig(Section):
+    """Which policy to train."""
+
+    path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
+    architecture: str | None = Field(
+        default=None, description="A config.json to check sizes against where model.path is not at hand (--dry-run)."
+    )
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
+    )

@@ -1,0 +1,70 @@
+"""Megatron's parallel layout."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from dapo_mega.config.base import Section, divisors
+
+
+class ParallelConfig(Section):
+    """Megatron's layout. The data-parallel size is what remains of the world size."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    virtual_pipeline: int = Field(
+        default=1, ge=1, description="Model chunks per pipeline stage; 2 or more interleaves them (smaller bubble)."
+    )
+    context: int = Field(default=1, ge=1, description="Processes that share the tokens of each sequence.")
+    expert: int = Field(default=1, ge=1, description="Processes that share the experts of a mixture-of-experts model.")
+    expert_tensor: int = Field(default=1, ge=1, description="Tensor parallelism within an expert.")
+    sequence: bool = Field(default=False, description="Sequence parallelism along with tensor parallelism.")
+    world_size: int | None = Field(
+        default=None, ge=1, description="Number of processes the file is meant for; checked against torchrun's."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves chunks of pipeline stages; it needs "
+                f"parallel.pipeline >= 2, or must be 1"
+            )
+        if self.expert_tensor > 1 and self.expert_tensor != self.tensor:
+            raise ValueError(f"parallel.expert_tensor={self.expert_tensor} must be 1 or parallel.tensor={self.tensor}")
+        if self.world_size is not None:
+            self.data_size(self.world_size)
+        return self
+
+    def data_size(self, world_size: int) -> int:
+        """Number of data-parallel replicas among `world_size` processes."""
+        replica = self.tensor * self.pipeline * self.context
+        if world_size % replica:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline}"
+                f"{f' x context {self.context}' if self.context > 1 else ''} = "
+                f"{replica}; start {max(1, world_size // replica) * replica} or "
+                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
+                f"{' / parallel.context' if self.context > 1 else ''}"
+            )
+        per_stage = world_size // self.pipeline
+        experts = self.expert * self.expert_tensor
+        if per_stage % experts:
+            raise ValueError(
+                f"parallel.expert={self.expert} x parallel.expert_tensor={self.expert_tensor} = {experts} does not "
+                f"divide the {per_stage} processes of a pipeline stage (world size {world_size} / pipeline "
+                f"{self.pipeline}); choose expert sizes from {divisors(per_stage)}"
+            )
+        return world_size // replica
+
+    @property
+    def segment_multiple(self) -> int:
+        """Packed sequences are padded to a multiple of this: context parallelism cuts each into 2 x context pieces."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Number of micro-batches per process must be a multiple of this: interleaved stages work in full rounds."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1

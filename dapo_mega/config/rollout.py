@@ -1,0 +1,84 @@
+"""How responses are generated during training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dapo_mega.config.base import Section
+from dapo_mega.config.fleet import FleetConfig
+from dapo_mega.config.weight_sync import WeightSyncConfig
+
+
+class RolloutConfig(Section):
+    """How responses are generated during training."""
+
+    placement: Literal["embedded", "fleet", "colocated"] = Field(
+        default="embedded",
+        description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of "
+        "their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
+    )
+    fleet: FleetConfig = FleetConfig()
+    dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
+        default="policy", description="What the engines compute in; those of a fleet that say otherwise are refused."
+    )
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_response_tokens: int = Field(default=20480, ge=1)
+    max_batch_rows: int = Field(default=512, ge=1, description="Rows the embedded engine decodes at once.")
+    max_attempts: int = Field(
+        default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
+    )
+    partial: bool = Field(
+        default=False,
+        description="Of a fleet: leave the responses that are still in flight when a step has its groups, and go on "
+        "with them in the next step. Which groups a step trains on then depends on which finish first.",
+    )
+    mismatch_warning: float | None = Field(
+        default=None,
+        gt=0,
+        description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
+        "null means 0.001 where both compute in fp32 and 0.05 otherwise.",
+    )
+    mismatch_stop: float | None = Field(
+        default=0.5, gt=0, description="End the run at such a mean difference, in nats; null never does."
+    )
+    engine_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="An engine of a fleet that joins is refused when it gives a fixed sequence log-probs that differ "
+        "from the trainer's by more than this many nats on average; null means 0.001 where both compute in fp32, 0.5 "
+        "where the engine computes in fp8 and 0.15 otherwise.",
+    )
+
+
+def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
+    """Refuse settings of a fleet that the placement contradicts."""
+    fleet = rollout.fleet
+    if rollout.placement == "embedded":
+        given = [
+            name
+            for name, value in (
+                ("rollout.fleet.urls", fleet.urls),
+                ("rollout.fleet.rendezvous", fleet.rendezvous),
+                ("rollout.partial", rollout.partial),
+            )
+            if value
+        ]
+        if given:
+            raise ValueError(f"{given[0]} is for rollout.placement=fleet or colocated, not embedded; set one of them")
+        if rollout.dtype == "fp8":
+            raise ValueError("rollout.dtype=fp8 needs engines of a fleet; the embedded engine computes in fp32 or bf16")
+        return
+    if not fleet.urls and not fleet.rendezvous:
+        raise ValueError(
+            f"rollout.placement={rollout.placement} needs engines: give their addresses in rollout.fleet.urls, or "
+            f"rollout.fleet.rendezvous=host:port and start them with launch/serve_rollouts.py --rendezvous host:port"
+        )
+    if rollout.partial and rollout.placement == "colocated":
+        raise ValueError(
+            "rollout.partial=true leaves responses in flight while the policy trains, but colocated engines sleep "
+            "then; use rollout.placement=fleet"
+        )

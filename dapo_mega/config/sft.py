@@ -1,0 +1,38 @@
+"""A whole run of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from dapo_mega.config.base import Section
+from dapo_mega.config.compute import ComputeConfig, check_precision
+from dapo_mega.config.data import SftDataConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.parallel import ParallelConfig
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning (R1's cold start) with the same policy code."""
+
+    output_dir: str
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    num_steps: int = Field(ge=1)
+    batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    threads_per_process: int | None = Field(default=None, ge=1)
+    model: ModelConfig
+    data: SftDataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+    @model_validator(mode="after")
+    def _check(self) -> SftConfig:
+        check_precision(self.model, self.compute)
+        if self.tokens_per_microbatch < self.data.max_tokens:
+            raise ValueError(
+                f"tokens_per_microbatch={self.tokens_per_microbatch} is smaller than data.max_tokens="
+                f"{self.data.max_tokens}; set it to at least that"
+            )
+        return self
