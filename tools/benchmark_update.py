@@ -72,7 +72,7 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
     groups = _make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
     [mini_batch], _ = trainer.attach_old_logprobs(pipeline, batch)
-    objective = PolicyGradient(pipeline.config.algorithm)
+    objective = PolicyGradient(pipeline.config.loss_settings)
     theirs = TransformersUpdate(model, groups, options.dtype)
     num_tokens = sum(len(row.tokens) for row in theirs.rows)
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dapo_mega"
 PAGE = PACKAGE / "README.md"
 BEGIN, END = "<!-- file tree: tools/file_tree.py -->", "<!-- end of the file tree -->"
 _ROOMS = (
-    "types", "errors", "files", "algorithms", "rewards", "cli", "config", "metrics", "distributed", "data", "models",
+    "types", "errors", "files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data", "models",
     "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
     "sglang_plugin", "training",
 )  # fmt: skip

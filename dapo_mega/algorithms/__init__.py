@@ -2,21 +2,13 @@
 
 from dapo_mega.algorithms.advantages import group_advantages
 from dapo_mega.algorithms.aggregation import response_weight
-from dapo_mega.algorithms.losses import (
-    PolicyLossTerms,
-    importance_weights,
-    kl_estimate,
-    policy_loss,
-    segment_sums,
-    within_bounds,
-)
+from dapo_mega.algorithms.ratios import importance_weights, kl_estimate, mean_over, segment_sums, within_bounds
 
 __all__ = [
-    "PolicyLossTerms",
     "group_advantages",
     "importance_weights",
     "kl_estimate",
-    "policy_loss",
+    "mean_over",
     "response_weight",
     "segment_sums",
     "within_bounds",

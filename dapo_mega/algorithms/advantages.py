@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out"]
+from dapo_mega.config import AdvantageKind
 
 
 def group_advantages(rewards: npt.ArrayLike, kind: AdvantageKind) -> npt.NDArray[np.float64]:

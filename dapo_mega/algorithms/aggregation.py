@@ -6,9 +6,7 @@ micro-batches and data-parallel ranks; Megatron adds them up, so this module see
 
 from __future__ import annotations
 
-from typing import Literal
-
-AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"]
+from dapo_mega.config import AggregationKind
 
 
 def response_weight(length: int, kind: AggregationKind, max_response_tokens: int) -> tuple[float, int]:

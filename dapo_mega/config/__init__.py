@@ -3,7 +3,16 @@
 Every section is one part of the loop.
 """
 
-from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, KlConfig
+from dapo_mega.config.algorithm import (
+    PRESETS,
+    AdvantageKind,
+    AggregationKind,
+    AlgorithmConfig,
+    KlConfig,
+    KlKind,
+    LossSettings,
+    PolicyLossKind,
+)
 from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
@@ -23,6 +32,8 @@ from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
     "PRESETS",
+    "AdvantageKind",
+    "AggregationKind",
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -34,10 +45,13 @@ __all__ = [
     "FleetConfig",
     "Fp8Config",
     "KlConfig",
+    "KlKind",
+    "LossSettings",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PolicyLossKind",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
+
+PolicyLossKind = Literal["clip"]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out"]
+AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"]
+KlKind = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the objective computes, with nothing left to be decided: `AlgorithmConfig` with every "auto" replaced.
+
+    The defaults are DAPO's. `importance_cap` None is off, as is `sequence_mask` None.
+    """
+
+    kind: PolicyLossKind = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = 10.0
+    importance_cap: float | None = None
+    sequence_mask: tuple[float, float] | None = None
+    entropy_coefficient: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_estimator: KlKind = "k3"
 
 
 class KlConfig(Section):
@@ -17,15 +41,15 @@ class KlConfig(Section):
     """
 
     coefficient: float = Field(default=0.0, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: KlKind = "k3"
 
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective. `preset` fills in what is not written."""
 
     preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = "dapo"
-    advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"] = "token_mean"
+    advantage: AdvantageKind = "group_norm"
+    aggregation: AggregationKind = "token_mean"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
     dual_clip: float | None = Field(default=10.0, gt=1)
@@ -57,6 +81,21 @@ class AlgorithmConfig(Section):
                 f"such as [0.5, 2]"
             )
         return self
+
+    def loss_settings(self, *, engine_differs: bool) -> LossSettings:
+        """The settings of the loss. `engine_differs`: the engine computes in another precision than the trainer, which
+        turns on what is "auto"."""
+        cap, bounds = self.importance_cap, self.sequence_mask
+        return LossSettings(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            importance_cap=(2.0 if engine_differs else None) if isinstance(cap, str) else cap,
+            sequence_mask=((0.5, 2.0) if engine_differs else None) if isinstance(bounds, str) else bounds,
+            entropy_coefficient=self.entropy_coefficient,
+            kl_coefficient=self.kl.coefficient,
+            kl_estimator=self.kl.estimator,
+        )
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
+
+FREE: JsonDict = {"resume": "free"}
+"""`json_schema_extra` of a field whose value may differ between a run and its continuation without changing what is
+learnt; of a section it counts for all that is in it. All other fields may not."""
 
 
 class Section(BaseModel):
@@ -23,6 +28,18 @@ def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         else:
             result[key] = value
     return result
+
+
+def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
+    """Whether the field with this dotted name is marked `FREE`, or a section that it lies in."""
+    first, _, rest = name.partition(".")
+    field = section.model_fields.get(first)
+    if field is None:
+        return False
+    if field.json_schema_extra == FREE:
+        return True
+    inner = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
+    return bool(rest) and any(issubclass(t, BaseModel) and may_change_at_resume(t, rest) for t in inner)
 
 
 def divisors(number: int) -> list[int]:

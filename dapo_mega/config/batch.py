@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 
 
 class BatchConfig(Section):
@@ -17,7 +17,7 @@ class BatchConfig(Section):
     )
     mini_batch_groups: int = Field(default=32, ge=1, description="Groups per optimizer update.")
     epochs: int = Field(default=1, ge=1, description="mu: passes over the step's groups.")
-    tokens_per_microbatch: int = Field(default=32768, ge=1)
+    tokens_per_microbatch: int = Field(json_schema_extra=FREE, default=32768, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> BatchConfig:

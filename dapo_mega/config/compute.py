@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.model import ModelConfig
 
 
@@ -62,23 +62,40 @@ class ComputeConfig(Section):
     fp8: Fp8Config = Fp8Config()
     moe: MoeConfig = MoeConfig()
     fused_output_layer: bool = Field(
-        default=True, description="Log-probs without ever holding the logits of a whole micro-batch."
+        json_schema_extra=FREE,
+        default=True,
+        description="Log-probs without ever holding the logits of a whole micro-batch.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="Activations computed again in the backward pass instead of kept."
+        json_schema_extra=FREE,
+        default="none",
+        description="Activations computed again in the backward pass instead of kept.",
     )
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...] = Field(
-        default=("core_attn",), description="What selective recompute leaves out of memory."
+        json_schema_extra=FREE, default=("core_attn",), description="What selective recompute leaves out of memory."
     )
     recompute_layers: int = Field(
-        default=1, ge=1, description="Full recompute: layers between two activations that are kept."
+        json_schema_extra=FREE,
+        default=1,
+        ge=1,
+        description="Full recompute: layers between two activations that are kept.",
     )
-    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients during the backward pass.")
-    overlap_param_gather: bool = Field(default=False, description="Gather weights during the next forward pass.")
+    overlap_grad_reduce: bool = Field(
+        json_schema_extra=FREE, default=False, description="Reduce gradients during the backward pass."
+    )
+    overlap_param_gather: bool = Field(
+        json_schema_extra=FREE, default=False, description="Gather weights during the next forward pass."
+    )
     optimizer_offload: float = Field(
-        default=0.0, ge=0, le=1, description="Share of the optimizer's state kept and updated in host memory."
+        json_schema_extra=FREE,
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the optimizer's state kept and updated in host memory.",
     )
-    deterministic: bool = Field(default=False, description="Only algorithms that give the same bits every time.")
+    deterministic: bool = Field(
+        json_schema_extra=FREE, default=False, description="Only algorithms that give the same bits every time."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ComputeConfig:

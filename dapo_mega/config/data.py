@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 
 
 class ColumnsConfig(Section):
@@ -21,7 +21,7 @@ class ColumnsConfig(Section):
 class DatasetConfig(Section):
     """One dataset: a file (parquet, JSON, JSONL, arrow), a folder of such files, or a Hugging Face name."""
 
-    path: str
+    path: str = Field(json_schema_extra=FREE)
     split: str = Field(
         default="train", description="Of a Hugging Face dataset, or of a folder whose file names begin with splits."
     )

@@ -6,15 +6,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 
 
 class ModelConfig(Section):
     """Which policy to train."""
 
-    path: str = Field(description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.")
+    path: str = Field(
+        json_schema_extra=FREE,
+        description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.",
+    )
     architecture: str | None = Field(
-        default=None, description="A config.json to check sizes against where model.path is not at hand (--dry-run)."
+        json_schema_extra=FREE,
+        default=None,
+        description="A config.json to check sizes against where model.path is not at hand (--dry-run).",
     )
     dtype: Literal["fp32", "bf16"] = "bf16"
     layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 
 
 class RewardConfig(Section):
@@ -21,7 +21,7 @@ class RewardConfig(Section):
     overlong_punishment: bool = True
     overlong_cache_tokens: int = Field(default=4096, ge=1)
     overlong_filtering: bool = False
-    num_workers: int = Field(default=2, ge=1)
+    num_workers: int = Field(json_schema_extra=FREE, default=2, ge=1)
     time_limit_s: float = Field(default=5.0, gt=0)
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
@@ -19,7 +19,7 @@ class RolloutConfig(Section):
         description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of "
         "their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
     )
-    fleet: FleetConfig = FleetConfig()
+    fleet: FleetConfig = Field(default=FleetConfig(), json_schema_extra=FREE)
     dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
         default="policy", description="What the engines compute in; those of a fleet that say otherwise are refused."
     )
@@ -27,7 +27,9 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     max_response_tokens: int = Field(default=20480, ge=1)
-    max_batch_rows: int = Field(default=512, ge=1, description="Rows the embedded engine decodes at once.")
+    max_batch_rows: int = Field(
+        json_schema_extra=FREE, default=512, ge=1, description="Rows the embedded engine decodes at once."
+    )
     max_attempts: int = Field(
         default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
     )
@@ -37,15 +39,20 @@ class RolloutConfig(Section):
         "with them in the next step. Which groups a step trains on then depends on which finish first.",
     )
     mismatch_warning: float | None = Field(
+        json_schema_extra=FREE,
         default=None,
         gt=0,
         description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
         "null means 0.001 where both compute in fp32 and 0.05 otherwise.",
     )
     mismatch_stop: float | None = Field(
-        default=0.5, gt=0, description="End the run at such a mean difference, in nats; null never does."
+        json_schema_extra=FREE,
+        default=0.5,
+        gt=0,
+        description="End the run at such a mean difference, in nats; null never does.",
     )
     engine_tolerance: float | None = Field(
+        json_schema_extra=FREE,
         default=None,
         gt=0,
         description="An engine of a fleet that joins is refused when it gives a fixed sequence log-probs that differ "

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig
-from dapo_mega.config.base import Section, merged
+from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, LossSettings
+from dapo_mega.config.base import FREE, Section, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, check_precision
@@ -26,22 +26,24 @@ from dapo_mega.config.weight_sync import WeightSyncConfig
 class RunConfig(Section):
     """A whole run, as written to `output_dir/config.yaml`."""
 
-    output_dir: str
+    output_dir: str = Field(json_schema_extra=FREE)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    num_steps: int = Field(ge=1)
-    threads_per_process: int | None = Field(default=None, ge=1, description="Intra-op threads on the CPU.")
+    num_steps: int = Field(json_schema_extra=FREE, ge=1)
+    threads_per_process: int | None = Field(
+        json_schema_extra=FREE, default=None, ge=1, description="Intra-op threads on the CPU."
+    )
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)
+    weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="before")
     @classmethod
@@ -117,15 +119,10 @@ class RunConfig(Section):
         return "tensor" if self.rollout.placement == "colocated" else "distributed"
 
     @property
-    def objective(self) -> AlgorithmConfig:
-        """`algorithm` with what is decided automatically filled in; nothing in it is "auto"."""
+    def loss_settings(self) -> LossSettings:
+        """What the objective computes, decided for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
-        automatic = {
-            "importance_cap": None if is_same else 2.0,
-            "sequence_mask": None if is_same else (0.5, 2.0),
-        }
-        decided = {name: value for name, value in automatic.items() if getattr(self.algorithm, name) == "auto"}
-        return self.algorithm.model_copy(update=decided)
+        return self.algorithm.loss_settings(engine_differs=not is_same)
 
     @property
     def generation_groups(self) -> int:

@@ -28,7 +28,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.gathering import WeightGatherer
 from dapo_mega.megatron.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
 from dapo_mega.megatron.model import build_chunks, transformer_config, unwrapped, with_gradients
-from dapo_mega.megatron.objectives import Objective, TokenBatch
+from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenOutputs
 from dapo_mega.megatron.output_layer import ChosenTokens
 from dapo_mega.megatron.packed_attention import packed_segments
 from dapo_mega.megatron.weights import ChunkLayout, load_hf_weights
@@ -270,22 +270,24 @@ class MegatronPolicy(ScoringModel):
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 if scores is not None:
                     scores.append(TokenScores(*output.detach().unbind()))
-                return objective.evaluate(output[0], output[1], batch)
+                term = objective.evaluate(TokenOutputs(output[0], output[1]), batch)
+                return term.total, term.denominator, torch.stack([term.sums[name] for name in objective.sum_names])
 
             return loss
 
-        with_entropy = objective.needs_entropy or scores is not None
-        reports = self._run(batches, make_loss, with_entropy=with_entropy, forward_only=False)
-        totals = self._sum_reports(reports, objective)
+        with_entropy = "entropy" in objective.needs or scores is not None
+        sums = self._summed(
+            self._run(batches, make_loss, with_entropy=with_entropy, forward_only=False), objective.sum_names
+        )
         # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
         self.scheduler.step(increment=1)
-        is_empty = objective.denominator(totals) == 0
+        is_empty = sums["denominator"] == 0
         grad_norm = 0.0
         if not is_empty:
             successful, grad_norm, _ = self.optimizer.step()
             assert successful
         return {
-            **objective.summarise(totals),
+            **objective.metrics(sums),
             **self._router_losses(len(batches)),
             "policy/empty_update_share": float(is_empty),
             "policy/grad_norm": float(grad_norm),
@@ -329,14 +331,14 @@ class MegatronPolicy(ScoringModel):
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def _sum_reports(self, reports: Sequence[Tensor], objective: Objective) -> Tensor:
-        """Sum the micro-batches' report vectors over the data-parallel ranks; known to every process."""
-        total = torch.zeros(objective.report_size, dtype=torch.float64)
+    def _summed(self, sums: Sequence[Tensor], names: Sequence[str]) -> dict[str, float]:
+        """The micro-batches' sums, in the order of `names`, added up over the data-parallel ranks, on every process."""
+        total = torch.zeros(len(names), dtype=torch.float64)
         if self.processes.is_last_stage and self.processes.tensor_rank == 0:
-            for report in reports:
-                total += report.double().cpu()
+            for values in sums:
+                total += values.double().cpu()
         dist.all_reduce(total, group=self.processes.control)
-        return total
+        return dict(zip(names, total.tolist(), strict=True))
 
 
 def _optimizer_config(

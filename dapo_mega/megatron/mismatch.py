@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dapo_mega.algorithms import importance_weights, kl_estimate, segment_sums, within_bounds
 from dapo_mega.batching.packing import MicroBatch
-from dapo_mega.config import AlgorithmConfig, RunConfig
+from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
 
 ScoredBatch = tuple[MicroBatch, Tensor]
@@ -65,7 +65,7 @@ def _segment_sums(micro_batch: MicroBatch, old_logprobs: Tensor, context_group: 
 
 def measure_mismatch(
     scored: Sequence[ScoredBatch],
-    algorithm: AlgorithmConfig,
+    settings: LossSettings,
     *,
     control: dist.ProcessGroup,
     context_group: dist.ProcessGroup | None = None,
@@ -73,27 +73,27 @@ def measure_mismatch(
     """Metrics over all processes of `control`, the same on each; `scored` is this process's share of the step.
 
     `mismatch/...` are over all response tokens, `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` over
-    fresh ones and left out where there are none. `algorithm` is `RunConfig.objective`.
+    fresh ones and left out where there are none.
     """
     totals = torch.zeros(len(_SUMS), dtype=torch.float64)
     maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64)
     for micro_batch, logprobs in scored:
-        sums, largest = _measure_tokens(micro_batch, logprobs, algorithm)
-        totals += torch.cat([sums, _count_responses(micro_batch, logprobs, algorithm, context_group)])
+        sums, largest = _measure_tokens(micro_batch, logprobs, settings)
+        totals += torch.cat([sums, _count_responses(micro_batch, logprobs, settings, context_group)])
         maxima = torch.maximum(maxima, largest)
     dist.all_reduce(totals, group=control)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=control)
     return _metrics(dict(zip(_SUMS, totals.tolist(), strict=True)), dict(zip(_MAXIMA, maxima.tolist(), strict=True)))
 
 
-def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """The part of `_SUMS` that counts tokens, and `_MAXIMA`."""
     chosen = micro_batch.response_mask
     own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs[chosen].double().cpu()
     fresh = micro_batch.fresh_mask[chosen].cpu()
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
-    cap = algorithm.importance_cap if isinstance(algorithm.importance_cap, float) else math.inf
+    cap = math.inf if settings.importance_cap is None else settings.importance_cap
     kl = kl_estimate(rollout, own, "k3")
     sums = torch.stack(
         [
@@ -114,14 +114,14 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, algorithm: Algori
 
 
 def _count_responses(
-    micro_batch: MicroBatch, logprobs: Tensor, algorithm: AlgorithmConfig, context_group: dist.ProcessGroup | None
+    micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings, context_group: dist.ProcessGroup | None
 ) -> Tensor:
     """Number of responses, and of those that `algorithm.sequence_mask` masks; counted by context rank 0."""
     sums = _segment_sums(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
-    bounds = algorithm.sequence_mask
-    masked = ~within_bounds(sums, bounds) if isinstance(bounds, tuple) else torch.zeros(())
+    bounds = settings.sequence_mask
+    masked = ~within_bounds(sums, bounds) if bounds is not None else torch.zeros(())
     return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double().cpu()
 
 

@@ -1,30 +1,34 @@
 """What one micro-batch contributes to an update: the policy-gradient objective, and imitation for cold starts.
 
-An objective turns log-probs into (sum of weighted token losses, denominator, report). Megatron divides the sum by
-the denominator over all micro-batches and ranks; reports are vectors of sums that are added up likewise.
+An objective turns log-probs into a `LossTerm`. Megatron divides the sum of the losses by that of the denominators over
+all micro-batches and ranks; the named sums are added up likewise, and metrics are made of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import kl_estimate, policy_loss
+from dapo_mega.algorithms import importance_weights, kl_estimate, mean_over
+from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from dapo_mega.batching.packing import MicroBatch
-from dapo_mega.config import AlgorithmConfig
+from dapo_mega.config import LossSettings
 from dapo_mega.megatron.mismatch import kept_segments
+
+Need = Literal["entropy", "reference"]
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """A micro-batch with what the update needs beside it, per response token [N], on the last stage only.
 
-    Without `old_logprobs` the weights that are updated are the old ones, and their log-probs those of the update
-    itself, without gradient.
+    `old_logprobs=None`: the step makes one update, so the old policy is the current one and its log-probs are those of
+    this forward pass, detached.
     """
 
     micro_batch: MicroBatch
@@ -32,134 +36,118 @@ class TokenBatch:
     reference_logprobs: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model gives for the response tokens of a micro-batch, each [N]: log-probs with gradient in nats, and
+    entropies, which are zeros where the objective does not need them."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A micro-batch's part of the loss: `total`, the weighted sum of token losses; `denominator`, an int32 scalar; and
+    detached scalars under the objective's `sum_names`."""
+
+    total: Tensor
+    denominator: Tensor
+    sums: Mapping[str, Tensor]
+
+
 class Objective(Protocol):
     """A loss over packed micro-batches."""
 
     @property
-    def report_size(self) -> int:
-        """Length of the report vectors."""
+    def needs(self) -> frozenset[Need]:
+        """What `evaluate` uses beside log-probs: entropies, log-probs of the reference model."""
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether `evaluate` uses the entropies; else they may be zeros."""
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums of every `LossTerm`; `denominator` is one."""
 
-    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of weighted token losses, denominator (int32 scalar), report vector (detached), from the log-probs and
-        entropies [N] of the micro-batch's response tokens."""
+    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+        """The micro-batch's part of the loss."""
 
-    def denominator(self, totals: Tensor) -> float:
-        """The mini-batch's denominator, from the summed report vectors."""
-
-    def summarise(self, totals: Tensor) -> dict[str, float]:
-        """Metrics from the summed report vectors."""
-
-
-def _share(numerator: Tensor, denominator: Tensor) -> float:
-    return float(numerator / denominator) if denominator else 0.0
-
-
-_POLICY_REPORT = (
-    "loss",
-    "denominator",
-    "loss_tokens",
-    "clipped_low",
-    "clipped_high",
-    "clipped_dual",
-    "ratio",
-    "kl_to_old",
-    "up_clipped_probability",
-    "entropy",
-    "kl_to_reference",
-)
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """The clipped objective of `AlgorithmConfig` (DAPO eq. 8 by default) with optional KL and entropy terms.
+    """The policy loss of `settings.kind` (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
 
-    What `RunConfig.objective` fills in automatically is off where it was not filled in. Responses that
-    `sequence_mask` leaves out have weight 0 in every term and stay in the denominator, as tokens of weight 0 under an
-    importance cap would: masking a bad response must not raise the weight of the others. `context_group` are the
-    processes that share a micro-batch's tokens under context parallelism.
+    Responses that `sequence_mask` leaves out have weight 0 in every term and stay in the denominator, as tokens of
+    weight 0 under an importance cap would: masking a bad response must not raise the weight of the others.
+    `context_group` are the processes that share a micro-batch's tokens under context parallelism.
     """
 
-    algorithm: AlgorithmConfig
+    settings: LossSettings
     context_group: dist.ProcessGroup | None = None
 
     @property
-    def report_size(self) -> int:
-        return len(_POLICY_REPORT)
+    def needs(self) -> frozenset[Need]:
+        entropy: set[Need] = {"entropy"} if self.settings.entropy_coefficient > 0 else set()
+        reference: set[Need] = {"reference"} if self.settings.kl_coefficient > 0 else set()
+        return frozenset(entropy | reference)
 
     @property
-    def needs_entropy(self) -> bool:
-        return self.algorithm.entropy_coefficient > 0
+    def sum_names(self) -> tuple[str, ...]:
+        own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
+        return (*own, *POLICY_LOSSES[self.settings.kind].sum_names)
 
-    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.algorithm
-        micro = batch.micro_batch
+    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+        """See `Objective`."""
+        settings, micro, logprobs = self.settings, batch.micro_batch, outputs.logprobs
         chosen = micro.response_mask
         in_loss = micro.loss_mask[chosen].to(logprobs.device)
-        weights = micro.token_weights[chosen].to(logprobs.device)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        if isinstance(config.sequence_mask, tuple):
-            kept = kept_segments(micro, old_logprobs, config.sequence_mask, self.context_group)
-            weights = weights * kept[micro.segment_ids[chosen].to(kept.device)]
-        terms = policy_loss(
-            logprobs,
-            old_logprobs,
-            micro.advantages[chosen].to(logprobs.device),
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-            rollout_logprobs=micro.rollout_logprobs[chosen].to(logprobs.device),
-            importance_cap=None if config.importance_cap == "auto" else config.importance_cap,
-        )
-        token_loss = terms.loss
+        advantages = micro.advantages[chosen].to(logprobs.device)
+        tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss)
+        losses = POLICY_LOSSES[settings.kind].token_losses(tokens, settings)
+        token_loss = losses.loss
+        if settings.importance_cap is not None:
+            rollout_logprobs = micro.rollout_logprobs[chosen].to(logprobs.device)
+            token_loss = token_loss * importance_weights(old_logprobs, rollout_logprobs, settings.importance_cap)
         kl = torch.zeros_like(logprobs)
-        if config.kl.coefficient > 0:
+        if settings.kl_coefficient > 0:
             assert batch.reference_logprobs is not None
-            kl = kl_estimate(logprobs, batch.reference_logprobs, config.kl.estimator)
-            token_loss = token_loss + config.kl.coefficient * kl
-        if config.entropy_coefficient > 0:
-            token_loss = token_loss - config.entropy_coefficient * entropy
-        loss = (token_loss * weights).sum()
+            kl = kl_estimate(logprobs, batch.reference_logprobs, settings.kl_estimator)
+            token_loss = token_loss + settings.kl_coefficient * kl
+        if settings.entropy_coefficient > 0:
+            token_loss = token_loss - settings.entropy_coefficient * outputs.entropy
+        total = (token_loss * self._weights(micro, old_logprobs)).sum()
         with torch.no_grad():
-            up_clipped = terms.clipped_high & in_loss
-            report = torch.stack(
-                [
-                    loss.detach(),
-                    torch.tensor(float(micro.denominator), device=loss.device),
-                    in_loss.sum(),
-                    (terms.clipped_low & in_loss).sum(),
-                    up_clipped.sum(),
-                    (terms.clipped_dual & in_loss).sum(),
-                    (terms.ratio * in_loss).sum(),
-                    (kl_estimate(logprobs, old_logprobs, "k3") * in_loss).sum(),
-                    (logprobs.exp() * up_clipped).sum(),
-                    (entropy * in_loss).sum(),
-                    (kl * in_loss).sum(),
-                ]
-            )
-        return loss, _denominator(micro, loss), report
+            sums = {
+                "loss": total.detach(),
+                "denominator": torch.tensor(float(micro.denominator), device=total.device),
+                "loss_tokens": in_loss.sum(),
+                "kl_to_old": (kl_estimate(logprobs, old_logprobs, "k3") * in_loss).sum(),
+                "kl_to_reference": (kl * in_loss).sum(),
+                **losses.sums,
+            }
+        return LossTerm(total, _denominator(micro, total), sums)
 
-    def denominator(self, totals: Tensor) -> float:
-        return float(totals[_POLICY_REPORT.index("denominator")])
+    def _weights(self, micro: MicroBatch, old_logprobs: Tensor) -> Tensor:
+        """Weight of every response token [N] in the loss."""
+        chosen = micro.response_mask
+        weights = micro.token_weights[chosen].to(old_logprobs.device)
+        if self.settings.sequence_mask is not None:
+            kept = kept_segments(micro, old_logprobs, self.settings.sequence_mask, self.context_group)
+            weights = weights * kept[micro.segment_ids[chosen].to(kept.device)]
+        return weights
 
-    def summarise(self, totals: Tensor) -> dict[str, float]:
-        total = dict(zip(_POLICY_REPORT, totals, strict=True))
-        tokens = total["loss_tokens"]
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """See `Objective`."""
+        tokens = sums["loss_tokens"]
         metrics = {
-            "policy/loss": _share(total["loss"], total["denominator"]),
-            "policy/clip_low_share": _share(total["clipped_low"], tokens),
-            "policy/clip_high_share": _share(total["clipped_high"], tokens),
-            "policy/dual_clip_share": _share(total["clipped_dual"], tokens),
-            "policy/ratio_mean": _share(total["ratio"], tokens),
-            "policy/kl_to_old": _share(total["kl_to_old"], tokens),
-            "policy/up_clipped_probability": _share(total["up_clipped_probability"], total["clipped_high"]),
-            "policy/loss_tokens": float(tokens),
+            "policy/loss": mean_over(sums["loss"], sums["denominator"]),
+            "policy/kl_to_old": mean_over(sums["kl_to_old"], tokens),
+            "policy/loss_tokens": tokens,
+            **POLICY_LOSSES[self.settings.kind].metrics(sums),
         }
-        if self.algorithm.kl.coefficient > 0:
-            metrics["policy/kl_to_reference"] = _share(total["kl_to_reference"], tokens)
+        if self.settings.kl_coefficient > 0:
+            metrics["policy/kl_to_reference"] = mean_over(sums["kl_to_reference"], tokens)
         return metrics
 
 
@@ -167,25 +155,19 @@ class PolicyGradient:
 class SupervisedLoss:
     """Negative log-likelihood of demonstrated response tokens, mean over the tokens of the batch."""
 
-    @property
-    def report_size(self) -> int:
-        return 2
+    needs: frozenset[Need] = frozenset()
+    sum_names: tuple[str, ...] = ("loss", "denominator")
 
-    @property
-    def needs_entropy(self) -> bool:
-        return False
+    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+        """See `Objective`."""
+        micro, logprobs = batch.micro_batch, outputs.logprobs
+        total = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
+        denominator = torch.tensor(float(micro.denominator), device=total.device)
+        return LossTerm(total, _denominator(micro, total), {"loss": total.detach(), "denominator": denominator})
 
-    def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        micro = batch.micro_batch
-        loss = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
-        report = torch.stack([loss.detach(), torch.tensor(float(micro.denominator), device=loss.device)])
-        return loss, _denominator(micro, loss), report
-
-    def denominator(self, totals: Tensor) -> float:
-        return float(totals[1])
-
-    def summarise(self, totals: Tensor) -> dict[str, float]:
-        return {"policy/loss": _share(totals[0], totals[1])}
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """See `Objective`."""
+        return {"policy/loss": mean_over(sums["loss"], sums["denominator"])}
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

@@ -252,7 +252,9 @@ def measure_scores(
         entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
     dist.all_reduce(entropy, group=processes.control)
     scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
-    metrics = measure_mismatch(scored, run.config.objective, control=processes.control, context_group=processes.context)
+    metrics = measure_mismatch(
+        scored, run.config.loss_settings, control=processes.control, context_group=processes.context
+    )
     by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
     return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
 
@@ -260,7 +262,7 @@ def measure_scores(
 def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
     """mu passes of one optimizer update per mini-batch; metrics are means over the updates. `engines` are those of the
     step, by number."""
-    objective = PolicyGradient(run.config.objective, run.policy.processes.context)
+    objective = PolicyGradient(run.config.loss_settings, run.policy.processes.context)
     if run.config.batch.updates_per_step == 1:
         metrics, scores = run.policy.update_and_score(mini_batches[0], objective)
         batches = [batch.micro_batch for batch in mini_batches[0]]

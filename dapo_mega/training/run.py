@@ -14,6 +14,7 @@ from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, print_once
 from dapo_mega.config import RunConfig, load_config
+from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
@@ -24,38 +25,6 @@ from dapo_mega.training.loop import loop_state, restore, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock, is_locked
 from dapo_mega.training.run_status import RunStatus
-
-# These may differ between a run and its continuation without changing what is learnt.
-_FREE_TO_CHANGE = (
-    # Folders may move; the checkpoint knows the training prompts and the model's shape.
-    "output_dir",
-    "data.train.path",
-    "data.evaluation.path",
-    "model.path",
-    "num_steps",
-    "threads_per_process",
-    "parallel",
-    # Memory, overlap and order of the same arithmetic; compute.fp8 and compute.moe are not among them.
-    "compute.fused_output_layer",
-    "compute.recompute",
-    "compute.recompute_modules",
-    "compute.recompute_layers",
-    "compute.overlap_grad_reduce",
-    "compute.overlap_param_gather",
-    "compute.optimizer_offload",
-    "compute.deterministic",
-    "checkpoint",
-    "weight_sync",
-    "evaluation",
-    "batch.tokens_per_microbatch",
-    "rollout.max_batch_rows",
-    "rollout.mismatch_warning",
-    "rollout.mismatch_stop",
-    "rollout.engine_tolerance",
-    "rollout.fleet",
-    "reward.num_workers",
-    "model.architecture",
-)
 
 
 def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
@@ -219,7 +188,7 @@ def _is_free(name: str, config: RunConfig) -> bool:
         return False  # The reference of the KL penalty is read from there.
     if name == "num_steps" and config.optimizer.schedule != "constant":
         return False  # The learning rate depends on it.
-    return name.startswith(_FREE_TO_CHANGE)
+    return may_change_at_resume(RunConfig, name)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +58,7 @@ def policy(model_path, processes, implementation, **compute):
 
 def score_and_update(subject):
     """Scores of a batch before an update, the update's metrics, and scores after it."""
+    from dapo_mega.config import LossSettings
     from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 
     samples = [replace(sample, in_loss=True) for sample in make_samples(16)]
@@ -69,7 +70,7 @@ def score_and_update(subject):
         multiple_of=subject.token_multiple,
     )
     before = subject.score([batch])[0].logprobs
-    metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(AlgorithmConfig()))
+    metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(LossSettings()))
     return before, metrics, subject.score([batch])[0].logprobs
 
 

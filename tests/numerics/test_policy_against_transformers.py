@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
@@ -129,7 +129,7 @@ def test_rotary_frequencies_stay_in_float32_in_a_bf16_policy(checkpoints, proces
 def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, processes, kl):
     """The first update of a step starts from the weights that are its old ones."""
     path = make_model(tmp_path / "model", tied=True)
-    objective = PolicyGradient(AlgorithmConfig(kl={"coefficient": kl}))
+    objective = PolicyGradient(LossSettings(kl_coefficient=kl))
     batches = [pack(make_samples(7, seed)) for seed in (0, 1)]
     references = [torch.full((int(b.response_mask.sum()),), -3.0) for b in batches]
     once, twice = make_policy(path, processes), make_policy(path, processes)

@@ -8,9 +8,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"files", "algorithms", "rewards"},
+    {"files", "rewards"},
     {"cli", "config", "metrics", "distributed"},
-    {"data", "models", "batching"},
+    {"algorithms", "data", "models"},
+    {"batching"},
     {"planning", "megatron", "engines"},
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin"},

@@ -72,7 +72,7 @@ class AttentionPlans:
 
 
 def run_case(case, plans):
-    from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
     from dapo_mega.megatron.megatron_policy import MegatronPolicy
     from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
     from dapo_mega.megatron.processes import start_processes
@@ -96,7 +96,7 @@ def run_case(case, plans):
     if processes.is_last_stage:
         batch = TokenBatch(micro_batch, micro_batch.rollout_logprobs[micro_batch.response_mask])
     with peak:
-        policy.update([batch] * case["num_micro_batches"], PolicyGradient(AlgorithmConfig()))
+        policy.update([batch] * case["num_micro_batches"], PolicyGradient(LossSettings()))
     return {
         "stage": processes.pipeline_rank,
         "num_scored": sum(length - length // 4 for length in case["lengths"]),

@@ -75,7 +75,7 @@ def run_case(model_dir, case):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    metrics = policy.update(batches, PolicyGradient(algorithm, processes.context))
+    metrics = policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False), processes.context))
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     parallel_state.destroy_model_parallel()
     if processes.rank != 0:

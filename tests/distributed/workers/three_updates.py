@@ -87,7 +87,7 @@ def run_case(model_dir, case, checkpoints):
             TokenBatch(b, b.rollout_logprobs[b.response_mask] * 0.1 - 4.0) if processes.is_last_stage else TokenBatch(b)
             for b in micro_batches
         ]
-        metrics.append(policy.update(batches, PolicyGradient(algorithm)))
+        metrics.append(policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False))))
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
             CheckpointStore(checkpoints / case["name"], keep_last=1).save(policy, lambda state=state: state, state.step)

@@ -17,7 +17,7 @@ import torch
 from dapo_mega.algorithms import group_advantages
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.config import AlgorithmConfig, RunConfig
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
 from dapo_mega.types import Sample
 
 RATIOS = {"a": [1.0, 1.5], "b": [1.0, 0.5, 2.0], "c": [1.0]}
@@ -36,7 +36,7 @@ def algorithm(preset, **changes):
     return run.algorithm
 
 
-def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float = 0.0) -> float:
+def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float = 0.0, rollout: float = 0.5) -> float:
     advantages = group_advantages(REWARDS, config.advantage)
     samples = [
         Sample(
@@ -44,7 +44,7 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float
             prompt_length=2,
             advantage=float(advantage),
             in_loss=not (name == "c" and mask_truncated),
-            rollout_logprobs=np.full(len(ratios), math.log(0.5), dtype=np.float32),
+            rollout_logprobs=np.full(len(ratios), math.log(rollout), dtype=np.float32),
         )
         for (name, ratios), advantage in zip(RATIOS.items(), advantages, strict=True)
     ]
@@ -60,8 +60,10 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float
 
     batch = TokenBatch(micro_batch, old, reference)
     entropies = torch.full((len(ratios),), entropy)
-    loss, denominator, _ = PolicyGradient(config).evaluate(old + ratios.log(), entropies, batch)
-    return float(loss) / int(denominator)
+    objective = PolicyGradient(config.loss_settings(engine_differs=False))
+    term = objective.evaluate(TokenOutputs(old + ratios.log(), entropies), batch)
+    assert set(term.sums) == set(objective.sum_names)
+    return float(term.total) / int(term.denominator)
 
 
 # group_norm: mean -1/3, unbiased std sqrt((16 + 4 + 4) / 9 / 2) = 2 / sqrt(3):
@@ -121,3 +123,11 @@ def test_entropy_bonus_lowers_the_loss_by_coefficient_times_mean_entropy():
     config = algorithm("dapo", entropy_coefficient=0.5)
     without = minibatch_loss(algorithm("dapo"), False)
     assert minibatch_loss(config, False, entropy=3.0) == pytest.approx(without - 1.5)
+
+
+@pytest.mark.parametrize(("cap", "weight"), [(3.0, 2.0), (1.5, 1.5), (None, 1.0)])
+def test_importance_weights_scale_the_loss_up_to_the_cap(cap, weight):
+    # pi_old = 1/2 and pi_rollout = 1/4 everywhere: every token's weight is 2.
+    plain = minibatch_loss(algorithm("dapo"), False)
+    config = algorithm("dapo", importance_cap=cap)
+    assert minibatch_loss(config, False, rollout=0.25) == pytest.approx(weight * plain, rel=1e-5)

@@ -15,7 +15,7 @@ from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.checkpoints import background_writing
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
@@ -51,7 +51,7 @@ def policy(model, processes, dtype="fp32"):
 def update(subject, seed):
     columns = columns_from_samples(make_samples(8, seed))
     batch = build_micro_batch(columns, range(8), aggregation="token_mean", max_response_tokens=64)
-    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(AlgorithmConfig()))
+    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(LossSettings()))
 
 
 def state(step):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
 from dapo_mega.batching.step import off_policy_tokens
-from dapo_mega.config import AlgorithmConfig, RunConfig
+from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
     kept_segments,
@@ -18,7 +18,7 @@ from dapo_mega.megatron.mismatch import (
     mismatch_warning,
     starvation_cause,
 )
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
 from dapo_mega.types import Response, Sample
 
 
@@ -59,9 +59,9 @@ def log(probabilities):
 def test_measures_of_a_step_by_hand(control):
     # pi_rollout = 1/2. Two responses: pi_old = 1/2, 1 and 1/4, so weights 1, 2 and 1/2. The first token and the last
     # response are stale, which leaves the token of weight 2 as the only fresh one.
-    algorithm = AlgorithmConfig(importance_cap=1.5, sequence_mask=(0.6, 2.0))
+    settings = LossSettings(importance_cap=1.5, sequence_mask=(0.6, 2.0))
     scored = [(micro_batch([2, 1], [1, 1], multiple_of=8), log([0.5, 1.0, 0.25]))]
-    metrics = measure_mismatch(scored, algorithm, control=control)
+    metrics = measure_mismatch(scored, settings, control=control)
     ln2 = math.log(2)
     expected = {
         "mismatch/logprob_abs_diff_mean": 2 * ln2 / 3,
@@ -86,9 +86,9 @@ def test_measures_of_a_step_by_hand(control):
 def test_measures_do_not_depend_on_the_split_and_nothing_is_truncated_or_masked_when_off(control):
     whole = [(micro_batch([2, 1], [0, 0]), log([0.5, 1.0, 0.25]))]
     split = [(micro_batch([2], [0]), log([0.5, 1.0])), (micro_batch([1], [0]), log([0.25]))]
-    algorithm = AlgorithmConfig(importance_cap=None)
-    metrics = measure_mismatch(whole, algorithm, control=control)
-    assert measure_mismatch(split, algorithm, control=control) == pytest.approx(metrics, rel=1e-12)
+    settings = LossSettings()
+    metrics = measure_mismatch(whole, settings, control=control)
+    assert measure_mismatch(split, settings, control=control) == pytest.approx(metrics, rel=1e-12)
     assert metrics["mismatch/truncated_share"] == metrics["mismatch/masked_response_share"] == 0
 
 
@@ -126,7 +126,7 @@ def test_warnings_and_errors_name_the_engines_the_worst_first():
 
 
 def test_a_step_without_fresh_tokens_has_no_measure_of_them(control):
-    metrics = measure_mismatch([(micro_batch([2], [2]), log([0.5, 1.0]))], AlgorithmConfig(), control=control)
+    metrics = measure_mismatch([(micro_batch([2], [2]), log([0.5, 1.0]))], LossSettings(), control=control)
     assert not [name for name in metrics if name.startswith("rollout/")]
     assert metrics["mismatch/fresh_token_share"] == 0
 
@@ -157,11 +157,11 @@ def test_a_masked_response_has_no_gradient_and_stays_in_the_denominator(is_score
     results = {}
     for mask in (None, (0.5, 2.0)):
         logprobs = old.clone().requires_grad_()
-        algorithm = AlgorithmConfig(sequence_mask=mask, entropy_coefficient=0.1, kl={"coefficient": 0.3})
+        settings = LossSettings(sequence_mask=mask, entropy_coefficient=0.1, kl_coefficient=0.3)
         tokens = TokenBatch(batch, old if is_scored_before else None, reference_logprobs=old + 0.2)
-        loss, denominator, _ = PolicyGradient(algorithm).evaluate(logprobs, torch.ones(4), tokens)
-        loss.backward()
-        results[mask] = logprobs.grad, int(denominator)
+        term = PolicyGradient(settings).evaluate(TokenOutputs(logprobs, torch.ones(4)), tokens)
+        term.total.backward()
+        results[mask] = logprobs.grad, int(term.denominator)
     (plain, all_tokens), (masked, denominator) = results[None], results[(0.5, 2.0)]
     assert plain[2:].abs().min() > 0
     assert masked[2:].tolist() == [0, 0]

@@ -1,0 +1,19 @@
+"""The losses of the policy by kind. A new one is a file here, a line in `POLICY_LOSSES` and its name in
+`config.algorithm.PolicyLossKind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
+from dapo_mega.algorithms.policy_losses.protocol import LossInputs, PolicyLoss, TokenLosses
+from dapo_mega.config import PolicyLossKind
+
+POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
+    "clip": ClippedLoss(),
+}
+assert POLICY_LOSSES.keys() == set(get_args(PolicyLossKind))
+
+__all__ = ["POLICY_LOSSES", "ClippedLoss", "LossInputs", "PolicyLoss", "TokenLosses"]

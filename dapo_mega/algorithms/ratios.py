@@ -1,0 +1,52 @@
+"""What is made of two log-probabilities of one token: importance weights, KL estimates, sums over responses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dapo_mega.config import KlKind
+
+# exp() of a larger difference overflows float32; ratios this far out are clipped anyway.
+MAX_LOG_RATIO = 20.0
+
+
+def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
+    """min(pi_old / pi_rollout, cap) per token [T], detached."""
+    difference = (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp().clamp(max=cap)
+
+
+def segment_sums(log_ratios: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of `log_ratios` [T] and number of tokens of every segment, [2, n] float64, detached."""
+    values = torch.stack([log_ratios.detach().double(), torch.ones_like(log_ratios, dtype=torch.float64)])
+    return values.new_zeros(2, num_segments).index_add_(1, segment_ids, values)
+
+
+def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Which segments' geometric mean ratio exp(sum / tokens) lies in [low, high], [n] bool, from `segment_sums`.
+
+    Segments without tokens do. Sequence-level masking against a mismatch between trainer and engine: per-token caps
+    let pass a response that is off by a little in every token.
+    """
+    low, high = bounds
+    means = (sums[0] / sums[1].clamp(min=1)).exp()
+    return (means >= low) & (means <= high)
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> Tensor:
+    """Estimate of KL(pi_theta || pi_ref) per token [T], in nats, from tokens sampled by the policy.
+
+    With d = log pi_ref - log pi_theta: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (GRPO's choice).
+    """
+    d = reference_logprobs - logprobs
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return 0.5 * d.square()
+    return d.clamp(max=MAX_LOG_RATIO).exp() - d - 1
+
+
+def mean_over(total: float, count: float) -> float:
+    """`total` / `count`, and 0 where there is nothing to count."""
+    return total / count if count else 0.0
