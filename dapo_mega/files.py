@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dapo_mega.errors import InputError
 
+_PIECE_BYTES = 2**22
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SPECIAL = {
     stat.S_IFIFO: "a FIFO",
@@ -60,6 +62,15 @@ def disk_refusal(error: BaseException) -> str | None:
     if found is None and "unexpected pos" in str(error):
         return "the disk took a part only of what was written; it is full or failing"
     return found
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file, as zlib computes it."""
+    value = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def check_regular(file: Path) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_mega.files import replace_file
+from dapo_mega.files import checksum, replace_file
 
 _STEP = re.compile(r"step_(\d+)")
 MANIFEST_FILE = "manifest.json"
 _LATEST = "latest"
-_PIECE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -135,15 +133,6 @@ def write_manifest(folder: Path, checksums: Mapping[str, int] | None = None) -> 
         for name, file in files.items()
     }
     replace_file(folder / MANIFEST_FILE, json.dumps(records, indent=1))
-
-
-def checksum(file: Path) -> int:
-    """CRC-32 of a file, as zlib computes it."""
-    value = 0
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            value = zlib.crc32(piece, value)
-    return value
 
 
 def find_damage(folder: Path) -> str | None:

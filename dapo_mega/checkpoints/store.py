@@ -7,7 +7,6 @@ processes together at the end of a later step; see `checkpoint_folders` for what
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import shutil
@@ -27,7 +26,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from dapo_mega.checkpoints.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -36,7 +34,14 @@ from dapo_mega.errors import InputError, is_lost_connection
 from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
-from dapo_mega.megatron.restricted_loading import load_restricted
+from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
+from dapo_mega.megatron.repairs.optimizer_checkpoints import (
+    allocate_adam_state,
+    keep_adam_step,
+    keep_bucket_padding,
+    separate_adam_steps,
+)
+from dapo_mega.megatron.repairs.restricted_loading import load_restricted
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer
 from dapo_mega.models.megatron_format.files import write_vocabulary
 from dapo_mega.models.megatron_format.pickles import check_pickles
@@ -177,9 +182,9 @@ class CheckpointStore:
             if policy.processes.rank == 0:
                 check_pickles(path)
             _check_optimizers(policy, path)
-        _allocate_adam_state(policy)
-        _keep_adam_step(policy)
-        _keep_bucket_padding(policy)
+        allocate_adam_state(policy.optimizer)
+        keep_adam_step(policy.optimizer)
+        keep_bucket_padding(policy.optimizer)
         model = _sharded_model(policy)
         wanted: dict[str, Any] = {
             **model,
@@ -201,7 +206,7 @@ class CheckpointStore:
         for name, chunk in zip(model, policy.chunks, strict=True):
             unwrapped(chunk).load_state_dict(loaded[name])
         policy.optimizer.load_state_dict(loaded["optimizer"])
-        _separate_adam_steps(policy)
+        separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(loaded["scheduler"])
         _restore_rng(policy, arrays)
         self.last_step = step
@@ -242,83 +247,6 @@ def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
     return next((damage for damage in damages if damage), None)
 
 
-def _allocate_adam_state(policy: MegatronPolicy) -> None:
-    """Give torch's Adam the zero state it would start its first step with: Megatron 0.16 reads the step count out of
-    it on saving and loading. The optimizers of Apex and Transformer Engine need none of this."""
-    for part in policy.optimizer.chained_optimizers:
-        inner = part.optimizer
-        if not _is_torch_adam(inner):
-            continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            if not inner.state[parameter]:
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def _keep_adam_step(policy: MegatronPolicy) -> None:
-    """Megatron 0.16 expects torch's step count among the tensors of a `fully_reshardable` checkpoint, which keeps it
-    in the groups. Can go when _set_main_param_and_optimizer_states skips "step" as saving does."""
-    for part in policy.optimizer.chained_optimizers:
-        if _is_torch_adam(part.optimizer):
-            part._set_main_param_and_optimizer_states = functools.partial(_set_states_but_step, part)
-
-
-def _keep_bucket_padding(policy: MegatronPolicy) -> None:
-    """Megatron 0.16 gathers the optimizer's state without the padding at the end of each gradient bucket, and then
-    cuts parameters out of it by positions that count the padding: with more than one bucket (tied embeddings on
-    several pipeline stages have their own) it would write shifted state into the checkpoint. Here the padding is put
-    back. Can go when sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
-    for part in policy.optimizer.chained_optimizers:
-        part.get_parameter_state_dp_zero = functools.partial(_padded_world_state, part)
-
-
-def _padded_world_state(part: Any, **settings: Any) -> Any:
-    state = type(part).get_parameter_state_dp_zero(part, **settings)
-    if state is None:
-        return None
-    for index, buffer in enumerate(part.buffers):
-        for tensors in state[index].values():
-            for name, compact in tensors.items():
-                if isinstance(compact, torch.Tensor):
-                    tensors[name] = _with_bucket_padding(compact, buffer)
-    return state
-
-
-def _with_bucket_padding(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """[n without padding] to [buffer.numel], every bucket where the buffer has it."""
-    padded = torch.zeros(buffer.numel, dtype=compact.dtype)
-    start = 0
-    for bucket in buffer.buckets:
-        end = start + bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start:end]
-        start = end
-    assert start == len(compact)
-    return padded
-
-
-def _is_torch_adam(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _separate_adam_steps(policy: MegatronPolicy) -> None:
-    """Megatron 0.16 loads one step tensor shared by all parameters, which torch's Adam then counts up once for each
-    of them: the bias correction of the next updates would be wrong."""
-    for part in policy.optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-
-def _set_states_but_step(part: Any, model_param: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group]["params"][order]
-    step = part.optimizer.state[main_param]["step"]
-    type(part)._set_main_param_and_optimizer_states(part, model_param, {**tensors, "step": step})
-
-
 def _attempt(action: Callable[[], object]) -> str | None:
     """None, or why the file system refused. Raises what is no refusal: another process has ended."""
     try:
@@ -338,8 +266,8 @@ def _one_line(error: BaseException) -> str:
 
 def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
     """Megatron's description of everything that the policy keeps in a checkpoint."""
-    _allocate_adam_state(policy)
-    _keep_bucket_padding(policy)
+    allocate_adam_state(policy.optimizer)
+    keep_bucket_padding(policy.optimizer)
     policy.finish_param_gather()
     model = _sharded_model(policy)
     return {

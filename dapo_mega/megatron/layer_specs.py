@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -27,6 +26,7 @@ from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.local_layers import RMSNorm, swiglu
 from dapo_mega.megatron.packed_attention import PackedAttention
+from dapo_mega.megatron.repairs.latent_attention import know_local_layers
 from dapo_mega.megatron.routing import BestExpertGroupRouter
 from dapo_mega.models import Architecture
 
@@ -152,8 +152,7 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     names = layer.submodules.sharded_state_dict_keys_map
     if config.multi_latent_attention:
-        # Megatron 0.16.1 takes Transformer Engine for installed in this module, and asks for its types.
-        multi_latent_attention.HAVE_TE = HAVE_TE
+        know_local_layers()
         # Whole on every process, as Transformer Engine's are. Megatron cuts the local ones and gathers their outputs:
         # the rotated part of the keys would get its gradient from the heads of one process only.
         attention.linear_q_down_proj = Linear

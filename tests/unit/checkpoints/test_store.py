@@ -12,7 +12,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 
 from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-from dapo_mega.checkpoints import background_writing
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
@@ -22,6 +21,7 @@ from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.megatron.repairs import background_writing
 from tests.distributed.tiny import make_model, make_samples
 
 
