@@ -16,7 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.files import check_regular, read_json_object
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
 
-_REMEDY = "copy the checkpoint again, or write it anew"
+_REMEDY = "copy or save it again"
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:

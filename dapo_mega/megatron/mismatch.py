@@ -204,7 +204,7 @@ def mismatch_warning(
         raise FleetError(
             f"engines and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} ({name}) is not "
             f"within rollout.mismatch_stop={stop:g}; the engines compute with other weights, or in a precision "
-            f"(rollout.dtype) that does not do for this model{worst_engines(engines or {})}. Start the "
+            f"(rollout.dtype) that is too low for this model{worst_engines(engines or {})}. Start the "
             f"same command again to continue from the last checkpoint with engines that are started anew, or raise the "
             f"limit"
         )

@@ -42,10 +42,11 @@ def require_api_key(env_name: str) -> str:
     """The API key that the environment variable holds. Raises InputError where there is none."""
     key = os.environ.get(env_name, "")
     if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        given = "is not set" if not key else f"is no word of at least {_MIN_KEY_LENGTH} ASCII characters"
+        given = "is not set; it" if not key else "cannot be used; it"
         raise InputError(
-            f"{env_name} {given}, and engines take weights from everyone who has their key; give the trainer and all "
-            f'engines the same secret: export {env_name}=$(python3 -c "import secrets; print(secrets.token_hex(32))")'
+            f"{env_name} {given} must have at least {_MIN_KEY_LENGTH} printable ASCII characters and no space, for "
+            f"whoever knows it can overwrite the engines' weights; give the trainer and all engines the same secret: "
+            f'export {env_name}=$(python3 -c "import secrets; print(secrets.token_hex(32))")'
         )
     return key
 

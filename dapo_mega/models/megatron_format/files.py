@@ -145,8 +145,8 @@ class MegatronFiles:
         self.path = path
         if not os.path.lexists(path / METADATA_FILE):
             raise InputError(
-                f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy the "
-                f"checkpoint again, or write it anew"
+                f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy or "
+                f"save it again"
             )
         self._reader = FileSystemReader(path)
         self._metadata = read_metadata(path)
@@ -163,7 +163,7 @@ class MegatronFiles:
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, stored, [wanted])
         if sum(item.lengths.numel() for item in items) != block.numel():
-            raise InputError(f"{self.path} does not hold all of {key!r}; copy the checkpoint again, or write it anew")
+            raise InputError(f"{self.path} does not hold all of {key!r}; copy or save it again")
         for item in items:
             try:
                 self._check_sums(item.storage_index)
@@ -223,9 +223,7 @@ def _check_files(sizes: Mapping[Path, int]) -> None:
         check_regular(file)
         size = file.stat().st_size
         if size < expected:
-            raise InputError(
-                f"{file} has {size} bytes instead of {expected}; copy the checkpoint again, or write it anew"
-            )
+            raise InputError(f"{file} has {size} bytes instead of {expected}; copy or save it again")
 
 
 class _Into(DefaultLoadPlanner):

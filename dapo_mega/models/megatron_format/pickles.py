@@ -201,9 +201,7 @@ def read_metadata(folder: Path) -> Metadata:
     except InputError:
         raise
     except (OSError, *DAMAGED_PICKLE) as error:
-        raise InputError(
-            f"{file} cannot be read ({_reason(error)}); copy the checkpoint again, or write it anew"
-        ) from error
+        raise InputError(f"{file} cannot be read ({_reason(error)}); copy or save it again") from error
     return Metadata(stored, storage_data=places)
 
 
@@ -318,7 +316,7 @@ def unreadable(what: str, error: BaseException) -> InputError:
     """The error for a block or file that reading failed on, which names a class that was refused."""
     if refused := _refused(error):
         return InputError(f"{what} names {refused}, which a checkpoint must not hold; {_REMEDY}")
-    return InputError(f"{what} ({_reason(error)}); copy the checkpoint again, or write it anew")
+    return InputError(f"{what} ({_reason(error)}); copy or save it again")
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -332,7 +330,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     except (OSError, *DAMAGED_PICKLE) as error:
         raise unreadable(f"{file} cannot be read", error) from error
     if type(common) is not dict:
-        raise InputError(f"{file} holds no dictionary; copy the checkpoint again, or write it anew")
+        raise InputError(f"{file} holds no dictionary; copy or save it again")
     return common
 
 

@@ -233,13 +233,13 @@ def test_tensors_are_counted_as_they_are_listed(tmp_path):
 INVENTED = """
 from dapo_mega.models import llama
 from dapo_mega.models.families import ModelFamily, TensorRule
-from dapo_mega.models.layouts import Layout
+from dapo_mega.models.layouts import ShardRule
 from tests.distributed.tiny import FAMILY_MODELS
 
 FAMILY = ModelFamily(
     model_type="invented",
     read=llama.FAMILY.read,
-    before_layers=(*llama.FAMILY.before_layers, TensorRule(("scale",), ("model.embed_scale",), Layout.REPLICATED)),
+    before_layers=(*llama.FAMILY.before_layers, TensorRule(("scale",), ("model.embed_scale",), ShardRule.REPLICATED)),
     per_layer=llama.FAMILY.per_layer,
     after_layers=llama.FAMILY.after_layers,
     shapes=lambda arch: {"embed_scale": (arch.hidden_size,)},
