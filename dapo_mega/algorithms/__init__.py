@@ -1,4 +1,7 @@
-"""Advantages, losses and aggregation of the policy-gradient family, as pure functions of tensors."""
+"""Advantages, losses and aggregation of the policy-gradient family, as pure functions of tensors.
+
+No processes, no model, no state: every number here can be derived by hand.
+"""
 
 from dapo_mega.algorithms.advantages import group_advantages
 from dapo_mega.algorithms.aggregation import response_weight

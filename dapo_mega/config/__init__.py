@@ -1,6 +1,6 @@
-"""One YAML file per run: frozen models, unknown keys refused, dotted overrides on the command line.
+"""What a run may be told: one YAML file, frozen sections, a file a section; unknown keys are refused.
 
-Every section is one part of the loop.
+Kinds (of losses, advantages, ...) are defined here once. Nothing here imports torch or reads more than the file.
 """
 
 from dapo_mega.config.algorithm import (

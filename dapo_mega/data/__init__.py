@@ -1,4 +1,7 @@
-"""Prompts: dataset readers, templates, tokenizers, the resumable prompt cursor, and the quickstart's task."""
+"""Prompts: dataset readers, templates, tokenizers, the resumable prompt cursor, and the quickstart's task.
+
+Nothing here generates or scores.
+"""
 
 from dapo_mega.data.arithmetic import ArithmeticDemonstration, ArithmeticTask, Problem
 from dapo_mega.data.cursor import PromptCursor

@@ -1,4 +1,4 @@
-"""Metrics of a run: accumulate, time, record, show, draw."""
+"""Metrics of a run: accumulate, time, record, show, draw. What they mean is decided where they are measured."""
 
 from dapo_mega.metrics.accumulator import MetricAccumulator
 from dapo_mega.metrics.jsonl import read_metrics

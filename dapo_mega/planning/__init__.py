@@ -1,1 +1,4 @@
-"""What a layout costs in memory, communication and time: arithmetic only, nothing heavy is imported."""
+"""What a layout costs in memory, communication and time, before anything starts.
+
+Arithmetic only: nothing heavy is imported.
+"""

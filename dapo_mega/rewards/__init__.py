@@ -1,4 +1,7 @@
-"""Rewards: answer extraction, equivalence with the ground truth, verification in bulk, reward shaping."""
+"""Rewards: answer extraction, equivalence with the ground truth, verification in bulk, reward shaping.
+
+Texts in, numbers out. Nothing here knows tokens, groups or engines, and no text is ever evaluated as code.
+"""
 
 from dapo_mega.rewards.equivalence import answers_match, validate_ground_truth
 from dapo_mega.rewards.extraction import ExtractionStyle, extract_answer, extract_ground_truth

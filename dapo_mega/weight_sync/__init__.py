@@ -1,1 +1,1 @@
-"""How the policy's weights reach the engines."""
+"""How the policy's weights reach the engines. What the engines do with them is in `sglang_plugin`."""
