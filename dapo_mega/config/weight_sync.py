@@ -44,5 +44,5 @@ class WeightSyncConfig(Section):
 
     @property
     def bucket_bytes(self) -> int:
-        """Of `bucket_mib`."""
+        """The size limit of a bucket in bytes."""
         return int(self.bucket_mib * 2**20)

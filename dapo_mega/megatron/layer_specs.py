@@ -131,7 +131,7 @@ def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _kind(config: TransformerConfig, has_experts: bool) -> dict[str, Any]:
-    """What Megatron's layer specs are chosen by."""
+    """The settings by which Megatron chooses layer specs."""
     return {
         "num_experts": config.num_moe_experts if has_experts else None,
         "moe_grouped_gemm": config.moe_grouped_gemm and has_experts,

@@ -90,7 +90,7 @@ class ScoringModel:
 
     @property
     def packing_layout(self) -> PackingLayout:
-        """What this layout asks of micro-batches."""
+        """The constraints that this layout puts on micro-batches."""
         return PackingLayout(
             data_size=self.processes.data_size,
             multiple_of=self.token_multiple,

@@ -242,7 +242,7 @@ def build_chunks(
 
 
 def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
-    """What Megatron's routers else do in their first forward pass, after the weights were loaded."""
+    """Do what Megatron's routers otherwise do in their first forward pass, after the weights were loaded."""
     for module in stage.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()

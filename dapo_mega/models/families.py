@@ -94,7 +94,7 @@ class ModelFamily:
     drops_further_layers: bool = False
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
     shapes: Callable[[Architecture], Shapes] = _no_shapes
-    """Of tensors with names of the family's own."""
+    """Shapes of the tensors whose names are the family's own."""
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a model chunk that holds `layers`, in checkpoint order.

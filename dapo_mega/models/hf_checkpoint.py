@@ -82,7 +82,7 @@ class TensorSource(Protocol):
         """The files that tensors are read from, relative to `path`."""
 
     def spec(self, name: str) -> TensorSpec:
-        """What `tensor` would return, without reading it."""
+        """Dtype and shape of the tensor, from the file's header alone."""
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor. Raises InputError naming the file where it is missing or damaged."""

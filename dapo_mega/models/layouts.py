@@ -69,7 +69,8 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
 
 
 def merge_parts(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture) -> list[Tensor]:
-    """As `merge_shards`, but queries, keys and values are [query groups, rows of a group, ...] and not copied again."""
+    """Merge shards as `merge_shards` does, but return queries, keys and values as views [query groups, rows of a group,
+    ...] instead of copies."""
     if layout is ShardRule.REPLICATED:
         return [shards[0]]
     if layout is ShardRule.COLUMN:

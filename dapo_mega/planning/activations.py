@@ -61,7 +61,7 @@ class MicroBatchShape:
 
 
 class LayerBytes(NamedTuple):
-    """What one layer keeps, by part, in the order of the forward pass."""
+    """Bytes that one layer keeps, by part, in the order of the forward pass."""
 
     norm: float
     """The norm before the attention, and its output."""

@@ -122,7 +122,7 @@ def bucket_memory(workload: Workload) -> float:
 
 
 def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
-    """What a process of the trainer never gives back, part by part."""
+    """Bytes that a process of the trainer never gives back, part by part."""
     config, placement = workload.config, workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute)
     always: dict[str, float] = {

@@ -26,7 +26,7 @@ _FP8_WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """What one process holds of one or several chunks, in bytes."""
+    """Bytes that one process holds of one or several chunks."""
 
     parameters: int
     gradients: int

@@ -189,7 +189,7 @@ def _engine_verdict(plan: Estimate) -> Iterator[str]:
 
 
 def _sharing_lines(plan: Estimate) -> Iterator[str]:
-    """Of a GPU that engines and policy share."""
+    """The lines on a GPU that engines and policy share."""
     machine, placement = plan.assumptions.machine, plan.workload.placement
     yield (
         f"  a GPU is shared in turns: the trainer's {max(sum(s.always.values()) for s in plan.stages) / GIB:.1f} GiB "

@@ -412,3 +412,11 @@ def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 4
     assert "computes in float32 but the run expects bfloat16" in refused.stderr
+
+
+def test_prefixes_that_engines_know_from_before_an_update_are_computed_anew(tmp_path, two_engines):
+    """Every step asks the same few prompts, whose keys and values the engines keep between requests."""
+    values = fleet_values(tmp_path, two_engines, num_steps=4, optimizer={"learning_rate": 1e-2})
+    values["data"]["train"]["max_rows"] = 6
+    with training_run_of(values) as training_run:
+        run(training_run)
