@@ -82,7 +82,7 @@ class TensorSource(Protocol):
         """The files that tensors are read from, relative to `path`."""
 
     def spec(self, name: str) -> TensorSpec:
-        """Dtype and shape of the tensor, from the file's header alone."""
+        """Dtype and shape of the tensor, without reading its values."""
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor. Raises InputError naming the file where it is missing or damaged."""
