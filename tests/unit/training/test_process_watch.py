@@ -26,7 +26,7 @@ time.sleep(120)
 """
 WORKER = """
 import sys, time
-from dapo_mega.process_watch import ProcessWatch
+from dapo_mega.training.process_watch import ProcessWatch
 with ProcessWatch(grace_s=float(sys.argv[2])) as watch:
     if sys.argv[1] == "training":
         watch.begin_training()

@@ -60,7 +60,7 @@ def test_a_second_trainer_is_refused_by_name_and_the_first_keeps_the_lock(tmp_pa
 def test_a_lock_whose_holder_was_killed_is_taken_over_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_SILENT_AFTER_S", 1e9)
     code = (
-        "import sys, time; from pathlib import Path; from dapo_mega.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from dapo_mega.training.run_lock import RunLock\n"
         "RunLock(Path(sys.argv[1]), print).__enter__(); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
