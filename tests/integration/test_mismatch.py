@@ -94,7 +94,9 @@ def test_a_large_mismatch_ends_the_run_before_the_update(training_run):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("training_run", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True)
+@pytest.mark.parametrize(
+    "training_run", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True
+)
 def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before_the_prompts_are(training_run):
     training_run.weight_sync.push(training_run.policy, 0)
     with pytest.raises(StarvedError, match="prompts of another difficulty"):

@@ -69,6 +69,6 @@ def test_the_estimate_is_at_least_the_digits_of_the_value(base: int, middle: int
 @pytest.mark.timeout(20)
 @given(st.text(alphabet="9^!(){}[]\\ x*", max_size=300))
 def test_every_bounded_text_is_judged_at_once(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     bound_violation(text)
-    assert time.perf_counter() - begin < 0.2
+    assert time.process_time() - begin < 0.2

@@ -1,7 +1,7 @@
+import itertools
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dapo_mega.rewards import answers_match, validate_ground_truth
 from dapo_mega.rewards.equivalence import compare_cheaply, symbolically_equal
+from tests.unit.rewards.hostile import HOSTILE_ANSWERS, shown
 
 
 @pytest.mark.parametrize(
@@ -89,79 +90,10 @@ def test_integers_match_exactly_when_equal_and_without_computer_algebra(first: i
     assert compare_cheaply(f"${first:,}$", str(first)) is True
 
 
-HOSTILE = [
-    "9**9**9**9",
-    "9^9^9^9",
-    "10^10^10",
-    "10^{10^{10}}",
-    "((9^{99})^{99})^{99}",
-    "(" * 10_000 + "1" + ")" * 10_000,
-    "{" * 10_000,
-    "\\frac{" * 10_000,
-    "9" * 10**6,
-    "9" * 5000,
-    "9" * 299,
-    "1e" + "9" * 200,
-    "0." + "0" * 250 + "1",
-    "\\frac{1}{",
-    "\\frac{1}{0}",
-    "\\sqrt[",
-    "\\left(",
-    "\\begin{pmatrix} 1",
-    "\\end{array}",
-    "$$$$$",
-    "\\",
-    "^",
-    "_",
-    "4\0002",
-    "\0",
-    "\ud800\udfff",
-    "\u202e24\u202c",
-    "\uff14\uff12",
-    "\u0664\u0662",
-    "💥" * 50,
-    " " * 10**6,
-    "-" * 299,
-    "!" * 299,
-    "5" + "!" * 50,
-    "\\sqrt" * 59,
-    "^9" * 149,
-]
-
-
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("truth", ["42", "x+1"])
-@pytest.mark.parametrize("candidate", HOSTILE, ids=lambda text: ascii(text[:20]))
-def test_a_hostile_answer_is_wrong_at_once(candidate: str, truth: str) -> None:
-    begin = time.perf_counter()
-    assert answers_match(candidate, truth) is False
-    assert time.perf_counter() - begin < 10.0
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("truth", ["42", "x+1", r"\text{east}"])
-@pytest.mark.parametrize(
-    "template",
-    [
-        "__import__('os').system('touch {path}')",
-        "__import__('pathlib').Path('{path}').touch()",
-        "open('{path}', 'w')",
-        "$__import__('os').system('touch {path}')$",
-        "\\text{{__import__('os').system('touch {path}')}}",
-        "1 + eval(\"open('{path}','w')\")",
-        "1*(lambda: open('{path}', 'w'))()",
-        "\\input{{{path}}} \\write18{{touch {path}}} 42+1",
-    ],
-)
-def test_code_in_an_answer_is_not_executed(
-    template: str, truth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A relative name: short enough to stay within the length that math-verify is given.
-    monkeypatch.chdir(tmp_path)
-    candidate = template.format(path="X")
-    assert answers_match(candidate, truth) is False
-    assert symbolically_equal(candidate, truth) is False
-    assert list(tmp_path.iterdir()) == []
+def test_a_hostile_answer_is_wrong() -> None:
+    pairs = itertools.product(HOSTILE_ANSWERS, ("42", "x+1"))
+    assert [(shown(answer), truth) for answer, truth in pairs if answers_match(answer, truth) is not False] == []
 
 
 def test_a_giant_power_is_refused_even_if_both_sides_are_equal() -> None:

@@ -1,13 +1,12 @@
+import itertools
 import re
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_mega.rewards import extract_answer, extract_ground_truth
-
-MEGABYTE = 10**6
+from tests.unit.rewards.growth import growing_too_fast
 
 
 @pytest.mark.parametrize(
@@ -92,28 +91,32 @@ def test_a_ground_truth_without_an_answer_is_refused_by_name() -> None:
         extract_ground_truth("eighteen", "gsm8k")
 
 
+# What stands around, and what is repeated.
 HOSTILE = {
-    "spaces after the colon": "Answer:" + " " * MEGABYTE,
-    "spaces before the colon": "Answer" + " " * MEGABYTE + ":",
-    "newlines": "Answer:" + "\n" * MEGABYTE,
-    "many answers on one line": "Answer:" * (MEGABYTE // 7),
-    "many answers on many lines": "Answer: 1\n" * (MEGABYTE // 10),
-    "digits": "Answer: " + "9" * MEGABYTE,
-    "numbers": "1 " * (MEGABYTE // 2),
-    "commas": "1," * (MEGABYTE // 2),
-    "open boxes": "\\boxed{" * (MEGABYTE // 7),
-    "braces": "\\boxed{" + "{" * MEGABYTE,
-    "nested boxes": "\\boxed{" * 10_000 + "1" + "}" * 10_000,
-    "hashes": "#" * MEGABYTE,
-    "null bytes": "Answer: " + "\0" * MEGABYTE,
-    "lone surrogates": "Answer: \ud800" + "\udfff" * 200,
+    "spaces after the colon": ("Answer:", " ", ""),
+    "spaces before the colon": ("Answer", " ", ":"),
+    "newlines": ("Answer:", "\n", ""),
+    "many answers on one line": ("", "Answer:", ""),
+    "many answers on many lines": ("", "Answer: 1\n", ""),
+    "digits": ("Answer: ", "9", ""),
+    "numbers": ("", "1 ", ""),
+    "commas": ("", "1,", ""),
+    "open boxes": ("", "\\boxed{", ""),
+    "braces": ("\\boxed{", "{", ""),
+    "hashes": ("", "#", ""),
+    "null bytes": ("Answer: ", "\0", ""),
+    "lone surrogates": ("Answer: \ud800", "\udfff", ""),
 }
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("style", ["dapo", "boxed", "gsm8k", "last_number", "none"])
-@pytest.mark.parametrize("name", HOSTILE)
-def test_extraction_of_a_hostile_megabyte_takes_linear_time(name: str, style: str) -> None:
-    begin = time.perf_counter()
-    extract_answer(HOSTILE[name], style)
-    assert time.perf_counter() - begin < 2.0
+def hostile_text(case: tuple[str, str], length: int) -> str:
+    name, _ = case
+    if name == "nested boxes":
+        return "\\boxed{" * (length // 8) + "1" + "}" * (length // 8)
+    start, unit, end = HOSTILE[name]
+    return start + unit * (length // len(unit)) + end
+
+
+def test_answers_are_taken_out_of_hostile_texts_in_linear_time() -> None:
+    cases = itertools.product([*HOSTILE, "nested boxes"], ["dapo", "boxed", "gsm8k", "last_number", "none"])
+    assert growing_too_fast(lambda case, text: extract_answer(text, case[1]), cases, hostile_text) == {}
