@@ -6,10 +6,10 @@ from typing import TypeVar
 
 Case = TypeVar("Case")
 
-_SHORT, _LONG = 20_000, 40_000
+_SHORT, _LONG = 10_000, 20_000
 _LINEAR = 3.0
 """Between 2 for linear and 4 for quadratic time."""
-_BARELY_MEASURABLE_S = 0.02
+_BARELY_MEASURABLE_S = 0.01
 
 
 def growing_too_fast(
@@ -27,7 +27,7 @@ def _factor(call: Callable[[Case, str], object], case: Case, text: Callable[[Cas
     for _ in range(3):  # A collection of garbage in one of them is no growth.
         short, long = (_processor_s(call, case, text(case, length)) for length in (_SHORT, _LONG))
         factors.append(long / max(short, _BARELY_MEASURABLE_S / 2))
-        if factors[-1] <= _LINEAR:
+        if factors[-1] <= _LINEAR or long > 0.5:
             break
     return min(factors)
 
