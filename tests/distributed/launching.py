@@ -1,20 +1,23 @@
-"""Starts a worker script as several gloo processes on this machine, with a deadline, and never leaves one behind."""
+"""Calls a function, or runs a script, in several processes of this machine, with a deadline, and leaves none behind."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import runpy
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -83,16 +86,32 @@ def _forkserver() -> ForkServerContext:
     return context
 
 
-def _run(script: str, arguments: list[str], variables: dict[str, str], log: str) -> None:
-    """What `python script *arguments` does, with these environment variables and its output in a file."""
+def _become(variables: dict[str, str], log: str) -> None:
+    """Give this process these environment variables, and its output to a file."""
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(variables)
+
+
+def _run(variables: dict[str, str], log: str, script: str, arguments: list[str]) -> None:
+    """What `python script *arguments` does."""
+    _become(variables, log)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def _call(variables: dict[str, str], log: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call it as a member of a gloo group, and leave what it returns beside the log."""
+    _become(variables, log)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result = function(*arguments)
+    Path(log).with_suffix(".result").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -107,18 +126,21 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path) -> list[BaseProcess]:
-    """Start the processes; what rank r prints goes to `log_dir/rank_r.log`."""
+def _start(target: Callable[..., None], world_size: int, log_dir: Path, *arguments: Any) -> list[BaseProcess]:
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     workers = []
     for rank in range(world_size):
-        variables = environment(rank, world_size, port)
-        log = str(log_dir / f"rank_{rank}.log")
-        worker = _forkserver().Process(target=_run, args=(str(script), list(arguments), variables, log))
+        first = (environment(rank, world_size, port), str(log_dir / f"rank_{rank}.log"))
+        worker = _forkserver().Process(target=target, args=(*first, *arguments))
         worker.start()
         workers.append(worker)
     return workers
+
+
+def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path) -> list[BaseProcess]:
+    """Start the processes; what rank r prints goes to `log_dir/rank_r.log`."""
+    return _start(_run, world_size, log_dir, str(script), list(arguments))
 
 
 def wait_for(workers: Sequence[BaseProcess], timeout_s: float, patience_s: float = 1.0) -> list[int | None]:
@@ -143,9 +165,27 @@ def kill(workers: Sequence[BaseProcess]) -> None:
 
 def run_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path, timeout_s: float = 300) -> str:
     """Run to the end and return what rank 0 printed; AssertionError with every log when a process failed."""
-    statuses = wait_for(start_workers(script, world_size, arguments, log_dir), timeout_s)
-    logs = {rank: (log_dir / f"rank_{rank}.log").read_text() for rank in range(world_size)}
-    assert statuses == [0] * world_size, f"exit statuses {statuses}\n" + "\n".join(
-        f"--- rank {rank}\n{log[-3000:]}" for rank, log in logs.items()
+    _finish(start_workers(script, world_size, arguments, log_dir), log_dir, timeout_s)
+    return (log_dir / "rank_0.log").read_text()
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 300
+) -> list[Any]:
+    """Call `function(*arguments)` in each of so many processes of one gloo group; what it returned, by rank.
+
+    The function stands at the top of its test's module; arguments and results are pickled. AssertionError with every
+    log, in which the traceback stands, when a process failed or time was up.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _finish(_start(_call, world_size, folder, function, arguments), folder, timeout_s)
+        return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _finish(workers: Sequence[BaseProcess], log_dir: Path, timeout_s: float) -> None:
+    statuses = wait_for(workers, timeout_s)
+    logs = [(log_dir / f"rank_{rank}.log").read_text() for rank in range(len(workers))]
+    assert statuses == [0] * len(workers), f"exit statuses {statuses}\n" + "\n".join(
+        f"--- rank {rank}\n{log[-3000:]}" for rank, log in enumerate(logs)
     )
-    return logs[0]

@@ -1,5 +1,6 @@
 """What workers import, loaded once: they are forks of a process that has done so."""
 
+import pytest  # noqa: F401
 import torch
 
 from dapo_mega.megatron import cpu_accelerator

@@ -1,20 +1,21 @@
 """Megatron itself loads what the converter writes, at any layout; a resharded run goes on as the original would."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 
-from dapo_mega.config import ParallelConfig
+from dapo_mega.config import ModelConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_megatron
+from dapo_mega.megatron.megatron_policy import ScoringModel
+from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.processes import start_processes
 
-from .launching import run_workers
+from .launching import run_distributed
+from .three_updates import three_updates
 from .tiny import FAMILY_MODELS, make_moe_model
 
 pytestmark = pytest.mark.distributed
 
-WORKERS = Path(__file__).parent / "workers"
 TP2 = {"tensor": 2, "sequence": True}
 TP4 = {"tensor": 4, "sequence": True}  # Twice the key heads.
 VPP = {"pipeline": 2, "virtual_pipeline": 2}
@@ -31,6 +32,49 @@ CASES = {
 SHARD_BYTES = 1 << 20
 
 
+def check_loading(cases):
+    """The policy loads a converted checkpoint, and Megatron itself a resharded one, as what they were made from."""
+    for case in cases:
+        check_case(case)
+
+
+def check_case(case):
+    parallel = ParallelConfig(**case["parallel"])
+    processes = start_processes(parallel, 0)
+
+    def tensors_of(model):
+        return {
+            f"{number}.{name}": tensor.clone()
+            for number, chunk in enumerate(model.chunks)
+            for name, tensor in unwrapped(chunk).state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+
+    def load(path):
+        return ScoringModel(ModelConfig(path=path, dtype="fp32"), parallel, processes, temperature=1.0)
+
+    model = load(case["model"])
+    chunks = {f"model{number}": unwrapped(chunk) for number, chunk in enumerate(model.chunks)}
+    expected = tensors_of(model)
+    assert_equal(tensors_of(load(case["converted"])), expected, (case, "by the policy"))
+    for tensor in (tensor for chunk in chunks.values() for tensor in chunk.state_dict().values()):
+        if tensor is not None:
+            tensor.fill_(float("nan"))
+    loaded = dist_checkpointing.load(
+        {name: chunk.sharded_state_dict() for name, chunk in chunks.items()}, case["resharded"]
+    )
+    for name, chunk in chunks.items():
+        chunk.load_state_dict(loaded[name])
+    assert_equal(tensors_of(model), expected, (case, "by Megatron"))
+    parallel_state.destroy_model_parallel()
+
+
+def assert_equal(found, expected, what):
+    assert found.keys() == expected.keys(), what
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different, (what, different)
+
+
 def test_megatron_and_the_policy_load_converted_checkpoints_at_any_layout(tmp_path):
     cases = []
     for name, (written, resharded, layouts) in CASES.items():
@@ -40,32 +84,27 @@ def test_megatron_and_the_policy_load_converted_checkpoints_at_any_layout(tmp_pa
         reshard(open_checkpoint(first), second, ParallelConfig(**resharded), 40_000)
         folders = {"converted": str(first), "resharded": str(second)}
         cases += [{"model": str(model), **folders, "parallel": layout} for layout in layouts]
-    run_workers(WORKERS / "load_megatron_folders.py", 4, [json.dumps(cases)], tmp_path / "logs", timeout_s=400)
+    run_distributed(check_loading, 4, cases, timeout_s=400)
 
 
 def test_a_run_resharded_between_expert_layouts_learns_what_it_would_have(tmp_path):
     """Without spread experts there is one optimizer, with them two: their states change places."""
     model = make_moe_model(tmp_path / "model")
 
-    def run(cases, folder):
-        listed = [{"model": str(model), **case} for case in cases]
-        script = WORKERS / "three_updates.py"
-        run_workers(script, 2, [str(tmp_path), json.dumps(listed)], tmp_path / folder, timeout_s=400)
+    def run(cases):
+        return three_updates(2, cases, dict.fromkeys(cases, model), tmp_path / "checkpoints")
 
-    run([{"name": "together", "save_after": 1}, {"name": "apart", "parallel": {"expert": 2}, "save_after": 1}], "first")
-    resumed = []
+    expected = run({"together": {"save_after": 1}, "apart": {"parallel": {"expert": 2}, "save_after": 1}})["together"]
+    resumed = {}
     for source, target, parallel in (("together", "now apart", {**TP2, "expert": 2}), ("apart", "now together", {})):
         step = next((tmp_path / "checkpoints" / source).glob("step_*"))
         folder = tmp_path / "checkpoints" / target
         folder.mkdir()
         reshard(open_checkpoint(step, model), folder / step.name, ParallelConfig(**parallel), SHARD_BYTES)
-        resumed.append({"name": f"{target}, resumed", "resume": target, "parallel": parallel})
-    run(resumed, "second")
-    expected = torch.load(tmp_path / "together.pt", weights_only=True)
-    for case in resumed:
-        found = torch.load(tmp_path / f"{case['name']}.pt", weights_only=True)
+        resumed[f"{target}, resumed"] = {"resume": target, "parallel": parallel}
+    for case, found in run(resumed).items():
         for name, tensor in expected["after"].items():
             error = (found["after"][name] - tensor).norm() / tensor.norm()
-            assert error < 1e-5, (case["name"], name)
+            assert error < 1e-5, (case, name)
         for mine, reference in zip(found["metrics"], expected["metrics"][1:], strict=True):
             assert mine["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-5)

@@ -1,23 +1,87 @@
 """Fused log-probs over a tensor-parallel group equal those of one process with the whole vocabulary."""
 
-from pathlib import Path
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from .fused_cases import CASES, inputs, loss
-from .launching import run_workers
+from dapo_mega.megatron.fused_logprobs import output_logprobs
+
+from .launching import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).parent / "workers" / "fused_logprobs.py"
+
+@dataclass(frozen=True)
+class Case:
+    """`padded` columns are cut over the ranks; those from `vocab` on are padding."""
+
+    name: str
+    tokens: int = 30
+    vocab: int = 37
+    padded: int = 40
+    temperature: float = 1.0
+    scale: float = 1.0
+    with_entropy: bool = True
+    chunk: int | None = 7
+    dtype: torch.dtype = torch.float32
+
+
+CASES = [
+    Case("padding_on_the_last_rank"),
+    Case("last_rank_is_padding_only", vocab=15),
+    Case("cold_and_large_logits", temperature=0.01, scale=30.0),
+    Case("hot", temperature=100.0),
+    Case("without_entropy", with_entropy=False, chunk=None),
+    Case("no_tokens", tokens=0),
+    Case("bf16", dtype=torch.bfloat16, scale=0.3),
+]
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, 8], padded weight [V, 8] and targets [N]."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(case.tokens, 8, generator=generator) * case.scale
+    weight = torch.randn(case.padded, 8, generator=generator)
+    targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator)
+    return hidden.to(case.dtype), weight.to(case.dtype), targets
+
+
+def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """A sum with a different weight for each log-prob and entropy."""
+    factors = torch.linspace(-1, 2, 2 * len(logprobs), dtype=logprobs.dtype).view(2, -1)
+    return (factors[0] * logprobs + factors[1] * entropy).sum()
+
+
+def on_my_part_of_the_vocabulary():
+    """Log-probs, entropies and the gradients of the hidden states and of this process's weight, for each case."""
+    results = {}
+    for case in CASES:
+        hidden, weight, targets = inputs(case)
+        hidden.requires_grad_()
+        part = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+        logprobs, entropy = output_logprobs(
+            hidden,
+            part,
+            targets,
+            temperature=case.temperature,
+            vocab_size=case.vocab,
+            group=dist.group.WORLD,
+            with_entropy=case.with_entropy,
+            chunk_positions=case.chunk,
+        )
+        loss(logprobs, entropy).backward()
+        results[case.name] = [logprobs.detach(), entropy.detach(), hidden.grad, part.grad]
+    return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fused")
-    run_workers(WORKER, 2, [str(folder)], folder / "logs")
-    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(2)]
+def results():
+    return run_distributed(on_my_part_of_the_vocabulary, 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

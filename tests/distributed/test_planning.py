@@ -1,6 +1,5 @@
 """The planned bytes against what Megatron allocates on the CPU, category by category, within 3 %."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, pea
 from dapo_mega.planning.parameters import stage_bytes
 from dapo_mega.planning.placement import RankLayout
 
-from .launching import run_workers
+from .allocations import allocated
+from .launching import run_distributed
 
-WORKER = Path(__file__).parent / "workers" / "allocations.py"
 TOLERANCE = 0.03
 # Multiples of 4 for two context-parallel processes; the local attention makes three blocks of them.
 LENGTHS = [300, 240, 208, 204, 48]
@@ -167,7 +166,7 @@ def make_models(folder):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("cases", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)], ids=["one", "two"])
-def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models, tmp_path):
+def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models):
     described = [
         {
             "name": name,
@@ -181,8 +180,8 @@ def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, mode
         }
         for name, (model, dtype, parallel, compute) in cases.items()
     ]
-    run_workers(WORKER, world_size, [str(tmp_path), json.dumps(described)], tmp_path / "logs")
-    rows = [row for case in described for row in compared(case, world_size, tmp_path)]
+    by_rank = run_distributed(allocated, world_size, described)
+    rows = [row for case in described for row in compared(case, [of_rank[case["name"]] for of_rank in by_rank])]
     print(
         "\n".join(
             f"{name:45} {measured:>12,} {planned:>14,.0f} {planned / measured - 1:+.2%}"
@@ -193,12 +192,11 @@ def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, mode
     assert not wrong, wrong
 
 
-def compared(case, world_size, folder):
+def compared(case, measured):
     """(what, measured, planned) for every category on every pipeline stage, the largest or mean of its processes."""
-    measured = [json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in range(world_size)]
     model = ModelConfig(path=case["model"], dtype=case["dtype"])
     parallel, compute = ParallelConfig(**case["parallel"]), ComputeConfig(**case["compute"])
-    placement = RankLayout(load_architecture(Path(case["model"]))[1], parallel, world_size)
+    placement = RankLayout(load_architecture(Path(case["model"]))[1], parallel, len(measured))
     for stage in range(parallel.pipeline):
         on_stage = [result for result in measured if result["stage"] == stage]
         planned = stage_bytes(placement, stage, model, compute)

@@ -68,11 +68,6 @@ def test_a_character_outside_the_alphabet_is_unknown(character: PreTrainedTokeni
     assert character("1*2")["input_ids"].count(character.unk_token_id) == 1
 
 
-def test_sizes() -> None:
-    assert len(build_byte_tokenizer()) == 256 + 4
-    assert len(build_character_tokenizer("aab")) == 2 + 4
-
-
 @pytest.mark.parametrize("alphabet", ["", ["ab"]])
 def test_an_alphabet_is_made_of_characters(alphabet: object) -> None:
     with pytest.raises(InputError):

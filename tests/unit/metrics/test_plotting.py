@@ -49,24 +49,11 @@ def run_tool(*arguments: object) -> "subprocess.CompletedProcess[str]":
 def test_the_curves_hold_the_recorded_points(tmp_path):
     figure = _draw(_load_runs([write_run(tmp_path / "run")]))
     panels = {axes.get_title(): axes for axes in figure.axes}
-    assert list(panels) == [
-        "Reward",
-        "Accuracy",
-        "Response length",
-        "Generation entropy",
-        "Probability of generated tokens",
-        "Groups by outcome",
-    ]
     accuracy = {line.get_label(): line for line in panels["Accuracy"].lines}
     assert list(accuracy) == ["training", "evaluation avg@k"]
     assert list(accuracy["evaluation avg@k"].get_xdata()) == [0, 4]
     assert list(accuracy["evaluation avg@k"].get_ydata()) == [0.25, 0.45]
     assert list(accuracy["training"].get_xdata()) == list(range(8))
-    assert [line.get_label() for line in panels["Groups by outcome"].lines] == [
-        "kept",
-        "all right",
-        "all wrong",
-    ]
 
 
 def test_a_value_that_is_not_finite_is_marked_at_its_step(tmp_path):
@@ -85,32 +72,12 @@ def test_a_curve_of_infinities_alone_can_be_drawn(tmp_path):
     assert imread(tmp_path / "curves.png").std() > 0
 
 
-def test_the_file_is_a_png_of_the_expected_size_and_nothing_else_is_left(tmp_path):
-    run_dir = write_run(tmp_path / "run")
-    plot_run([run_dir], run_dir / "curves.png")
-    image = imread(run_dir / "curves.png")
-    assert image.shape == (960, 1800, 4)
-    assert image.std() > 0.05
-    assert sorted(path.name for path in run_dir.iterdir()) == ["curves.png", "metrics.jsonl"]
-
-
-def test_compared_runs_are_told_apart_by_colour_and_named_once(tmp_path):
-    run_dirs = [
-        write_run(tmp_path / "a$x$" / "run"),
-        write_run(tmp_path / "b" / "run"),
-        write_run(tmp_path / "c"),
-    ]
+def test_compared_runs_are_named_as_they_are_written(tmp_path):
+    run_dirs = [write_run(tmp_path / name / "run") for name in ("a$x$", "b")]
     figure = _draw(_load_runs(run_dirs))
-    # Two runs have the same folder name, so all are named by their paths.
+    # Both have the same folder name, so they are named by their paths.
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [str(path) for path in run_dirs]
     assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
-    rewards = [line for line in figure.axes[0].lines if line.get_label() == "correctness only"]
-    assert [line.get_color() for line in rewards] == ["C0", "C1", "C2"]
-    assert len({line.get_linestyle() for line in rewards}) == 1
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
-        "with length shaping",
-        "correctness only",
-    ]
 
 
 def test_a_failed_drawing_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
@@ -127,20 +94,6 @@ def test_a_failed_drawing_leaves_the_old_file_and_no_temporary_one(tmp_path, mon
         plot_run([run_dir], output)
     assert output.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "run"]
-
-
-def test_the_old_file_is_whole_until_the_new_one_replaces_it(tmp_path, monkeypatch):
-    output = tmp_path / "curves.png"
-    output.write_bytes(b"old")
-
-    def crash(self: Path, target: Path) -> None:
-        assert imread(self, format="png").shape == (960, 1800, 4)
-        raise OSError("crash")
-
-    monkeypatch.setattr(Path, "replace", crash)
-    with pytest.raises(OSError, match="crash"):
-        plot_run([write_run(tmp_path / "run")], output)
-    assert output.read_bytes() == b"old"
 
 
 def bad_run(tmp_path: Path, content: str | None) -> Path:

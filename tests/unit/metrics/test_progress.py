@@ -4,7 +4,6 @@ import math
 import re
 
 import pytest
-from rich.cells import cell_len
 
 from dapo_mega.cli import CurrentStandardError
 from dapo_mega.metrics import ProgressDisplay
@@ -50,18 +49,13 @@ def test_plain_output_is_one_line_per_step_without_control_codes(monkeypatch):
     with ProgressDisplay(10, 2, stream=stream) as progress:
         progress.update(2, METRICS)
         progress.message("checkpoint \x1b[31msaved\x1b[0m\r\x07")
-        progress.update(3, METRICS)
+        progress.update(3, {"policy/entropy": math.nan})
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("step 2/10  " + "  ".join(SHOWN))
     assert lines[1] == "checkpoint saved"
+    assert "reward=-  accuracy=-  length=-  entropy=nan" in lines[2]
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", stream.getvalue())
-
-
-def test_plain_output_is_the_default_for_captured_stdout(capsys):
-    with ProgressDisplay(4) as progress:
-        progress.update(1, METRICS)
-    assert capsys.readouterr().out.startswith("step 1/4  reward=-0.250")
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
@@ -71,13 +65,6 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
         progress.update(1, METRICS)
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().count("\n") == 1
-
-
-def test_a_missing_value_shows_as_a_dash_and_a_nan_as_nan():
-    stream = io.StringIO()
-    with ProgressDisplay(4, stream=stream) as progress:
-        progress.update(0, {"policy/entropy": math.nan, "rollout/tokens_per_s": math.inf})
-    assert "reward=-  accuracy=-  length=-  entropy=nan  tokens/s=inf" in stream.getvalue()
 
 
 def test_time_left_follows_the_steps_of_this_run():
@@ -91,23 +78,6 @@ def test_time_left_follows_the_steps_of_this_run():
             progress.update(step, {})
     # 8 steps are left at 60 seconds each.
     assert stream.getvalue().splitlines()[-1].endswith("ETA=0:08:00")
-
-
-def test_time_left_forgets_steps_older_than_the_last_twenty():
-    clock = Clock()
-    stream = io.StringIO()
-    with ProgressDisplay(1000, stream=stream, clock=clock) as progress:
-        for step in range(1, 41):
-            clock.now += 500.0 if step <= 20 else 1.0
-            progress.update(step, {})
-    assert stream.getvalue().splitlines()[-1].endswith("ETA=0:16:00")
-
-
-def test_the_last_step_has_no_time_left():
-    stream = io.StringIO()
-    with ProgressDisplay(1, stream=stream) as progress:
-        progress.update(1, {})
-    assert stream.getvalue().rstrip().endswith("ETA=0:00:00")
 
 
 def test_a_terminal_shows_all_values_and_messages_without_markup(wide_terminal):
@@ -132,19 +102,6 @@ def test_log_lines_stand_once_above_a_terminals_bar(wide_terminal):
     assert visible(stream.getvalue()).count("engine [b] is slow") == 1
 
 
-@pytest.mark.parametrize("columns", [12, 20, 40])
-def test_a_narrow_terminal_wraps_between_values_and_cuts_none(monkeypatch, columns):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    stream = Terminal()
-    with ProgressDisplay(10, stream=stream) as progress:
-        progress.update(1, METRICS)
-    lines = re.split(r"[\r\n]+", visible(stream.getvalue()))
-    assert max(cell_len(line) for line in lines) <= columns
-    if columns >= 20:
-        assert all(any(value in line for line in lines) for value in SHOWN)
-
-
 def test_the_terminal_is_restored_after_an_exception(wide_terminal):
     stream = Terminal()
 
@@ -157,10 +114,10 @@ def test_the_terminal_is_restored_after_an_exception(wide_terminal):
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
-@pytest.mark.parametrize(("num_steps", "start_step"), [(5, 6), (5, -1)])
-def test_impossible_counts_are_refused(num_steps, start_step):
-    with pytest.raises(ValueError, match="start_step"):
-        ProgressDisplay(num_steps, start_step)
+def test_impossible_counts_are_refused():
+    for start_step in (6, -1):
+        with pytest.raises(ValueError, match="start_step"):
+            ProgressDisplay(5, start_step)
 
 
 def test_a_run_that_is_already_complete_can_be_shown(wide_terminal):

@@ -1,44 +1,43 @@
-"""Worker: what Megatron really allocates for several layouts, as bytes per category; every rank writes its own.
-
-Arguments: OUTPUT_DIR JSON. The JSON lists cases {name, model, parallel, compute, dtype, lengths, num_micro_batches}:
-`parallel` and `compute` are configuration sections, `model` is the folder of a checkpoint, `lengths` are the tokens of
-each sample of one micro-batch, of which the first quarter is its prompt.
-"""
+"""What Megatron really allocates for several layouts, as bytes per category, on one of their processes."""
 
 from __future__ import annotations
 
-import json
-import sys
 import weakref
 from dataclasses import fields, replace
-from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.megatron import megatron_policy, output_layer
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.processes import start_processes
+from dapo_mega.types import Sample
 
 
-def main() -> None:
-    from dapo_mega.megatron import cpu_accelerator
+def allocated(cases):
+    """{name: bytes}, on this process, of cases {name, model, parallel, compute, dtype, lengths, num_micro_batches}.
 
-    cpu_accelerator.install()
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    torch.set_num_threads(1)
+    `parallel` and `compute` are configuration sections, `model` is the folder of a checkpoint, `lengths` are the tokens
+    of each sample of one micro-batch, of which the first quarter is its prompt.
+    """
     return_weight_gradients()
     plans = AttentionPlans()
-    output_dir = Path(sys.argv[1])
-    for case in json.loads(sys.argv[2]):
+    results = {}
+    for case in cases:
         plans.clear()
-        result = run_case(case, plans)
-        (output_dir / f"{case['name']}.{dist.get_rank()}.json").write_text(json.dumps(result))
+        results[case["name"]] = run_case(case, plans)
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    return results
 
 
 def return_weight_gradients():
     """Tensors that went through hooks come back without Megatron's marks, so the fused output layer cannot add to
     `main_grad`. Where the weight's gradient goes changes nothing about what is kept."""
-    from dapo_mega.megatron import output_layer
-
     original = output_layer.output_logprobs
     output_layer.output_logprobs = lambda *args, **rest: original(*args, **{**rest, "accumulate_into_main_grad": False})
 
@@ -48,8 +47,6 @@ class AttentionPlans:
     hooks' sight."""
 
     def __init__(self) -> None:
-        from dapo_mega.megatron import megatron_policy
-
         self._plans = []
         original = megatron_policy.packed_segments
 
@@ -72,11 +69,6 @@ class AttentionPlans:
 
 
 def run_case(case, plans):
-    from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
-    from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
-    from dapo_mega.megatron.processes import start_processes
-
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
     policy = MegatronPolicy(
@@ -110,11 +102,6 @@ def run_case(case, plans):
 
 def make_micro_batch(policy, lengths, processes):
     """One packed micro-batch of random tokens; under context parallelism this process's slice of it."""
-    import numpy as np
-
-    from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-    from dapo_mega.types import Sample
-
     rng = np.random.default_rng(0)
     samples = [
         Sample(
@@ -138,8 +125,6 @@ def make_micro_batch(policy, lengths, processes):
 
 def context_slice(batch, lengths, processes):
     """The pieces r and 2 C - 1 - r of every sequence; lengths must be multiples of 2 C."""
-    import torch
-
     size, rank, start, mine = processes.context_size, processes.context_rank, 0, []
     for length in lengths:
         piece = length // (2 * size)
@@ -159,8 +144,6 @@ class SavedStorages:
     """Counts the distinct storages kept for backward passes, by autograd or in attention plans, parameters left out."""
 
     def __init__(self, policy, plans) -> None:
-        import torch
-
         self._plans = plans
         self._parameters = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
         self._live = weakref.WeakSet()
@@ -201,10 +184,6 @@ class Saved:
 
 def kept_for_backward(policy, chunk, micro_batch, plans):
     """Bytes that the forward pass of one micro-batch through `chunk` leaves behind, its input and output included."""
-    import torch
-
-    from dapo_mega.megatron.model import unwrapped
-
     chunk.train()
     stage = unwrapped(chunk)
     handed_in = []
@@ -234,8 +213,6 @@ def storage_bytes(tensors):
 
 def optimizer_bytes(policy):
     """Adam's moments and the float32 main weights, where these are not the parameters themselves."""
-    import torch
-
     own = {p.untyped_storage().data_ptr() for chunk in policy.chunks for p in chunk.parameters()}
     tensors = []
     for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
@@ -244,7 +221,3 @@ def optimizer_bytes(policy):
         for state in optimizer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return storage_bytes(t for t in tensors if t.untyped_storage().data_ptr() not in own)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,55 +1,47 @@
-"""Worker: three optimizer updates of the same mini-batches under several layouts; rank 0 writes what came out.
-
-Arguments: OUTPUT_DIR JSON. The JSON lists cases {name, model, parallel, compute, budget, dtype}: `parallel` and
-`compute` are configuration sections, `model` is the folder of a checkpoint. With `save_after` a checkpoint is written
-after so many updates; with `resume` (the name of an earlier case) the updates after its checkpoint are done.
-"""
+"""Three optimizer updates of the same mini-batches, under whichever layout."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+
+from dapo_mega.batching.packing import columns_from_samples
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.processes import start_processes
+
+from .launching import run_distributed
+from .tiny import make_samples
 
 NUM_UPDATES = 3
 SAMPLES_PER_UPDATE = 17
 
 
-def main() -> None:
-    from dapo_mega.megatron import cpu_accelerator
+def three_updates(world_size, cases, models, checkpoints):
+    """{name: what the case left behind}, from one start of so many processes.
 
-    cpu_accelerator.install()
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    output_dir = Path(sys.argv[1])
-    for case in json.loads(sys.argv[2]):
-        result = run_case(Path(case["model"]), case, output_dir / "checkpoints")
-        if result is not None:
-            torch.save(result, output_dir / f"{case['name']}.pt")
-    dist.destroy_process_group()
+    A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`. With `save_after` a
+    checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the
+    updates after its checkpoint are done. `models` has each case's checkpoint.
+    """
+    return run_distributed(_run_cases, world_size, cases, models, checkpoints, timeout_s=600)[0]
 
 
-def run_case(model_dir, case, checkpoints):
-    import torch
-    from megatron.core import parallel_state
+def _run_cases(cases, models, checkpoints):
+    return {name: _three_updates(name, case, models[name], checkpoints) for name, case in cases.items()}
 
-    from dapo_mega.batching.packing import columns_from_samples
-    from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-    from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
-    from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
-    from dapo_mega.megatron.processes import start_processes
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tiny import make_samples
+def _three_updates(name, case, model, checkpoints):
 
     torch.use_deterministic_algorithms(False)
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
     policy = MegatronPolicy(
-        ModelConfig(path=str(model_dir), dtype=case.get("dtype", "fp32")),
+        ModelConfig(path=str(model), dtype=case.get("dtype", "fp32")),
         parallel,
         # With a large epsilon Adam is a smooth function of the gradients, lr * m / (sqrt(v) + eps), so that the updated
         # weights show the gradients themselves and not only their signs.
@@ -90,7 +82,7 @@ def run_case(model_dir, case, checkpoints):
         metrics.append(policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False))))
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
-            CheckpointStore(checkpoints / case["name"], keep_last=1).save(policy, lambda state=state: state, state.step)
+            CheckpointStore(checkpoints / name, keep_last=1).save(policy, lambda state=state: state, state.step)
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     after = {name: tensor.clone() for name, tensor in after.items()}
     biases = expert_biases(policy)
@@ -113,9 +105,6 @@ def run_case(model_dir, case, checkpoints):
 
 def counting_routes(policy, micro_batches):
     """Scores, and how many tokens of all processes each layer's router sent to each expert [layers, experts]."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core.transformer.moe.router import TopKRouter
 
     experts = policy.arch.experts.number if policy.arch.experts else 1
     counts = torch.zeros(policy.arch.num_layers, experts, dtype=torch.int64)
@@ -134,8 +123,6 @@ def counting_routes(policy, micro_batches):
 
 def all_processes_sum(policy, values):
     """Sum over the processes that hold log-probs: one per context and data rank."""
-    import torch
-    import torch.distributed as dist
 
     total = torch.tensor(values, dtype=torch.float64)
     if policy.processes.tensor_rank != 0:
@@ -151,7 +138,3 @@ def expert_biases(policy):
         for module in chunk.modules()
         if getattr(module, "expert_bias", None) is not None
     ]
-
-
-if __name__ == "__main__":
-    main()
