@@ -21,13 +21,13 @@ def run(code, **settings):
 
 def test_escape_codes_are_spelled_out():
     assert printable("a\x1b[31mred\x07\x9b\u202e\ud800\n\tb é") == "a\\x1b[31mred\\x07\\x9b\\u202e\\ud800\n\tb é"
-    code = "from dapo_mega.cli import *; say('a\\33[31m'); run_command(lambda: fail('b\\33[2J'))"
+    code = "from dapo_mega.cli import *; print_once('a\\33[31m'); run_command(lambda: fail('b\\33[2J'))"
     result = run("def fail(text): raise InputError(text)\n" + code)
     assert (result.returncode, result.stdout, result.stderr) == (2, b"a\\x1b[31m\n", b"error: b\\x1b[2J\n")
 
 
 def test_a_closed_pipe_ends_a_command_without_a_word():
-    code = "from dapo_mega.cli import *; run_command(lambda: [say('line') for _ in range(100_000)])"
+    code = "from dapo_mega.cli import *; run_command(lambda: [print_once('line') for _ in range(100_000)])"
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
