@@ -14,7 +14,7 @@ from .launching import run_distributed
 from .three_updates import three_updates
 from .tiny import FAMILY_MODELS, make_moe_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP2 = {"tensor": 2, "sequence": True}
 TP4 = {"tensor": 4, "sequence": True}  # Twice the key heads.

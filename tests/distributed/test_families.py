@@ -17,7 +17,7 @@ from dapo_mega.megatron.processes import start_processes
 from .launching import run_distributed
 from .tiny import FAMILY_MODELS, make_samples
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek")))

@@ -9,7 +9,7 @@ import torch
 from .three_updates import three_updates
 from .tiny import make_deepseek_v3_model, make_model, make_moe_model, make_qwen3_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP2 = {"tensor": 2, "sequence": True}
 VPP = {"pipeline": 2, "virtual_pipeline": 2}

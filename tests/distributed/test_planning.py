@@ -165,6 +165,7 @@ def make_models(folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(("cases", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)], ids=["one", "two"])
 def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models):
     described = [

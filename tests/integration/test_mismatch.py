@@ -131,3 +131,22 @@ def test_a_run_that_a_mismatch_ended_continues_from_its_checkpoint(tmp_path):
     assert sorted(path.name for path in (output / "checkpoints").iterdir())[-1] == "step_00000002"
     finish(start(config, 2, output, *more), output)
     assert [record["step"] for record in read_metrics(output / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+WITHOUT_LEARNING = [
+    "optimizer.learning_rate=1e-30", "batch.groups_per_step=2", "batch.mini_batch_groups=2",
+    "batch.generation_groups=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("training_run", [WITHOUT_LEARNING], indirect=True)
+def test_mismatch_stays_flat_where_nothing_is_learnt(training_run):
+    """Twenty updates that change no bit of a weight; what the ways there and back would add up would show."""
+    before = weights(training_run)
+    training_run.weight_sync.push(training_run.policy, 0)
+    found = [one_step(training_run)["rollout/logprob_abs_diff_mean"] for _ in range(20)]
+    assert training_run.policy.scheduler.num_steps == 20
+    after = weights(training_run)
+    assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
+    assert max(found[-5:]) < 2 * max(found[:5])
+    assert max(found) < 1e-6

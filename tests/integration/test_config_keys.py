@@ -1,0 +1,102 @@
+"""Every key of a configuration is read by a run, or it is listed here with what reads it instead."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dapo_mega
+from dapo_mega.config import RunConfig, Section, SftConfig, load_config
+from dapo_mega.planning.dry_run import print_dry_run
+from dapo_mega.training.run import run_training
+from dapo_mega.training.sft import run_sft
+
+from .runs import prepare
+
+pytestmark = pytest.mark.integration
+
+# Dotted beginnings of keys -> what reads them.
+NOT_READ_BY_A_RUN = {}
+NOT_READ_BY_FINE_TUNING = {}
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """`reads(config)` returns a set that gets the dotted name of every key of it that is read from then on."""
+    names, seen = {}, set()
+    original = Section.__getattribute__
+
+    def recording(section, key):
+        if id(section) in names and key in type(section).model_fields:
+            seen.add(names[id(section)] + key)
+        return original(section, key)
+
+    def follow(config):
+        for key, value in vars(config).items():
+            if isinstance(value, Section):
+                names[id(value)] = names[id(config)] + key + "."
+                follow(value)
+
+    def begin(config):
+        names[id(config)] = ""
+        follow(config)
+        return seen
+
+    monkeypatch.setattr(Section, "__getattribute__", recording)
+    return begin
+
+
+def keys_of(config, prefix=""):
+    for key, value in vars(config).items():
+        yield from keys_of(value, f"{prefix}{key}.") if isinstance(value, Section) else [prefix + key]
+
+
+def attributes_in_the_package():
+    """Names that code outside of the configuration reads from something."""
+    package = Path(dapo_mega.__file__).parent
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] != "config":
+            yield from (n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute))
+
+
+def assert_all_read(config, seen, listed):
+    unread = set(keys_of(config)) - seen
+    assert {key for key in unread if not key.startswith(tuple(listed))} == set(), "no run reads these"
+    assert {name for name in listed if not any(key.startswith(name) for key in unread)} == set(), "a run reads these"
+    attributes = set(attributes_in_the_package())
+    assert {key for key in unread if key.split(".")[-1] not in attributes} == set(), "nothing reads these"
+
+
+def distinct(config):
+    """Equal, with no section in two places."""
+    return type(config).model_validate(config.model_dump())
+
+
+def test_a_run_reads_every_key(tmp_path, reads):
+    overrides = [
+        "num_steps=2", "evaluation.every=1", "checkpoint.every=1", "algorithm.kl.coefficient=0.01",
+        "algorithm.importance_cap=2", "reward.source=verifier", "algorithm.dynamic_sampling=false",
+    ]  # fmt: skip
+    config = distinct(load_config(RunConfig, prepare(tmp_path), overrides))
+    seen = reads(config)
+    print_dry_run(config)
+    run_training(config)
+    assert_all_read(config, seen, NOT_READ_BY_A_RUN)
+
+
+def test_fine_tuning_reads_every_key(tmp_path, reads):
+    prepare(tmp_path)
+    values = {
+        "output_dir": str(tmp_path / "tuned"),
+        "num_steps": 1,
+        "batch_samples": 4,
+        "tokens_per_microbatch": 256,
+        "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},
+        "data": {"train": {"path": str(tmp_path / "data" / "demonstrations.parquet")}, "max_tokens": 128},
+    }
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
+    config = distinct(load_config(SftConfig, tmp_path / "sft.yaml"))
+    seen = reads(config)
+    run_sft(config)
+    assert_all_read(config, seen, NOT_READ_BY_FINE_TUNING)
