@@ -30,7 +30,7 @@ class LoadTrace:
         """A session begins; it brings all weights unless `miss` is called."""
         self._written.clear()
         self._unplaced.clear()
-        self._sees_all = not self._gives_plain_tensors
+        self._sees_all = True
 
     def miss(self) -> None:
         """Some weights of this session are not traced, so nothing can be said at its end."""
@@ -43,7 +43,6 @@ class LoadTrace:
     def traced(self, name: str, tensor: Tensor) -> Tensor:
         """What the loader gets for the tensor."""
         if self._gives_plain_tensors:
-            self._sees_all = False
             return tensor
         if tensor.numel() > 1:
             self._unplaced.add(name)
@@ -60,7 +59,7 @@ class LoadTrace:
 
     def differences(self, parameters: Iterable[tuple[str, Tensor]]) -> Differences:
         """Those at the end of the session. Single values are left out: loaders read them instead of copying them."""
-        if not self._sees_all or not self._written:
+        if self._gives_plain_tensors or not self._sees_all or not self._written:
             return [], set()
         unwritten = [
             f"{name} {list(parameter.shape)}"

@@ -76,6 +76,16 @@ def test_parameters_that_nothing_reaches_and_tensors_without_a_place_are_named()
         assert update(model, trace, version) == (["wide [6, 6]", "head [3, 2]"], {"wide"})
 
 
+def test_what_an_earlier_session_brought_does_not_count():
+    model, trace = Model(), LoadTrace()
+    assert update(model, trace, 0) == ([], set())
+    trace.traced("extra", torch.zeros(SHAPE))
+    assert trace.differences(vars(model).items()) == ([], {"extra"})
+    trace.begin()
+    model.load([("down", trace.traced("down", values_of(1)["down"]))])
+    assert trace.differences(vars(model).items()) == (["gate_up [12, 6]", "wide [6, 6]"], set())
+
+
 def test_single_values_need_not_be_copied():
     trace = LoadTrace()
     model = Model()
@@ -103,6 +113,8 @@ def test_nothing_is_said_of_a_session_that_brought_nothing_or_weights_in_another
 
 def test_a_loader_that_cannot_take_traced_tensors_gets_plain_ones_and_is_not_compared():
     model, trace = Fusing(), LoadTrace()
+    assert update(model, trace, 0) != ([], set())
     trace.close()
+    assert trace.differences(vars(model).items()) == ([], set())
     assert type(trace.traced("gate", torch.zeros(SHAPE))) is torch.Tensor
-    assert update(model, trace, 0) == ([], set())
+    assert update(model, trace, 1) == ([], set())
