@@ -10,7 +10,8 @@ log-probabilities in nats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
-NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Hugging Face parameter names with full (unsharded) tensors."""
 
 FinishReason = Literal["stop", "length"]
@@ -144,32 +145,55 @@ class Sample:
     engine_start: int = 0
 
 
-class WeightSource(Protocol):
-    """The policy: its weights as Hugging Face tensors in buckets. Collectives over all processes."""
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight tensor without its values."""
 
-    def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
-        """Full tensors on the leader of every replica, nothing on the other processes."""
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
-        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only; what a bucket
-        consists of is known everywhere. At most two buckets of at most `bucket_bytes` exist at a time, each of at least
-        one tensor. With `most_bytes` large tensors are pieces themselves; those that the leader holds whole are not
-        copied, and count for a bucket's size of at most `most_bytes` only."""
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class StageBucket:
-    """Tensors that travel together, in the order of `names`, as runs of bytes with `piece_lengths` tensors each.
+class WeightBucket:
+    """Full tensors that travel together, in the order of `specs`. Iterating gives names with tensors, where these are.
 
-    `stage` is the pipeline stage whose leader holds the pieces, each [bytes] uint8; None on all other processes. They
-    are to be read once, before the next bucket is asked for.
-    `dtypes` are torch's names (`bfloat16`), `shapes` those of the full tensors.
+    `stage` is the pipeline stage that holds them, and `specs` are known on every process. `tensors` is None except on
+    the processes that the tensors are gathered on. They can be read once, before the next bucket is asked for.
     """
 
     stage: int
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    piece_lengths: tuple[int, ...]
-    pieces: Iterable[torch.Tensor] | None
+    specs: tuple[WeightSpec, ...]
+    tensors: Iterable[torch.Tensor] | None
     is_last: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.tensors is not None:
+            for spec, tensor in zip(self.specs, self.tensors, strict=True):
+                yield spec.name, tensor
+
+
+class WeightSource(Protocol):
+    """The policy: its weights as Hugging Face tensors in buckets. Collectives over all processes.
+
+    At most two buckets' worth of `bucket_bytes` are in memory at a time, also while the caller still sends the bucket
+    before; each bucket holds at least one tensor.
+    """
+
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Full tensors on the leader of every replica."""
+
+    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only."""

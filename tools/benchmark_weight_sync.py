@@ -38,9 +38,8 @@ from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
 from dapo_mega.megatron import cpu_accelerator
-from dapo_mega.types import NamedTensors, StageBucket
+from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.buckets import bucket_bytes as num_bytes
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
@@ -176,13 +175,13 @@ class _Policy:
         self.sizes: list[int] = []
         self.num_bytes = sum(tensor.nbytes for bucket in self.weights(2**30) for _, tensor in bucket)
 
-    def weights(self, bucket_bytes: int) -> Iterator[NamedTensors]:
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         yield from self._gatherer.buckets(bucket_bytes)
 
-    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
+    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         self.sizes = []
-        for bucket in self._gatherer.stage_buckets(bucket_bytes, most_bytes):
-            self.sizes.append(num_bytes(bucket))
+        for bucket in self._gatherer.buckets(bucket_bytes, per_stage=True):
+            self.sizes.append(bucket.num_bytes)
             yield bucket
 
 

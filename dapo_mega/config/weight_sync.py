@@ -12,7 +12,7 @@ from dapo_mega.config.base import Section
 class WeightSyncConfig(Section):
     """How weights reach the engines."""
 
-    bucket_mib: float = Field(default=512.0, gt=0, description="Size limit of one gathered bucket.")
+    bucket_mib: float = Field(default=512.0, gt=0, description="Memory for buckets: at most twice this at a time.")
     transport: Literal["auto", "distributed", "disk", "tensor"] = Field(
         default="auto",
         description="Of a fleet: distributed broadcasts (NCCL on GPUs, gloo on the CPU), disk writes a checkpoint that "
@@ -35,9 +35,7 @@ class WeightSyncConfig(Section):
         description="Delta sync: all weights are sent every so many updates and whenever an engine joins, otherwise "
         "only what has changed in bf16 since the last update. Needs dapo_mega in the engines' environments.",
     )
-    timeout_s: float = Field(
-        default=600.0, gt=0, description="Limit of each step of an update; one step may bring eight buckets."
-    )
+    timeout_s: float = Field(default=600.0, gt=0, description="Limit of each step of an update, such as one bucket.")
     folder: str | None = Field(
         default=None, description="Where transport=disk writes; null is output_dir/weight_sync. Engines must see it."
     )

@@ -33,7 +33,7 @@ from dapo_mega.megatron.output_layer import ChosenTokens
 from dapo_mega.megatron.packed_attention import packed_segments
 from dapo_mega.megatron.weights import ChunkLayout, load_hf_weights
 from dapo_mega.models import Architecture, ModelFamily, load_architecture
-from dapo_mega.types import StageBucket
+from dapo_mega.types import WeightBucket
 
 
 @dataclass(frozen=True)
@@ -314,15 +314,15 @@ class MegatronPolicy(ScoringModel):
         )
         return {metric: float(losses[name]) for name, metric in wanted.items()}
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Collective: full tensors under their Hugging Face names; see `WeightGatherer.buckets`."""
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective: full tensors on every replica's leader; see `WeightGatherer.buckets`."""
         self.finish_param_gather()
         return self._gatherer.buckets(bucket_bytes)
 
-    def stage_weights(self, bucket_bytes: int, most_bytes: int | None = None) -> Iterator[StageBucket]:
-        """Collective: full tensors as bytes on each stage's leader; see `WeightGatherer.stage_buckets`."""
+    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective: full tensors on each pipeline stage's leader; see `WeightGatherer.buckets`."""
         self.finish_param_gather()
-        return self._gatherer.stage_buckets(bucket_bytes, most_bytes)
+        return self._gatherer.buckets(bucket_bytes, per_stage=True)
 
     def finish_param_gather(self) -> None:
         """Collective: after this every process's weights are those of the last update, also where gathering them is

@@ -5,7 +5,7 @@ Names, shapes and files only: no model is built here, and Megatron is not import
 
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, TensorRule, load_architecture
-from dapo_mega.models.layouts import ShardRule, merge_parts, merge_shards, take_shard
+from dapo_mega.models.layouts import ShardRule, merge_shards, take_shard
 
 __all__ = [
     "Architecture",
@@ -13,7 +13,6 @@ __all__ = [
     "ShardRule",
     "TensorRule",
     "load_architecture",
-    "merge_parts",
     "merge_shards",
     "take_shard",
 ]

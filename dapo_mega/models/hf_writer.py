@@ -41,7 +41,7 @@ class ShardWriter:
         self._total = 0
         self._files: list[list[str]] = []
 
-    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
+    def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in bucket:
             if self._pending and self._size + tensor.nbytes > SHARD_BYTES:
                 self._flush()

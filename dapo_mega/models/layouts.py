@@ -64,13 +64,6 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
 
     Of a single shard they may be views.
     """
-    parts = merge_parts(shards, layout, arch)
-    return [part.flatten(0, 1) for part in parts] if layout is ShardRule.QKV else parts
-
-
-def merge_parts(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture) -> list[Tensor]:
-    """Merge shards as `merge_shards` does, but return queries, keys and values as views [query groups, rows of a group,
-    ...] instead of copies."""
     if layout is ShardRule.REPLICATED:
         return [shards[0]]
     if layout is ShardRule.COLUMN:
@@ -85,7 +78,7 @@ def merge_parts(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture)
     rest = shards[0].shape[1:]
     full = _joined(shards).reshape(arch.num_query_groups, -1, *rest)
     queries = arch.num_attention_heads // arch.num_query_groups * arch.head_dim
-    return list(full.split([queries, arch.head_dim, arch.head_dim], dim=1))
+    return [part.flatten(0, 1) for part in full.split([queries, arch.head_dim, arch.head_dim], dim=1)]
 
 
 def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -1,8 +1,7 @@
-"""What an SGLang server needs to take weights as the trainer can send them best: in pieces, and only what has changed.
+"""Hooks for an SGLang server: weights arrive in pieces or as changes only, and are compared with the engine's model.
 
-SGLang loads it by itself where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
-`engine_commands.INSTALL_PLUGIN`).
-Servers without it get weights in SGLang's own form.
+SGLang loads it where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
+`engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own form.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from dapo_mega.engines.sglang.weight_protocol import (
     PROTOCOL,
     PROTOCOL_FIELD,
     PiecesFormat,
-    tensor_specs,
+    weight_specs,
 )
-from dapo_mega.sglang_plugin.homes import Differences, Homes
+from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import Lanes, lane_names
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 4
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
-_homes: WeakKeyDictionary[Any, Homes] = WeakKeyDictionary()
+# Both by model.
+_traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, which puts the hooks in place afterwards."""
+    """SGLang calls this in each of its processes, and installs the hooks afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     try:
@@ -61,35 +60,32 @@ def register() -> None:
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
+def _trace(updater: Any) -> LoadTrace:
+    return _traces.setdefault(updater.get_model(), LoadTrace())
+
+
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """Names with tensors, to be loaded while they arrive."""
+    """Names and tensors for the model's loader."""
     load_format = request["load_format"] or ""
     pieces = PiecesFormat.parse(load_format)
-    homes = _homes.setdefault(updater.get_model(), Homes())
     if pieces is None:
-        homes.miss()
+        _trace(updater).miss()
     if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    groups = [
-        updater._model_update_group[name]
-        for name in lane_names(request["group_name"], pieces.num_lanes if pieces else 1)
-    ]
-    specs = tensor_specs(request["names"], request["dtypes"], request["shapes"])
+    group = updater._model_update_group[request["group_name"]]
+    specs = weight_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
-        return ChangedWeights(groups[0], updater.device, specs)
-    homes.keep(updater.get_model().parameters())
-    return ArrivingWeights(Lanes(groups), updater.device, specs, pieces, homes)
+        return ChangedWeights(group, updater.device, specs)
+    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater))
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
+    """Loads what `_receive` returned, to the last piece, and compares checksums of changed tensors."""
     success, message = load(updater, weights)
     if isinstance(weights, ArrivingWeights):
-        homes = _homes[updater.get_model()]
-        if success and (left := homes.loaded()):
-            success, message = False, f"the model's loader no longer copies {', '.join(left)}"
         if not success and not weights.is_broken:
-            # The loader may not like tensors of ours. It gets plain ones when the trainer comes back with the weights.
-            homes.close()
+            # Perhaps the loader cannot take traced tensors: it gets plain ones when the trainer sends them again.
+            _trace(updater).close()
         weights.drain()
     if not isinstance(weights, ChangedWeights):
         return success, message
@@ -100,25 +96,23 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     dist.all_gather_object(written, weights.written(), group=group)
     faults = weights.faults([part for parts in written for part in parts])
     if success and faults:
-        return False, f"by their checksums these are not the trainer's after the update: {', '.join(faults)}"
+        return False, f"after the update the checksums of these weights are not the trainer's: {', '.join(faults)}"
     return success, message
 
 
 def _begin(_: None, updater: Any) -> None:
-    _homes.setdefault(updater.get_model(), Homes()).begin()
+    _trace(updater).begin()
 
 
 def _end(end: Callable[..., None], updater: Any, **request: Any) -> None:
-    """Compares what was sent with what there is, before the model makes something else of its parameters."""
+    """Compares what was sent with the model, before SGLang replaces parameters by others that it makes of them."""
     model = updater.get_model()
-    homes = _homes.setdefault(model, Homes())
-    _misfits[model] = _misfit(_of_all_ranks(homes.differences(model.named_parameters())))
+    _misfits[model] = _misfit(_of_all_ranks(_trace(updater).differences(model.named_parameters())))
     end(updater, **request)
-    homes.keep(model.parameters())
 
 
 def _of_all_ranks(found: Differences) -> list[Differences]:
-    """Of those that hold the parts of one model. Collective."""
+    """The differences that each of the model's tensor-parallel ranks found. Collective over them."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group.cpu_group
@@ -128,9 +122,9 @@ def _of_all_ranks(found: Differences) -> list[Differences]:
 
 
 def _misfit(everywhere: Sequence[Differences]) -> str:
-    """How this engine's model differs from the one whose weights were sent; empty where it does not."""
+    """How this engine's model differs from the one whose weights were sent; empty if it does not."""
     unwritten = list(dict.fromkeys(name for names, _ in everywhere for name in names))
-    unplaced = sorted(set.intersection(*(names for _, names in everywhere)))  # An expert may have its place elsewhere.
+    unplaced = sorted(set.intersection(*(names for _, names in everywhere)))  # Another rank may hold the expert.
     parts = [f"it has {_listed(unwritten)}, for which no weights come"] if unwritten else []
     parts += [f"it has no place for {_listed(unplaced)}"] if unplaced else []
     return f"{OTHER_MODEL}: {'; '.join(parts)}" if parts else ""
@@ -142,15 +136,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _answer(output: Any, manager: Any, *_: Any) -> None:
-    """Of a session that was closed."""
+    """Turns the answer to the end of a session into a refusal if the model differs."""
     misfit = _misfits.pop(manager.tp_worker.model_runner.weight_updater.get_model(), "")
     if misfit and output.success:
         output.success, output.message = False, misfit
 
 
 def _announce(state: Any, scheduler: Any, *_: Any) -> None:
-    # Models that draft for another load what that one has received, when it is no longer there.
+    # A draft model would load what the main model has received, when it is already gone.
     if scheduler.server_args.speculative_algorithm is None:
         state.internal_state[PROTOCOL_FIELD] = PROTOCOL
-    # As text: what a configuration holds need not be what SGLang's messages can.
+    # As text: SGLang's messages cannot hold every value of a configuration.
     state.internal_state[MODEL_FIELD] = json.dumps(scheduler.model_config.hf_config.to_dict(), default=str)

@@ -1,7 +1,7 @@
-"""Joins the trainer's process groups within a limit of time.
+"""Joins the trainer's process groups within a time limit.
 
-An engine does nothing else while it joins, and a trainer that was killed meanwhile never comes. torch would try to
-connect to its store for half an hour, and wait without any limit for a store that has accepted and does not answer.
+An engine does nothing else while it joins, and a trainer that is killed meanwhile never comes. torch would try to
+connect to the trainer's store for half an hour, and wait forever for a store that accepts but does not answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SGLANGS_LIMIT_S = 1800.0
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
-    """`join` of a group; TimeoutError after the limit that its name states, if any.
+    """Call `join`; raises TimeoutError after the limit in the group's name, if there is one.
 
-    The thread that joins cannot be interrupted. It ends by itself once torch gives up or the store's machine is gone.
+    The thread that joins cannot be interrupted. It ends when torch gives up or the store's machine is gone.
     """
     limit_s = limit_of_group(str(group.get("group_name")))
     if limit_s is None:
         return join(*arguments, **group)
-    # gloo gives a broadcast up at this limit. At NCCL's torch ends the process: the trainer must give up before.
+    # gloo gives up a broadcast at this limit; with NCCL torch ends the process, so the trainer must give up earlier.
     gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
     group["timeout"] = timedelta(seconds=gives_up_s)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -13,13 +13,14 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import Change, TensorSpec, checksum
+from dapo_mega.engines.sglang.weight_protocol import Change, checksum
 from dapo_mega.sglang_plugin.wrappers import Wrapper
+from dapo_mega.types import WeightSpec
 
 
 class Written(NamedTuple):
-    """`size` values of the tensors `names`, several where they are fused, have been written; `checksum` is what memory
-    holds then, None where its dtype is not the tensors'."""
+    """One copy to a parameter: `size` values of the tensors `names` (several if fused). `checksum` is that of what the
+    parameter holds afterwards, None if its dtype is not the tensors'."""
 
     names: tuple[str, ...]
     checksum: int | None
@@ -40,8 +41,8 @@ class Write:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a patch was made of, possibly several tensors: their names and dtypes, and whether NaN marks values of them
-    that stay. Every copy to a parameter is added to `writes`."""
+    """The tensors that a patch was made of: their names and dtypes, and whether NaN marks values that stay. Every copy
+    to a parameter is added to `writes`."""
 
     names: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
@@ -78,8 +79,8 @@ class Patch(Wrapper):
         self.origin.writes.append(Write(self.origin.names, held, parameter.numel()))
 
 
-def make_patch(spec: TensorSpec, change: Change, writes: list[Write]) -> Tensor:
-    """A tensor of this kind that brings the change."""
+def make_patch(spec: WeightSpec, change: Change, writes: list[Write]) -> Tensor:
+    """The patch for one tensor's change."""
     origin = _Origin((spec.name,), frozenset([spec.dtype]), change.places is not None, writes)
     if change.places is None:
         return Patch.of(change.values, origin)

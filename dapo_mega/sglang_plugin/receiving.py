@@ -1,4 +1,4 @@
-"""Weights as they come to an engine's processes: names with tensors, which a model's `load_weights` goes through."""
+"""Receives weights in an engine's processes: names and tensors for a model's `load_weights`."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, TensorSpec, split_specs, unpack_changes, unpacked
-from dapo_mega.sglang_plugin.homes import Homes
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, split_specs, unpack_changes, unpacked
+from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
+from dapo_mega.types import WeightSpec
 from dapo_mega.weight_sync.engine_groups import Broadcasting
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """On its way to the memory of `tensors`, `new_bytes` of which it had to be given."""
+    """A piece that is received into `memory`."""
 
-    specs: Sequence[TensorSpec]
-    tensors: Sequence[Tensor]
-    new_bytes: int
+    specs: Sequence[WeightSpec]
+    memory: Tensor
     work: dist.Work
 
 
 class ArrivingWeights:
-    """Tensors on their way. Iterating waits for a piece when it comes to its tensors, so that those that are there are
-    loaded while the others arrive; once only."""
+    """Names and tensors of a bucket, which are loaded while further pieces arrive. Can be iterated once."""
 
     def __init__(
         self,
         group: Broadcasting,
         device: str,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[WeightSpec],
         pieces: PiecesFormat,
-        homes: Homes | None = None,
+        trace: LoadTrace | None = None,
     ) -> None:
-        """Starts to receive; a piece goes home whose tensors have homes in a row. `is_broken`: one has not come."""
+        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies."""
         self._group = group
         self._device = device
-        self._homes = homes
+        self._trace = trace
         self._expected = deque(split_specs(specs, pieces.lengths))
         self._arriving: deque[_Piece] = deque()
         self._free_bytes = pieces.window_bytes
@@ -51,25 +50,17 @@ class ArrivingWeights:
         self._receive()
 
     def _receive(self) -> None:
-        """Begin with the next pieces, as many as there is memory for, but one at least."""
+        """Post further receives while they fit the window; always at least one."""
         while self._expected:
-            specs = self._expected[0]
-            tensors = self._homes.find_row(specs) if self._homes else []
-            num_bytes = sum(spec.num_bytes for spec in specs)
-            if tensors:
-                piece = tensors[0].flatten().view(torch.uint8).as_strided((num_bytes,), (1,))
-                new_bytes = 0
-            elif self._arriving and num_bytes > self._free_bytes:
+            num_bytes = sum(spec.num_bytes for spec in self._expected[0])
+            if self._arriving and num_bytes > self._free_bytes:
                 return
-            else:
-                piece = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                tensors = list(unpacked(piece, specs))
-                new_bytes = num_bytes
-            self._free_bytes -= new_bytes
-            self._arriving.append(_Piece(self._expected.popleft(), tensors, new_bytes, self._group.broadcast(piece, 0)))
+            self._free_bytes -= num_bytes
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._arriving.append(_Piece(self._expected.popleft(), memory, self._group.broadcast(memory, 0)))
 
     def _next(self) -> _Piece | None:
-        """The next piece, arrived; its memory counts as free again once the one after it is asked for."""
+        """Wait for the next piece; None if there are no more."""
         try:
             self._receive()
             if not self._arriving:
@@ -83,24 +74,24 @@ class ArrivingWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._is_read:
-            raise RuntimeError("these weights are no longer there: they were loaded while they arrived")
+            raise RuntimeError("these weights are gone: they were loaded while they arrived, which works once")
         self._is_read = True
         while piece := self._next():
-            for spec, tensor in zip(piece.specs, piece.tensors, strict=True):
-                yield spec.name, self._homes.arrived(spec, tensor) if self._homes else tensor
-            self._free_bytes += piece.new_bytes
+            for spec, tensor in zip(piece.specs, unpacked(piece.memory, piece.specs), strict=True):
+                yield spec.name, self._trace.traced(spec.name, tensor) if self._trace else tensor
+            self._free_bytes += piece.memory.nbytes
 
     def drain(self) -> None:
-        """Receive what a loader has left and forget it: whoever else receives goes on with what comes afterwards."""
+        """Receive and discard what the loader left, so that the group's next receive gets what is sent next."""
         with suppress(RuntimeError):
             while not self.is_broken and self._next():
                 pass
 
 
 class ChangedWeights:
-    """What has changed since the last update, as tensors that write just that into an engine's parameters."""
+    """The values that changed since the last update, as tensors that write only those into an engine's parameters."""
 
-    def __init__(self, group: Broadcasting, device: str, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, group: Broadcasting, device: str, specs: Sequence[WeightSpec]) -> None:
         """Receives."""
         length = torch.empty(1, dtype=torch.int64, device=device)
         group.broadcast(length.view(torch.uint8), 0).wait()
@@ -116,13 +107,13 @@ class ChangedWeights:
             yield spec.name, make_patch(spec, change, self._writes)
 
     def written(self) -> list[Written]:
-        """What this process has written since iterating began."""
+        """What this process has written since the last iteration began."""
         return [write.counted() for write in self._writes]
 
     def faults(self, written: Sequence[Written]) -> list[str]:
-        """Names of tensors that are not what they should be after all processes of an engine have `written` this.
+        """Names of tensors whose checksum is wrong after all processes of an engine have `written` this.
 
-        A process may hold a part of a tensor, the whole, or the same part as another one.
+        A process may hold a part of a tensor, the whole tensor, or the same part as another process.
         """
         expected = {spec.name: change.checksum for spec, change in zip(self._specs, self._changes, strict=True)}
         sizes = {spec.name: spec.size for spec in self._specs}

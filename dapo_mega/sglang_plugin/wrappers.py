@@ -1,4 +1,4 @@
-"""Tensors that stand for others, and see every copy from them to a parameter."""
+"""Tensors that wrap others and see every copy from them to a parameter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Wrapper(Tensor):
-    """Goes through the slicing, transposing and fusing of a model's loader as the tensor `content` would, and what
-    comes out is wrapped again. `write_to` decides what a copy to anything else does."""
+    """Can be sliced, transposed and fused by a model's loader like the tensor `content`; every result is wrapped again.
+    `write_to` decides what copying it to a plain tensor does."""
 
     content: Tensor
 
@@ -29,11 +29,11 @@ class Wrapper(Tensor):
         return wrapper
 
     def write_to(self, parameter: Tensor) -> None:
-        """Do what `parameter.copy_` of this asks for."""
+        """Called for `parameter.copy_(self)`."""
         raise NotImplementedError
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
-        """Wraps what was made of this, and possibly of others."""
+        """Wraps `content`, which was made of this and possibly of others."""
         raise NotImplementedError
 
     @classmethod
@@ -47,7 +47,7 @@ class Wrapper(Tensor):
             args[1].write_to(args[0])
             return args[0]
         if isinstance(args[0], cls) and not kwargs and all(isinstance(value, int) for value in args[1:]):
-            content = func(args[0].content, *args[1:])  # By far the most; the rest takes ten times as long.
+            content = func(args[0].content, *args[1:])  # The most frequent case, ten times as fast.
             if type(content) is Tensor:
                 return args[0].derived(content, [])
         first, *others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]

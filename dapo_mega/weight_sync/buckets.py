@@ -1,28 +1,39 @@
-"""What a stage's bucket consists of."""
+"""A bucket of weights as it is sent to engines: its tensors as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import TensorSpec, split_specs, tensor_specs, unpacked
-from dapo_mega.types import StageBucket
+from dapo_mega.types import WeightSpec
 
 
-def bucket_specs(bucket: StageBucket) -> list[TensorSpec]:
-    """Of its tensors, known on every process."""
-    return tensor_specs(bucket.names, bucket.dtypes, bucket.shapes)
+@dataclass(frozen=True)
+class EncodedBucket:
+    """Engines are told `specs` and `load_format`, and receive `pieces`, each [bytes] uint8.
+
+    `pieces` can be read once; it is None except on the leader of the pipeline stage that holds the weights.
+    """
+
+    stage: int
+    specs: tuple[WeightSpec, ...]
+    load_format: str
+    pieces: Iterable[Tensor] | None
+    is_last: bool
 
 
-def bucket_bytes(bucket: StageBucket) -> int:
-    """Of its tensors, known on every process."""
-    return sum(spec.num_bytes for spec in bucket_specs(bucket))
-
-
-def named_tensors(bucket: StageBucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as views of the pieces, where these are."""
-    assert bucket.pieces is not None
-    for piece, specs in zip(bucket.pieces, split_specs(bucket_specs(bucket), bucket.piece_lengths), strict=True):
-        for spec, tensor in zip(specs, unpacked(piece, specs), strict=True):
-            yield spec.name, tensor
+def flatten(specs: Iterable[WeightSpec], tensors: Iterable[Tensor]) -> Tensor:
+    """[bytes] uint8 in memory of its own: the tensors one after the other, each copied as soon as it is there."""
+    flat = torch.empty(0)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    start = 0
+    for tensor in tensors:
+        if start == 0:
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+        end = start + tensor.nbytes
+        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = end
+    return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.types import WeightSource
-from dapo_mega.weight_sync.update import Update, UpdateCalls
+from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 
-class DiskTransport:
-    """Implements `Transport`. The folder holds the checkpoint of the last update only."""
+class DiskTransport(Transport):
+    """The folder holds only the last update's checkpoint, which stays when the run ends: engines may still read it."""
 
     uses_sessions = False
 
@@ -39,15 +39,6 @@ class DiskTransport:
             box[0] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             for older in self._folder.glob("version_*"):
                 if older != path:
-                    shutil.rmtree(older, ignore_errors=True)  # An engine may read it still.
+                    shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
         return box[0]
-
-    def report_failure(self, url: str) -> None:
-        """Nobody waits for an engine but rank 0."""
-
-    def forget(self, urls: Sequence[str]) -> None:
-        """Nothing is shared with engines but the folder."""
-
-    def close(self) -> None:
-        """The last checkpoint stays, for engines that read it still."""

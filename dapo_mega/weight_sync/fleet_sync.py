@@ -1,7 +1,7 @@
-"""Hold -> begin -> send -> end -> release: the policy's weights to the engines of a fleet, under a new version.
+"""Weights of the policy to a fleet's engines: pause generation, open sessions, send, close the sessions, resume.
 
-Rank 0 alone speaks to the engines. An engine that fails, dies or hangs at any step is reported and left behind, within
-the configured timeout per step; the others end up with the complete weights.
+Only rank 0 calls the engines. An engine that fails, dies or hangs in a step is reported and left out within the
+configured timeout of that step; the others get the complete weights.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FleetWeightSync:
         run: str = "",
         agreement: Agreement | None = None,
     ) -> None:
-        """`fleet` is given exactly on rank 0. `run` names this start of the trainer to engines. An engine that joins or
-        comes back is used when it has shown that it agrees, as `agreement` says."""
+        """`fleet` is given on rank 0 only. `run` names this start of the trainer to engines. With `agreement`, engines
+        that join or come back are used only after their log-probs have agreed with the trainer's."""
         assert (fleet is not None) == (processes.rank == 0)
         self._processes = processes
         self._fleet = fleet
@@ -62,7 +62,7 @@ class FleetWeightSync:
         self._transport = transport
         self._run = run
         self._agreement = agreement
-        # Requests that wait in place keep their keys and values in the cache; the engine has no other then.
+        # Requests that are paused in place need their keys and values in the cache.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
 
@@ -79,7 +79,7 @@ class FleetWeightSync:
                 }
         raise FleetError(
             f"no engine took the weights of version {version} in {_MAX_ATTEMPTS} attempts (see the warnings above and "
-            f"the engines' logs); mend the engines and start the run again: it continues from its last checkpoint"
+            f"the engines' logs); restart the engines and run the same command; training resumes from its checkpoint"
         )
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
@@ -101,7 +101,7 @@ class FleetWeightSync:
         }
 
     def _begin(self, version: int, only_outdated: bool) -> tuple[Update, UpdateCalls | None]:
-        """Choose the engines, stop their generation and open their sessions."""
+        """Choose the engines, pause their generation and open their sessions."""
         self._num_updates += 1
         session = None
         box: list[Any] = [None]
@@ -119,8 +119,8 @@ class FleetWeightSync:
         return update, session
 
     def _end(self, update: Update, session: UpdateCalls | None, expected: LogProbs | None) -> _Outcome:
-        """Close the sessions, say which engines are up to date and let these generate. Those that have joined must
-        agree with the `expected` log-probs first, if given."""
+        """Close the sessions, record which engines have the weights, and resume generation. If `expected` log-probs are
+        given, engines that joined must agree with them first."""
         box: list[Any] = [None]
         if self._fleet and session:
             if self._transport.uses_sessions:
@@ -144,7 +144,7 @@ class FleetWeightSync:
     def _admit(
         self, fleet: EngineFleet, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
     ) -> dict[str, str]:
-        """Use the engines that agree; why not the others, by URL."""
+        """Record the engines that agree as up to date. Returns why the others are not, by URL."""
         assert self._agreement
         tokens, tolerance = self._agreement.tokens, self._agreement.tolerance
         versions = VersionRange(self._run, update.version, update.version)
@@ -171,7 +171,7 @@ class FleetWeightSync:
         return failures
 
     def close(self) -> None:
-        """Let go of what is shared with engines."""
+        """Free what is shared with engines."""
         self._transport.close()
 
 
@@ -185,11 +185,11 @@ def _disagreement(difference: float, num_tokens: int, version: int, tolerance: f
 
 
 async def _begin_session(client: EngineClient) -> None:
-    """Also where a trainer that is gone left one open."""
+    """Open a session; close one first that an earlier trainer left open."""
     try:
         await client.begin_weight_update()
     except EngineRefused:
-        with contextlib.suppress(EngineRefused):  # What it brought was not all.
+        with contextlib.suppress(EngineRefused):  # It lacked weights.
             await client.end_weight_update()
         await client.begin_weight_update()
 

@@ -1,31 +1,32 @@
-"""Weights as SGLang's FP8 engines hold them: float8_e4m3fn with one float32 scale per block of 128 x 128.
+"""Weights in the form of SGLang's FP8 engines: float8_e4m3fn with one float32 scale per block of 128 x 128.
 
-Such an engine serves a checkpoint with `weight_block_size: [128, 128]` in its quantization_config, and takes weights in
-no other form: bf16 tensors would be cast into its float8 parameters under the scales of the weights before.
+Such an engine serves a checkpoint with `weight_block_size: [128, 128]` in its quantization_config and can take weights
+in no other form: it would cast bf16 tensors to float8 and keep the scales of the old weights.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dapo_mega.types import StageBucket
-from dapo_mega.weight_sync.buckets import named_tensors
+from dapo_mega.types import WeightBucket, WeightSpec
 
 BLOCK = 128
-# Projections of attention and MLPs, experts' included; not embeddings, norms, biases, routers or the output layer.
+# Projections of attention, MLPs and experts; not embeddings, norms, biases, routers or the output layer.
 _QUANTISED = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` [out, in] as float8_e4m3fn [out, in] and scales [out / 128, in / 128] float32, rounded up.
+    """`weight` [out, in] as float8_e4m3fn [out, in] and scales [ceil(out / 128), ceil(in / 128)] float32.
 
-    Block by block, float8 value times scale is the weight to within half a step of float8; the largest magnitude of a
-    block becomes float8's largest.
+    In each block, float8 value times scale is the weight to within half a step of float8; the block's largest magnitude
+    becomes the largest float8.
     """
     rows, columns = weight.shape
     padded = functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -36,30 +37,28 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantised, scales[:, 0, :, 0]
 
 
-def quantised_bucket(bucket: StageBucket) -> StageBucket:
-    """The bucket with its projections quantised, each beside its scales, in memory of its own."""
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        if _QUANTISED.search(name):
-            scales_shape = tuple(math.ceil(size / BLOCK) for size in shape)
-            entries.append((f"{name}_scale_inv", "float32", scales_shape))
-            entries.append((name, "float8_e4m3fn", shape))
+def quantised_bucket(bucket: WeightBucket) -> WeightBucket:
+    """The bucket with its projections quantised, each beside its scales."""
+    specs: list[WeightSpec] = []
+    for spec in bucket.specs:
+        if _QUANTISED.search(spec.name):
+            scales_shape = tuple(math.ceil(size / BLOCK) for size in spec.shape)
+            specs.append(WeightSpec(f"{spec.name}_scale_inv", torch.float32, scales_shape))
+            specs.append(replace(spec, dtype=torch.float8_e4m3fn))
         else:
-            entries.append((name, dtype, shape))
-    # In falling order of the size of an element everything is aligned without padding.
-    entries.sort(key=lambda entry: getattr(torch, entry[1]).itemsize, reverse=True)
-    names, dtypes, shapes = zip(*entries, strict=True)
-    pieces = _quantised_pieces(bucket, names)
-    return StageBucket(bucket.stage, names, dtypes, shapes, (len(names),), pieces, bucket.is_last)
+            specs.append(spec)
+    # Large elements first: then every tensor is aligned without padding when they are laid one after the other.
+    specs.sort(key=lambda spec: spec.dtype.itemsize, reverse=True)
+    tensors = None if bucket.tensors is None else _quantised_tensors(bucket, specs)
+    return replace(bucket, specs=tuple(specs), tensors=tensors)
 
 
-def _quantised_pieces(bucket: StageBucket, names: tuple[str, ...]) -> tuple[Tensor, ...] | None:
-    if bucket.pieces is None:
-        return None
+def _quantised_tensors(bucket: WeightBucket, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:
     tensors = {}
-    for name, tensor in named_tensors(bucket):
+    for name, tensor in bucket:
         if _QUANTISED.search(name):
             tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor)
         else:
             tensors[name] = tensor
-    return (torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in names]),)
+    for spec in specs:
+        yield tensors.pop(spec.name)

@@ -1,4 +1,4 @@
-"""Gather -> bucket -> push: after every step the engines get the policy's weights under a new version."""
+"""Weights of the policy to whatever generates, after every step and under a new version."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dapo_mega.types import NamedTensors, WeightSource
 
 
 class WeightSync(Protocol):
-    """Numbers the policy's weights and brings them to the engines. Version 0 are the weights a run starts from."""
+    """Brings the policy's weights to the engines. Version 0 is what a run starts from."""
 
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """Collective over all processes; returns metrics when the engines sample from the new weights."""
+        """Collective; returns metrics once the engines sample from the new weights."""
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """`push` for the engines that joined or came back since the last one; the others go on undisturbed."""
+        """`push` to the engines that joined or came back since the last push; the others are not disturbed."""
 
     def close(self) -> None:
-        """Let go of what is shared with engines."""
+        """Free what is shared with engines."""
 
 
 class _Loading(Protocol):
@@ -27,7 +27,7 @@ class _Loading(Protocol):
 
 
 class EmbeddedWeightSync:
-    """Fills engines that live in the replicas' leader processes."""
+    """Implements `WeightSync` for engines in the replicas' leader processes."""
 
     def __init__(self, engine: _Loading, bucket_mib: float) -> None:
         self._engine = engine
@@ -40,7 +40,7 @@ class EmbeddedWeightSync:
         return {"time/weight_sync_s": time.perf_counter() - started}
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """Embedded engines are never stale."""
+        """Embedded engines are never outdated."""
         return {}
 
     def close(self) -> None:

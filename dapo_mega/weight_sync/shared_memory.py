@@ -6,7 +6,7 @@ import base64
 import io
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
@@ -15,28 +15,28 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import is_local
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.weight_protocol import unpacked
 from dapo_mega.errors import InputError
-from dapo_mega.types import StageBucket, WeightSource
-from dapo_mega.weight_sync.buckets import bucket_bytes, named_tensors
+from dapo_mega.types import WeightBucket, WeightSource
+from dapo_mega.weight_sync.buckets import flatten
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.update import Update, UpdateCalls
+from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 
-class SharedMemoryTransport:
-    """Implements `Transport`. A bucket's leader shares it, and rank 0 tells the engines where it lies."""
-
-    uses_sessions = True
+class SharedMemoryTransport(Transport):
+    """A stage's leader puts each bucket into shared memory for the length of a call, and rank 0 tells the engines
+    where it is."""
 
     def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
         """Collective. `fp8`: engines take projections in FP8. Raises InputError for a trainer on several machines."""
         self._processes = processes
-        self._prepare = quantised_bucket if fp8 else lambda bucket: bucket
+        self._is_fp8 = fp8
         self._bucket_bytes = config.bucket_bytes
         if processes.device.type == "cpu":
             start_memory_manager()
@@ -52,17 +52,19 @@ class SharedMemoryTransport:
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """See `Transport`."""
         num_bytes = 0
-        for bucket in map(self._prepare, policy.stage_weights(self._bucket_bytes)):
+        buckets = policy.stage_weights(self._bucket_bytes)
+        for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:
             box: list[Any] = [None]
-            if bucket.pieces is not None:
-                # A handle is for one reader: it counts how many have let go of the memory.
-                box[0] = {target.url: [_handle(bucket) for _ in range(target.tp_size)] for target in update.targets}
+            if bucket.tensors is not None:
+                shared = _copied_together(bucket)
+                # A handle is for one reader: torch counts how many have released the memory.
+                box[0] = {target.url: [_handle(shared) for _ in range(target.tp_size)] for target in update.targets}
             dist.broadcast_object_list(box, src=bucket.stage * self._stage_size, group=self._processes.control)
             if session:
                 self._tell(session, update, bucket.is_last, box[0])
-            # The memory is free for another bucket when all engines have answered.
+            # The memory may be freed when all engines have answered.
             dist.barrier(group=self._processes.control)
-            num_bytes += bucket_bytes(bucket)
+            num_bytes += bucket.num_bytes
         return num_bytes
 
     def _tell(self, session: UpdateCalls, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
@@ -78,22 +80,13 @@ class SharedMemoryTransport:
 
         session.call(load)
 
-    def report_failure(self, url: str) -> None:
-        """Nobody waits for an engine but rank 0."""
-
-    def forget(self, urls: Sequence[str]) -> None:
-        """Memory is shared for the length of a call."""
-
-    def close(self) -> None:
-        """Memory is shared for the length of a call."""
-
 
 @cache
 def start_memory_manager() -> None:
-    """Start the process with which torch looks after memory that is shared by name.
+    """Start torch's process that manages memory shared by name, without the trainer's stderr.
 
-    Engines keep it alive past the end of the trainer, and it keeps the stderr it was started with: where that is a
-    pipe, whoever reads it would wait for the engines.
+    Engines keep that process alive after the trainer ends. If it held the trainer's stderr and that is a pipe, whoever
+    reads the pipe would wait for the engines.
     """
     stderr = os.dup(2)
     try:
@@ -106,17 +99,24 @@ def start_memory_manager() -> None:
         os.close(stderr)
 
 
-def _handle(bucket: StageBucket) -> str:
-    """What SGLang rebuilds the named tensors from: a pickle that says where they lie, in base64."""
+def _copied_together(bucket: WeightBucket) -> list[tuple[str, Tensor]]:
+    """The bucket's names and tensors in one piece of memory of its own: sharing a tensor would share what it lies in,
+    which may be the model."""
+    tensors = unpacked(flatten(bucket.specs, bucket.tensors or ()), bucket.specs)
+    return [(spec.name, tensor) for spec, tensor in zip(bucket.specs, tensors, strict=True)]
+
+
+def _handle(named_tensors: list[tuple[str, Tensor]]) -> str:
+    """A pickle in base64 that says where the tensors are, from which SGLang rebuilds them."""
     pickled = io.BytesIO()
     with _sharing_by_name():
-        ForkingPickler(pickled).dump(list(named_tensors(bucket)))
+        ForkingPickler(pickled).dump(named_tensors)
     return base64.b64encode(pickled.getvalue()).decode()
 
 
 @contextmanager
 def _sharing_by_name() -> Iterator[None]:
-    """Memory of the CPU is handed over as the name of a file: an engine is no child that inherits descriptors."""
+    """Share the CPU's memory by the name of a file: an engine is no child process and inherits no descriptors."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -1,4 +1,4 @@
-"""Which way weights take to the engines of a fleet."""
+"""Makes the transport that brings weights to a fleet's engines, as `weight_sync.transport` says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_transport(config: RunConfig, processes: Processes, export: Callable[[Pa
 
 
 def _engines_host(fleet: FleetConfig) -> str:
-    """A host on the network that the engines are in."""
+    """A host on the engines' network."""
     if fleet.rendezvous:
         return parse_address(fleet.rendezvous)[0]
     return str(urlsplit(fleet.urls[0]).hostname)

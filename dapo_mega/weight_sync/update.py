@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class EngineFleet(Protocol):
-    """What rank 0 needs of the fleet."""
+    """The part of a fleet's client that rank 0 needs to update the engines."""
 
     def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        """Engines to update, once enough are there; raises FleetError when they do not come."""
+        """Wait for enough engines and return those to update; raises FleetError when they do not come."""
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
     ) -> Future[dict[str, T | EngineError]]:
-        """Begin a call on all targets at once; the future gives result or error by URL within the time."""
+        """Start a call on all targets; the future gives each URL's result or error within the time limit."""
 
     def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
-        """Stop the targets' generation as configured; returns those that are still there then."""
+        """Pause generation on the targets as configured; returns those that are still reachable."""
 
     def resume_generation(self, targets: Sequence[SyncTarget]) -> None:
         """Undo `pause_generation`."""
@@ -46,10 +46,10 @@ class EngineFleet(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """What every process knows of an update from its start.
+    """One update, known to every process from its start.
 
-    `number` is unique within a run. `label` is what engines are told of `version`. `stale` are the URLs of engines that
-    joined or came back since the last update.
+    `number` is unique within a run. `label` is the name of `version` that engines report with their tokens. `stale` has
+    the URLs of engines that joined or came back since the last update.
     """
 
     number: int
@@ -66,7 +66,7 @@ class UpdateCalls:
     def __init__(
         self, fleet: EngineFleet, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
     ) -> None:
-        """`on_failure` is told the URL of an engine as soon as a call fails, on the thread that makes the calls."""
+        """`on_failure` gets an engine's URL as soon as a call fails, on the thread that makes the calls."""
         self.targets = list(targets)
         self.failures: dict[str, str] = {}
         self._fleet = fleet
@@ -75,7 +75,7 @@ class UpdateCalls:
         self._unanswered: deque[Future[dict[str, Any]]] = deque()
 
     def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Begin a call of all engines that are left."""
+        """Start a call on all engines that are left."""
 
         async def reporting(client: EngineClient) -> None:
             try:
@@ -87,7 +87,7 @@ class UpdateCalls:
         self._unanswered.append(self._fleet.start_call(self.targets, reporting, self._timeout_s))
 
     def finish(self, all_but: int = 0) -> None:
-        """Wait for all engines' answers to the calls begun, except for the last `all_but` of these."""
+        """Wait for all engines' answers to the started calls, except to the last `all_but` of them."""
         while len(self._unanswered) > all_but:
             for url, result in self._unanswered.popleft().result().items():
                 if isinstance(result, EngineError):
@@ -95,24 +95,26 @@ class UpdateCalls:
         self.targets = [target for target in self.targets if target.url not in self.failures]
 
     def call(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """Make a call on all engines that are left, and wait for their answers."""
         self.start(method)
         self.finish()
 
 
-class Transport(Protocol):
+class Transport:
     """Brings the weights to the engines of an update. Used on every process."""
 
-    uses_sessions: bool
+    uses_sessions = True
     """Whether an engine takes the weights between begin_weight_update and end_weight_update."""
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
-        """Collective; returns the size of the weights in bytes. The session is rank 0's."""
+        """Collective; returns the size of the weights in bytes. `session` is given on rank 0 only."""
+        raise NotImplementedError
 
     def report_failure(self, url: str) -> None:
-        """A call to the engine failed during an update; on rank 0, from any thread."""
+        """A call to the engine failed during an update. Called on rank 0, from any thread; by default ignored."""
 
     def forget(self, urls: Sequence[str]) -> None:
-        """Let go of what is shared with engines that failed."""
+        """Free what is shared with engines that failed; by default nothing is."""
 
     def close(self) -> None:
-        """Let go of what is shared with all engines."""
+        """Free what is shared with all engines; by default nothing is."""

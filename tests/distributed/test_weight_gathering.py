@@ -1,6 +1,5 @@
 """Weights gathered from any layout are exact on every leader, and every byte travels at most once to each."""
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,60 +60,28 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_leader_gets_every_tensor_exactly_in_one_order_and_nobody_else_any(reports, name):
-    assert reports[name]["all_exact"]
-    assert reports[name]["same_order"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_only_what_a_leader_lacks_is_sent_and_only_once(reports, name):
+def test_every_leader_gets_every_tensor_exactly_once(reports, name):
     report = reports[name]
-    # Padding of the vocabulary and of short shards is on top.
+    assert report["all_exact"], "a leader lacks a tensor or has a wrong one, or another process has any"
+    assert report["same_order"]
+    # Only what a leader lacks is sent; padding of the vocabulary and of short shards is on top.
     assert report["minimum"] <= report["bytes_sent"] <= 1.02 * report["minimum"]
+    assert len(report["bucket_bytes"]) > 2
+    assert max(report["bucket_bytes"]) <= BUCKET_BYTES // 2
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_buckets_fit_the_limit(reports, name):
-    sizes = reports[name]["bucket_bytes"]
-    assert len(sizes) > 2
-    assert max(sizes) <= BUCKET_BYTES // 2
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_each_stages_leader_in_the_first_replica_gets_the_stages_tensors_as_bytes_that_all_can_describe(reports, name):
+def test_each_stages_leader_in_the_first_replica_gets_its_tensors_in_buckets_that_all_can_describe(reports, name):
     stages = reports[name]["stages"]
     assert stages["exact"]
     assert stages["complete"]
     assert stages["only_on_stage_leaders"]
     assert stages["same_everywhere"]
     assert stages["only_last_is_last"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_stage_buckets_and_the_shards_of_one_fit_twice_the_limit(reports, name):
-    assert reports[name]["stages"]["largest"] <= BUCKET_BYTES * 2 // 3
-    for places in reports[name]["stages"]["places_of_leaders"]:
-        assert len(set(places)) <= 2
-        assert all(place != after for place, after in itertools.pairwise(places))
-    assert reports[name]["stages"]["memory_is_kept"], "touching fresh memory takes longer than filling it"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_stage_buckets_can_be_left_early_and_gathered_again(reports, name):
-    assert reports[name]["stages"]["same_after_early_end"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_large_tensors_that_need_no_gathering_leave_from_where_they_lie(reports, name):
-    pieces = reports[name]["pieces"]
-    assert pieces["exact"]
-    assert pieces["same_everywhere"]
-    parallel = CASES[name]["parallel"]
-    assert pieces["own_pieces"] > 0 or "tensor" in parallel
-    # They take no memory, so a bucket holds more of them.
-    assert pieces["most_copied"] <= BUCKET_BYTES * 2 // 3
-    assert pieces["largest"] <= 4 * BUCKET_BYTES
-    assert pieces["largest"] > BUCKET_BYTES or "tensor" in parallel or "expert" in parallel
+    assert stages["same_after_early_end"]
+    assert stages["largest"] <= BUCKET_BYTES // 2
+    assert stages["most_transfers"] <= 2, "the memory of a bucket that was read must be free before the next but one"
+    assert stages["not_copied"] > 0, "tensors that need no gathering should be the model's own memory"
 
 
 def test_down_projections_that_an_engine_fuses_are_never_in_two_buckets():

@@ -17,17 +17,17 @@ from dapo_mega.megatron import cpu_accelerator
 cpu_accelerator.install()
 
 from dapo_mega.megatron.megatron_policy import MegatronPolicy  # noqa: E402
-from dapo_mega.types import StageBucket  # noqa: E402
+from dapo_mega.types import WeightBucket  # noqa: E402
 from launch import train_dapo  # noqa: E402
 
 FATAL_UPDATE, FATAL_BUCKET = 3, 3
 
 
-class FatalBucket(StageBucket):
+class FatalBucket(WeightBucket):
     """Kills the process that is about to send it: the engines have been told to receive it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "pieces":
+        if name == "tensors":
             time.sleep(1)  # Let the engines begin.
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getattribute__(name)
@@ -37,7 +37,7 @@ def make_an_update_fatal() -> None:
     stage_weights = MegatronPolicy.stage_weights
     num_updates = 0
 
-    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[StageBucket]:
+    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[WeightBucket]:
         nonlocal num_updates
         num_updates += 1
         for number, bucket in enumerate(stage_weights(policy, *arguments), 1):

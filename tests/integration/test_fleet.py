@@ -310,12 +310,6 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
     assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
 
 
-def test_large_weights_are_received_where_they_belong(tmp_path, two_engines, monkeypatch):
-    monkeypatch.setattr("dapo_mega.megatron.gathering._OWN_PIECE_BYTES", 1024)
-    with training_run_of(fleet_values(tmp_path, two_engines, num_steps=4)) as training_run:
-        run(training_run)
-
-
 def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(tmp_path, two_engines):
     with serving_engines(two_engines.model, tmp_path / "served", 1, "--dtype", "bf16") as launcher:
         values = fleet_values(
@@ -329,7 +323,7 @@ def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(
         with training_run_of(values) as training_run:
             records = train_to_the_end(training_run)
             changed = weights_checksum(launcher.urls[0])
-            training_run.weight_sync._transport._wires._full_every = 1
+            training_run.weight_sync._transport._encodings._full_every = 1
             everything = training_run.weight_sync.push(training_run.policy, training_run.step)
         assert changed == weights_checksum(launcher.urls[0])
     sizes = [record["weight_sync/bytes"] for record in records]

@@ -1,15 +1,15 @@
-"""How buckets of weights look on their way to engines that have `dapo_mega.sglang_plugin`; used at both ends.
+"""How weights are encoded for engines that have `dapo_mega.sglang_plugin`; used at both ends.
 
-pieces     several broadcasts of runs of bytes, each of some of the bucket's tensors, through one group or several
-changes    two broadcasts: the number of bytes, and these: per tensor how many values follow and the checksum of the
-           whole tensor, then per tensor either all its values or places and values of those that have changed
+pieces     several broadcasts, each of some of the bucket's tensors, one after the other as bytes
+changes    two broadcasts: the number of bytes that follow, and these: for each tensor the number of its values that
+           follow and the checksum of the whole tensor, then for each tensor either all values, or the places and the
+           values of those that have changed
 
 Numbers are int64, places int32, each starts at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PROTOCOL = 3
-"""To be counted up whenever one end would no longer understand the other."""
+from dapo_mega.types import WeightSpec
+
+PROTOCOL = 4
+"""Count it up whenever one end would no longer understand the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
-"""Where a server with the plugin says so, in its internal state."""
+"""The field of a server's internal state in which the plugin gives its protocol."""
 MODEL_FIELD = "dapo_mega_model"
-"""Where it describes its model there: the text of a `config.json`."""
+"""The field in which it describes its model: the text of a `config.json`."""
 OTHER_MODEL = "its model is not the policy's"
-"""How an engine's refusal of an update begins when it cannot serve the model that was sent."""
+"""An engine that cannot serve the model that was sent begins its refusal with this."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
@@ -34,70 +36,56 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def limited_group(name: str, limit_s: float) -> str:
-    """The name of a process group that an engine joins within the limit or not at all. SGLang has no field for it."""
+    """The name of a process group that engines give up joining after the limit. SGLang has no field for a limit."""
     return f"{name}-within-{max(1, round(1000 * limit_s))}ms"
 
 
 def limit_of_group(name: str) -> float | None:
-    """In seconds, of a name that begins with `limited_group`; None where there is none."""
+    """The limit in seconds that `limited_group` wrote into the name; None if there is none."""
     found = _LIMIT.search(name)
     return int(found[1]) / 1000 if found else None
 
 
 @dataclass(frozen=True)
 class PiecesFormat:
-    """Of a bucket whose pieces hold `lengths` tensors. An engine receives so many ahead of the one it loads as
-    `window_bytes` hold, one at least, not counting those that it receives where it keeps them. They come through
-    `num_lanes` groups."""
+    """The load format of a bucket in pieces, which hold `lengths` tensors each. An engine receives pieces ahead of the
+    one that it loads while they fit into `window_bytes` together, but always one."""
 
     lengths: tuple[int, ...]
     window_bytes: int
-    num_lanes: int = 1
 
     def __str__(self) -> str:
-        return f"{_PIECES_FORMAT}{self.num_lanes}:{self.window_bytes}:{','.join(map(str, self.lengths))}"
+        return f"{_PIECES_FORMAT}{self.window_bytes}:{','.join(map(str, self.lengths))}"
 
     @classmethod
     def parse(cls, load_format: str) -> PiecesFormat | None:
-        """Of `str(PiecesFormat)`; None when it is another format."""
+        """The inverse of `str`; None for any other format."""
         if not load_format.startswith(_PIECES_FORMAT):
             return None
-        num_lanes, window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
-        return cls(tuple(map(int, lengths.split(","))), int(window_bytes), int(num_lanes))
+        window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
+        return cls(tuple(map(int, lengths.split(","))), int(window_bytes))
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """What is known of a tensor before it is there."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.size * self.dtype.itemsize
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's own: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
-def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
-    """From torch's names of the dtypes (`bfloat16`)."""
+def weight_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[WeightSpec]:
+    """From what a call to an engine says; `dtypes` as `dtype_name` gives them."""
     return [
-        TensorSpec(name, getattr(torch, dtype), tuple(shape))
+        WeightSpec(name, getattr(torch, dtype), tuple(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
 
 
-def split_specs(specs: Sequence[TensorSpec], piece_lengths: Sequence[int]) -> list[list[TensorSpec]]:
+def split_specs(specs: Sequence[WeightSpec], piece_lengths: Sequence[int]) -> list[list[WeightSpec]]:
     """The tensors of each piece."""
     rest = iter(specs)
     return [[next(rest) for _ in range(length)] for length in piece_lengths]
 
 
-def unpacked(piece: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+def unpacked(piece: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:
     """The tensors of a piece [bytes] uint8, as views of it."""
     start = 0
     for spec in specs:
@@ -150,7 +138,7 @@ class Change:
     checksum: int
 
 
-def unpack_changes(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Change]:
+def unpack_changes(packed: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Change]:
     """What `pack_changes` packed; values are views of `packed`."""
     start = 0
 

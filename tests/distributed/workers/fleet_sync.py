@@ -60,14 +60,15 @@ class Policy:
         self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
         self._rank = rank
 
-    def stage_weights(self, bucket_bytes, most_bytes=None):
+    def stage_weights(self, bucket_bytes):
         import torch
 
-        from dapo_mega.types import StageBucket
+        from dapo_mega.types import WeightBucket, WeightSpec
 
         for number, stage in enumerate(STAGES):
-            pieces = (self._tensors[number].view(torch.uint8),) if stage == self._rank else None
-            yield StageBucket(stage, (f"w{number}",), ("float32",), ((6,),), (1,), pieces, number == len(STAGES) - 1)
+            specs = (WeightSpec(f"w{number}", torch.float32, (6,)),)
+            tensors = [self._tensors[number]] if stage == self._rank else None
+            yield WeightBucket(stage, specs, tensors, number == len(STAGES) - 1)
 
     def owns_shard(self, engine):
         import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+import weakref
 from pathlib import Path
 
 
@@ -53,7 +53,7 @@ def run_case(case):
                 if "norm" in name:
                     parameter.data = parameter.data.float()
     gatherer = gathering.WeightGatherer(chunks, model.layout, processes)
-    buckets = list(gatherer.buckets(case["bucket_bytes"]))
+    buckets = [list(bucket) for bucket in gatherer.buckets(case["bucket_bytes"])]
     got = dict(pair for bucket in buckets for pair in bucket)
     if processes.is_leader:
         exact = got.keys() == expected.keys() and all(
@@ -71,12 +71,9 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
-    gathering._OWN_PIECE_BYTES = 1024
-    pieces = check_pieces(gatherer, case["bucket_bytes"], expected, processes)
     parallel_state.destroy_model_parallel()
     return {
         "stages": stages,
-        "pieces": pieces,
         "all_exact": int(total[0]) == processes.world_size,
         "bytes_sent": int(total[1]),
         "minimum": int(total[2]),
@@ -90,25 +87,29 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     import torch
     import torch.distributed as dist
 
-    from dapo_mega.weight_sync.buckets import named_tensors
-
-    first = next(iter(gatherer.stage_buckets(bucket_bytes)))  # Closed early, by all processes after the same bucket.
-    described, data, sizes, places = [], {}, [], []
-    for bucket in gatherer.stage_buckets(bucket_bytes):
-        described.append((bucket.stage, bucket.names, bucket.dtypes, bucket.shapes, bucket.is_last))
-        if bucket.pieces is not None:
-            (piece,) = bucket.pieces
-            data.update((name, tensor.clone()) for name, tensor in named_tensors(bucket))
-            sizes.append(piece.nbytes)
-            places.append(piece.data_ptr())
+    transfers = watch_transfers(gatherer)
+    own = {parameter.untyped_storage().data_ptr() for parameter in gatherer._parameters.values()}
+    # Closed early, by all processes after the same bucket.
+    first_specs = next(iter(gatherer.buckets(bucket_bytes, per_stage=True))).specs
+    described, data, sizes, num_own, most_alive = [], {}, [], 0, 0
+    for bucket in gatherer.buckets(bucket_bytes, per_stage=True):
+        described.append((bucket.stage, bucket.specs, bucket.is_last))
+        for name, tensor in bucket:
+            num_own += tensor.untyped_storage().data_ptr() in own
+            data[name] = tensor.clone()
+        if bucket.tensors is not None:
+            sizes.append(bucket.num_bytes)
+        most_alive = max(most_alive, sum(transfer() is not None for transfer in transfers))
     everyones: list = [None] * processes.world_size
     is_exact = all(expected[name].dtype == t.dtype and torch.equal(expected[name], t) for name, t in data.items())
-    is_kept = first.pieces is None or first.pieces[0].data_ptr() in places
-    mine = (described, list(data), is_exact, max(sizes, default=0), places, first.names == described[0][1], is_kept)
+    is_same = first_specs == described[0][1]
+    mine = (described, list(data), is_exact, max(sizes, default=0), is_same, num_own, most_alive)
     dist.all_gather_object(everyones, mine, group=processes.control)
-    names = [name for bucket in described for name in bucket[1]]
+    names = [spec.name for bucket in described for spec in bucket[1]]
     stage_size = processes.world_size // processes.pipeline_size
-    held = [[n for bucket in described if bucket[0] == stage for n in bucket[1]] for stage in range(len(everyones))]
+    held = [
+        [s.name for bucket in described if bucket[0] == stage for s in bucket[1]] for stage in range(len(everyones))
+    ]
     return {
         "same_everywhere": all(each[0] == described for each in everyones),
         "complete": sorted(names) == sorted(expected),
@@ -118,43 +119,25 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
         ),
         "exact": all(each[2] for each in everyones),
         "largest": max(each[3] for each in everyones),
-        "places_of_leaders": [each[4] for each in everyones if each[4]],
-        "same_after_early_end": all(each[5] for each in everyones),
-        "memory_is_kept": all(each[6] for each in everyones),
-        "only_last_is_last": [bucket[4] for bucket in described] == [False] * (len(described) - 1) + [True],
+        "same_after_early_end": all(each[4] for each in everyones),
+        "not_copied": sum(each[5] for each in everyones),
+        "most_transfers": max(each[6] for each in everyones),
+        "only_last_is_last": [bucket[2] for bucket in described] == [False] * (len(described) - 1) + [True],
     }
 
 
-def check_pieces(gatherer, bucket_bytes, expected, processes):
-    """Whether the same tensors come in pieces, at the same bytes; and how many pieces are the policy's own memory."""
-    import torch
-    import torch.distributed as dist
+def watch_transfers(gatherer):
+    """References to all transfers from now on, which do not keep their memory."""
+    start = gatherer._start
+    transfers = []
 
-    from dapo_mega.weight_sync.buckets import named_tensors
+    def watched(*arguments):
+        transfer = start(*arguments)
+        transfers.append(weakref.ref(transfer))
+        return transfer
 
-    own = {p.untyped_storage().data_ptr() for p in gatherer._parameters.values()}
-    is_exact, num_own, layouts, largest = True, 0, [], (0, 0)
-    most_bytes = 4 * bucket_bytes
-    for bucket in gatherer.stage_buckets(bucket_bytes, most_bytes):
-        layouts.append(bucket.piece_lengths)
-        if bucket.pieces is not None:
-            pieces = list(bucket.pieces)
-            are_own = [piece.untyped_storage().data_ptr() in own for piece in pieces]
-            num_own += sum(are_own)
-            sizes = (sum(map(len, pieces)), sum(len(piece) for piece, o in zip(pieces, are_own, strict=True) if not o))
-            largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
-            named = named_tensors(replace(bucket, pieces=pieces))
-            is_exact &= all(torch.equal(expected[name], tensor) for name, tensor in named)
-            is_exact &= len(pieces) == len(bucket.piece_lengths)
-    everyones: list = [None] * processes.world_size
-    dist.all_gather_object(everyones, (is_exact, num_own, layouts, largest), group=processes.control)
-    return {
-        "exact": all(each[0] for each in everyones),
-        "own_pieces": sum(each[1] for each in everyones),
-        "same_everywhere": all(each[2] == layouts for each in everyones),
-        "largest": max(each[3][0] for each in everyones),
-        "most_copied": max(each[3][1] for each in everyones),
-    }
+    gatherer._start = watched
+    return transfers
 
 
 if __name__ == "__main__":

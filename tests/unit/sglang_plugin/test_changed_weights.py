@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dapo_mega.engines.sglang.weight_protocol import checksum, find_changes, pack_changes, tensor_specs, unpack_changes
+from dapo_mega.engines.sglang.weight_protocol import checksum, find_changes, pack_changes, unpack_changes
 from dapo_mega.sglang_plugin.receiving import ChangedWeights
-from dapo_mega.types import StageBucket
-from dapo_mega.weight_sync.changes import ChangeFinder
+from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.weight_sync.delta import DeltaEncoding
 
 NAMES = ("q", "kv", "bias", "scalar")
 SHAPES = ((12, 8), (4, 8), (7,), (1,))
@@ -40,25 +40,15 @@ class Received:
 
 
 def bucket_of(tensors):
-    return StageBucket(
-        stage=0,
-        names=tuple(tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
-        piece_lengths=(1,) * len(tensors),
-        pieces=tuple(tensor.flatten().view(torch.uint8) for tensor in tensors.values()),
-        is_last=True,
-    )
-
-
-def received(bucket):
-    return ChangedWeights(Received(bucket.pieces), "cpu", tensor_specs(bucket.names, bucket.dtypes, bucket.shapes))
+    specs = tuple(WeightSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return WeightBucket(0, specs, iter(tensors.values()), is_last=True)
 
 
 def changed_weights(old, new):
-    finder = ChangeFinder(torch.bfloat16)
-    finder.changes(bucket_of(old))
-    return received(finder.changes(bucket_of(new)))
+    encoding = DeltaEncoding(torch.bfloat16)
+    encoding.encode(bucket_of(old))
+    changes = encoding.encode(bucket_of(new))
+    return ChangedWeights(Received(changes.pieces), "cpu", changes.specs)
 
 
 def load(weights, parameters):
@@ -145,25 +135,25 @@ def test_processes_of_an_engine_account_for_their_parts_and_copies_together():
 
 
 def test_only_what_has_changed_in_bf16_is_sent():
-    finder = ChangeFinder(torch.bfloat16)
+    encoding = DeltaEncoding(torch.bfloat16)
     weights = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), "norm": torch.ones(64)}
     header, vector = 2 * 2 * 8, 64 * 4
-    full = finder.changes(bucket_of(weights))
-    assert full.dtypes == ("bfloat16", "float32")
+    full = encoding.encode(bucket_of(weights))
+    assert [spec.dtype for spec in full.specs] == [torch.bfloat16, torch.float32]
     assert full.pieces[1].nbytes == header + 64 * 64 * 2 + vector
     assert int(full.pieces[0].view(torch.int64)) == full.pieces[1].nbytes
     weights["w"] += 1e-9  # Less than bf16 can hold.
-    assert finder.changes(bucket_of(weights)).pieces[1].nbytes == header
+    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header
     weights["w"][0, :8] *= 2
-    changes = finder.changes(bucket_of(weights))
+    changes = encoding.encode(bucket_of(weights))
     assert changes.pieces[1].nbytes == header + 8 * (4 + 2)
-    change, _ = unpack_changes(changes.pieces[1], tensor_specs(changes.names, changes.dtypes, changes.shapes))
+    change, _ = unpack_changes(changes.pieces[1], changes.specs)
     assert change.places.tolist() == list(range(8))
     assert torch.equal(change.values, weights["w"][0, :8].bfloat16())
     weights["w"] *= 2
-    assert finder.changes(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2
-    finder.forget()
-    assert finder.changes(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2 + vector
+    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2
+    encoding.start_over()
+    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2 + vector
 
 
 def test_signs_of_zero_and_single_values_are_not_forgotten():
@@ -188,7 +178,7 @@ def test_what_is_packed_comes_out_at_every_size(dtype):
     held[0][1, 1] = 0
     held[3][4:6, 3] = 0
     changes = [find_changes(*pair) for pair in zip(new, held, strict=True)]
-    specs = tensor_specs("abcd", [str(dtype).removeprefix("torch.")] * 4, [tensor.shape for tensor in new])
+    specs = [WeightSpec(name, dtype, tuple(tensor.shape)) for name, tensor in zip("abcd", new, strict=True)]
     for got, (places, values), tensor in zip(
         unpack_changes(pack_changes(changes, [checksum(tensor) for tensor in new]), specs), changes, new, strict=True
     ):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from dapo_mega.distributed.stores import connect_store
 from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
-from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, PiecesFormat, limit_of_group, tensor_specs
+from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, PiecesFormat, limit_of_group, weight_specs
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import Lanes, join_group, lane_names
+from dapo_mega.weight_sync.engine_groups import join_group
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing
@@ -116,7 +116,7 @@ class ScriptedEngine:
         if not self.is_open or group_name not in self.groups:
             raise EngineRefused(self.url, 400, "no session, or no such group")
         self.load_formats.append(load_format)
-        await self._in_thread(self._receive, tensor_specs(names, dtypes, shapes), group_name, load_format)
+        await self._in_thread(self._receive, weight_specs(names, dtypes, shapes), group_name, load_format)
         self.versions.append((version, flush_cache))
 
     async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
@@ -146,8 +146,7 @@ class ScriptedEngine:
             return
         is_flat = load_format == "flattened_bucket"
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
-        lanes = Lanes([self.groups[name] for name in lane_names(group_name, pieces.num_lanes)])
-        for name, tensor in ArrivingWeights(lanes, "cpu", specs, pieces):
+        for name, tensor in ArrivingWeights(self.groups[group_name], "cpu", specs, pieces):
             self.weights[name] = tensor.clone()
             time.sleep(self.load_s)
 

@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import FleetError
-from dapo_mega.types import StageBucket
+from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
-from dapo_mega.weight_sync.engine_groups import Lanes, most_lanes
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
 from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
@@ -40,27 +39,20 @@ class Policy:
         self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
         return self
 
-    def stage_weights(self, bucket_bytes, most_bytes=None):
-        self.most_bytes = most_bytes
+    def stage_weights(self, bucket_bytes):
         names = list(self.tensors)
         for start in (0, 2, 4):
-            bucket = {name: self.tensors[name] for name in names[start : start + 2]}
-            pieces = [tensor.flatten().view(torch.uint8) for tensor in bucket.values()]
-            yield StageBucket(
-                stage=0,
-                names=tuple(bucket),
-                dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()),
-                shapes=tuple(tuple(tensor.shape) for tensor in bucket.values()),
-                piece_lengths=(1,) * len(bucket) if most_bytes else (len(bucket),),
-                pieces=iter(pieces) if most_bytes else (torch.cat(pieces),),
-                is_last=start == 4,
-            )
+            tensors = {name: self.tensors[name] for name in names[start : start + 2]}
+            specs = tuple(WeightSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+            yield WeightBucket(0, specs, iter(tensors.values()), is_last=start == 4)
 
 
-class Counting:
+class Watched:
+    """A group that counts."""
+
     def __init__(self, group):
         self._group = group
-        self.num_broadcasts = self.num_bytes = self.num_aborts = 0
+        self.num_broadcasts = self.num_aborts = 0
 
     def abort(self):
         self.num_aborts += 1
@@ -68,7 +60,6 @@ class Counting:
 
     def broadcast(self, tensor, root):
         self.num_broadcasts += 1
-        self.num_bytes += tensor.nbytes
         return self._group.broadcast(tensor, root)
 
 
@@ -197,6 +188,13 @@ def test_the_call_for_a_bucket_waits_in_an_engine_that_loads_the_one_before(sync
     assert [version for version, _ in engine.versions] == [None, None, "1"]
 
 
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Every tensor is a piece."""
+    monkeypatch.setattr("dapo_mega.weight_sync.encodings._PIECE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_nothing_of_a_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, monkeypatch):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)  # Engines receive one piece at a time.
     transport = BroadcastTransport(processes, config)
@@ -235,70 +233,43 @@ def test_groups_last_from_update_to_update(sync, fleet):
     assert [engine.calls.count("init") for engine in fleet.engines.values()] == [1, 1, 1]
 
 
-def test_engines_with_the_plugin_receive_through_two_groups_of_each_trainer_and_others_through_one(processes, fleet):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    transport = BroadcastTransport(processes, config)
-    sync = FleetWeightSync(processes, fleet, config, transport)
-    fleet.without_plugin = {URLS[0]}
+def test_an_engine_that_comes_back_leaves_its_old_group_for_a_new_one(sync, fleet):
     policy = Policy().advance()
     sync.push(policy, 1)
-    assert {url: len(fleet.engines[url].groups) for url in URLS} == {URLS[0]: 1, URLS[1]: 2, URLS[2]: 2}
-    fleet.without_plugin = set()
-    fleet.failed(URLS[0], "started anew")
-    fleet.return_all()
-    transport._groups[URLS[1]] = lanes = [Counting(group) for group in transport._groups[URLS[1]]]
-    sync.push(policy.advance(), 2)
-    assert holders(fleet, policy) == URLS
-    assert [lane.num_broadcasts for lane in lanes] == [3, 3]
-    assert len(fleet.engines[URLS[0]].groups) == 2  # The one of before is gone.
+    (before,) = fleet.engines[URLS[1]].groups
     fleet.failed(URLS[1], "too slow")
     fleet.return_all()
-    sync.push(policy, 3)
-    assert len(fleet.engines[URLS[1]].groups) == 2
-    sync.close()
+    sync.push(policy.advance(), 2)
+    (after,) = fleet.engines[URLS[1]].groups
+    assert after != before
+    assert holders(fleet, policy) == URLS
 
 
-def test_all_groups_of_an_engine_that_dies_are_given_up(processes, fleet):
+def test_the_group_of_an_engine_that_dies_is_given_up(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     transport = BroadcastTransport(processes, config)
     sync = FleetWeightSync(processes, fleet, config, transport)
-    fleet.without_plugin = set()
     policy = Policy().advance()
     sync.push(policy, 1)
-    transport._groups[URLS[1]] = lanes = [Counting(group) for group in transport._groups[URLS[1]]]
+    transport._groups[URLS[1]] = group = Watched(transport._groups[URLS[1]])
     fleet.engines[URLS[1]].faults["update", 1] = "die"
     sync.push(policy.advance(), 2)
     assert holders(fleet, policy) == [URLS[0], URLS[2]]
-    assert [lane.num_aborts for lane in lanes] == [1, 1]
+    assert (group.num_broadcasts, group.num_aborts) == (1, 1)
     sync.close()
 
 
-def test_a_broadcast_takes_the_lane_that_has_had_the_fewest_bytes():
-    groups = [Counting(SimpleNamespace(broadcast=lambda tensor, root: None)) for _ in range(3)]
-    lanes = Lanes(groups)
-    for num_bytes in (8, 2, 3, 1, 1, 1, 3):
-        lanes.broadcast(torch.zeros(num_bytes, dtype=torch.uint8), 0)
-    assert [group.num_bytes for group in groups] == [8, 7, 4]
-
-
-def test_nccl_gets_a_single_group():
-    assert most_lanes(torch.device("cuda")) == 1
-
-
+@pytest.mark.usefixtures("one_by_one")
 def test_engines_with_the_plugin_get_pieces_and_all_get_one_when_one_engine_has_it_not(sync, fleet):
     policy = Policy().advance()
     fleet.without_plugin = set()
     sync.push(policy, 1)
     assert holders(fleet, policy) == URLS
     assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {
-        ("dapo_mega_pieces:2:536870912:1,1",) * 3
+        ("dapo_mega_pieces:536870912:1,1",) * 3
     }
-    # What needs no memory at the trainer needs none at an engine from the second update on.
-    assert policy.most_bytes == 2**29
-    sync.push(policy.advance(), 2)
-    assert policy.most_bytes == 2**32
     fleet.without_plugin = {URLS[1]}
-    metrics = sync.push(policy.advance(), 3)
+    metrics = sync.push(policy.advance(), 2)
     assert holders(fleet, policy) == URLS
     assert metrics["weight_sync/bytes"] == NUM_BYTES
     assert {engine.load_formats[-1] for engine in fleet.engines.values()} == {"flattened_bucket"}
@@ -325,9 +296,9 @@ class SlowlyChanging:
         self.tensors["w"][self.version] = self.version
         return self
 
-    def stage_weights(self, bucket_bytes, most_bytes=None):
-        pieces = (self.tensors["w"].flatten().view(torch.uint8),)
-        yield StageBucket(0, ("w",), ("bfloat16",), ((100, 30),), (1,), pieces, True)
+    def stage_weights(self, bucket_bytes):
+        spec = WeightSpec("w", torch.bfloat16, (100, 30))
+        yield WeightBucket(0, (spec,), iter(self.tensors.values()), is_last=True)
 
 
 FULL, DELTA = 100 * 30 * 2, 30 * (4 + 2)

@@ -1,12 +1,9 @@
 """Quantised weights are the weights to within FP8's error, in the form that SGLang's loaders take."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from dapo_mega.types import StageBucket
-from dapo_mega.weight_sync.buckets import named_tensors
+from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.fp8 import BLOCK, quantise, quantised_bucket
 
 # Half a step of 3 bits of mantissa, and below 2^-6 half a step of the subnormal numbers, in units of a block's scale.
@@ -60,17 +57,9 @@ def test_projections_are_quantised_beside_their_scales_and_everything_else_stays
     ]
     tensors = {name: torch.randn(130, 70).bfloat16() for name in quantised_names}
     tensors |= {name: torch.randn(9, 4).bfloat16() for name in other_names}
-    bucket = StageBucket(
-        stage=1,
-        names=tuple(tensors),
-        dtypes=("bfloat16",) * len(tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
-        piece_lengths=(len(tensors),),
-        pieces=(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]),),
-        is_last=True,
-    )
-    result = quantised_bucket(bucket)
-    got = dict(named_tensors(result))
+    specs = tuple(WeightSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    result = quantised_bucket(WeightBucket(1, specs, iter(tensors.values()), is_last=True))
+    got = dict(result)
     assert set(got) == {*tensors, *(f"{name}_scale_inv" for name in quantised_names)}
     for name in other_names:
         assert torch.equal(got[name], tensors[name])
@@ -81,10 +70,8 @@ def test_projections_are_quantised_beside_their_scales_and_everything_else_stays
     assert (result.stage, result.is_last) == (1, True)
     sizes = [tensor.dtype.itemsize for tensor in got.values()]
     assert sizes == sorted(sizes, reverse=True)  # So that SGLang, which does not pad, finds everything aligned.
-    elsewhere = quantised_bucket(replace(bucket, pieces=None))
-    assert (elsewhere.names, elsewhere.dtypes, elsewhere.shapes, elsewhere.pieces) == (
-        result.names,
-        result.dtypes,
-        result.shapes,
-        None,
-    )
+    assert [(spec.name, spec.dtype, spec.shape) for spec in result.specs] == [
+        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in got.items()
+    ]
+    elsewhere = quantised_bucket(WeightBucket(1, specs, None, is_last=True))
+    assert (elsewhere.specs, elsewhere.tensors) == (result.specs, None)

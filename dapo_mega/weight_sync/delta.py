@@ -1,0 +1,54 @@
+"""Delta sync: between full updates, engines get only the values that have changed in their dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, checksum, find_changes, pack_changes
+from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.weight_sync.buckets import EncodedBucket
+
+
+class DeltaEncoding:
+    """Implements `Encoding`: remembers what all engines hold and sends what is new in a bucket.
+
+    Used on every process; each pipeline stage's leader keeps a copy of its weights, in the engines' dtype, in main
+    memory.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: what engines keep matrices in. Vectors, which are small, are sent in their own dtype."""
+        self._dtype = dtype
+        self._held: dict[str, Tensor] = {}
+
+    def start_over(self) -> None:
+        """Assume that engines hold nothing: the next update sends everything."""
+        self._held.clear()
+
+    def encode(self, bucket: WeightBucket) -> EncodedBucket:
+        """See `Encoding`. The two pieces are the number of bytes [8] and the packed changes; afterwards engines are
+        assumed to hold the bucket."""
+        specs = tuple(
+            replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point and len(spec.shape) > 1 else spec
+            for spec in bucket.specs
+        )
+        pieces = None if bucket.tensors is None else self._changes(bucket, specs)
+        return EncodedBucket(bucket.stage, specs, CHANGES_FORMAT, pieces, bucket.is_last)
+
+    def _changes(self, bucket: WeightBucket, specs: Sequence[WeightSpec]) -> tuple[Tensor, Tensor]:
+        found, checksums = [], []
+        for spec, (name, tensor) in zip(specs, bucket, strict=True):
+            new = tensor.to(spec.dtype).contiguous()
+            held = self._held.get(name)
+            found.append(find_changes(new, None if held is None else held.to(new.device)))
+            checksums.append(checksum(new))
+            if held is None:
+                held = self._held[name] = torch.empty_like(new, device="cpu")
+            held.copy_(new)
+        packed = pack_changes(found, checksums)
+        length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
+        return length, packed
