@@ -203,7 +203,7 @@ class Dispatcher:
         self._start_calls()
 
     def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
-        """The oldest weights that have a part in each request, by id; see `StreamingEngine`."""
+        """The oldest weights that have a part in each request, by id; see `RolloutEngine`."""
         works = [work for request_id in request_ids if (work := self._works.get(request_id))]
         return {work.id: work.oldest_version(self._newest_version) for work in works}
 
