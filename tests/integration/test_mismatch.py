@@ -63,7 +63,7 @@ def test_agreement_after_every_sync_and_one_warning_for_a_corrupted_weight(capsy
     assert one_step(training_run)["rollout/logprob_abs_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("pipeline", [["batch.epochs=2"]], indirect=True)
+@pytest.mark.parametrize("training_run", [["batch.epochs=2"]], indirect=True)
 def test_mu_passes_update_once_per_mini_batch_and_leave_the_old_policy_behind(training_run):
     training_run.weight_sync.push(training_run.policy, 0)
     groups, _ = trainer.collect(training_run)
@@ -94,7 +94,9 @@ def test_a_large_mismatch_ends_the_run_before_the_update(training_run):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("pipeline", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True)
+@pytest.mark.parametrize(
+    "training_run", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True
+)
 def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before_the_prompts_are(training_run):
     training_run.weight_sync.push(training_run.policy, 0)
     with pytest.raises(StarvedError, match="prompts of another difficulty"):
@@ -105,7 +107,7 @@ def test_engines_that_compute_something_else_are_blamed_for_wrong_answers_before
     assert "difficulty" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pipeline", [["batch.mini_batch_groups=6"]], indirect=True)
+@pytest.mark.parametrize("training_run", [["batch.mini_batch_groups=6"]], indirect=True)
 def test_a_large_mismatch_of_a_single_update_ends_the_run_before_its_checkpoint(training_run):
     training_run.weight_sync.push(training_run.policy, 0)
     break_engine(training_run)

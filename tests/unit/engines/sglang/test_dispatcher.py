@@ -346,7 +346,7 @@ def test_calls_that_nobody_waits_for_are_hung_up_even_where_aborts_are_lost():
             aborted.append(rid)
 
         aborted = []
-        async with fleet_of(engine) as fleet:
+        async with fleet_of(engine, request_timeout_s=600.0) as fleet:
             fleet.clients[0].abort = lost
             requests = [make_request([5, i]) for i in range(3)]
             fleet.dispatcher.submit(requests)
