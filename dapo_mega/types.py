@@ -11,9 +11,10 @@ log-probabilities in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,8 @@ class Prompt:
     """One question of a dataset, rendered and tokenised.
 
     `index` is the row in the dataset after deduplication: the prompt's identity within a run.
-    `token_ids` [P] int32 already contain the chat or bare template.
+    `token_ids` [P] int32 already contain the chat or bare template. `fields` are the row's other columns, read-only,
+    for rewards that want more than the ground truth; they are not part of the prompt's identity.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Prompt:
     token_ids: TokenIds
     ground_truth: str
     data_source: str = ""
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class ScoredResponse:
     """A response with its verdict.
 
     `correct` decides dynamic sampling; `accuracy_reward` is the rule reward before shaping and `reward` the
-    one trained on (after the overlong punishment).
+    one trained on (after the overlong punishment). `answer` is what was found in the text and compared with the ground
+    truth; None where nothing was, or nothing was looked for. Checkpoints do not hold it.
     """
 
     response: Response
@@ -114,6 +118,7 @@ class ScoredResponse:
     correct: bool
     accuracy_reward: float
     reward: float
+    answer: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

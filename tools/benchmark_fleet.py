@@ -28,7 +28,7 @@ from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
 
 from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineInfo
+from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.errors import InputError
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
@@ -174,7 +174,7 @@ async def _compare(options: argparse.Namespace) -> list[str]:
     ]
     for kind, lengths in kinds.items():
         requests = _requests(options.batch, options.vocab_size, lengths)
-        sides = _sides(options, key, info, version, requests)
+        sides = _sides(options, key, version, requests)
         durations = await asyncio.to_thread(take_turns, sides, options.rounds)
         tokens = sum(lengths)
         lines.append(
@@ -188,7 +188,6 @@ async def _compare(options: argparse.Namespace) -> list[str]:
 def _sides(
     options: argparse.Namespace,
     key: str,
-    info: EngineInfo,
     version: WeightVersion,
     requests: Sequence[GenerationRequest],
 ) -> dict[str, Callable[[], Duration]]:
@@ -202,7 +201,7 @@ def _sides(
             on_answer=finished.put_nowait,
             run=version.run,
         )
-        dispatcher.add_engine(client, version.step, info.supports_batches)
+        dispatcher.add_engine(client, version.step)
         dispatcher.submit(requests)
         for _ in requests:
             if isinstance(answer := await finished.get(), GenerationFailure):

@@ -37,26 +37,29 @@ from benchmark_timing import Duration, median_cpu, median_wall, speed_ratio
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.data import load_tokenizer
 from dapo_mega.data.tokenizer import decoder
-from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.build import TrainingRun, build_run, open_writer
-from dapo_mega.types import GenerationFailure, GenerationRequest, Response
+from dapo_mega.types import GenerationRequest
 
 _STAGES = ("rollout", "pack", "score", "update", "weight_sync")
 
 
 class FixedLengths:
-    """An engine whose i-th response has lengths[i] tokens, whatever the model says."""
+    """A fleet whose i-th response has lengths[i] tokens, whatever the model says."""
 
-    def __init__(self, engine: RolloutEngine, lengths: Sequence[int]) -> None:
-        self._engine = engine
+    def __init__(self, fleet: RolloutFleet, lengths: Sequence[int]) -> None:
+        self._fleet = fleet
         self._lengths = lengths
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
-        return self._engine.generate([self._fixed(request) for request in requests])
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._fleet.submit([self._fixed(request) for request in requests])
 
     def _fixed(self, request: GenerationRequest) -> GenerationRequest:
         length = self._lengths[request.request_id % len(self._lengths)]

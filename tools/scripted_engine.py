@@ -43,9 +43,6 @@ Fault = Literal[
     "too_short",
     "hang",
     "abort",
-    "lost",
-    "twice",
-    "stranger",
 ]
 
 _DRIP_S = 0.05
@@ -85,8 +82,8 @@ class ScriptedEngine:
     """One server. Attributes may be changed while it runs."""
 
     def __init__(self, vocab_size: int = 1000, tokens_per_s: float = 0.0, api_key: str = "secret") -> None:
-        """`tokens_per_s` is the pace of each call; 0 answers at once. With `release_at` set nothing is answered before
-        that many calls are in flight together."""
+        """`tokens_per_s` is the pace of each call; 0 answers at once. A call begins after `delay_s`, and with
+        `release_at` set nothing is answered before that many calls are in flight together."""
         self.vocab_size = vocab_size
         self.tokens_per_s = tokens_per_s
         self.api_key = api_key
@@ -100,6 +97,7 @@ class ScriptedEngine:
         self.calls: Counter[str] = Counter()
         self.most_in_flight = 0
         self.url = ""
+        self.delay_s = 0.0
         self.release_at = 0
         self._released = asyncio.Event()
         self._is_paused = False
@@ -219,8 +217,7 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
-        if payload.get("stream"):
-            return await self._stream(request, payload)
+        await asyncio.sleep(self.delay_s)
         self.payloads.append(payload)
         if isinstance(payload["input_ids"][0], list):
             answers = [await self._answer({**payload, "input_ids": ids}) for ids in payload["input_ids"]]
@@ -239,39 +236,6 @@ class ScriptedEngine:
         if fault == "drip":
             return await _drip(request, text)
         return web.Response(text=text, content_type="application/json")
-
-    async def _stream(self, request: web.Request, batch: dict[str, Any]) -> web.StreamResponse:
-        """Each output as an event of its own, with one of its first token before."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        fields = ("rid", "input_ids", "sampling_params")
-        payloads = [dict(zip(fields, row, strict=True)) for row in zip(*(batch[name] for name in fields), strict=True)]
-        self.payloads += payloads
-        for payload in payloads:
-            meta_info = {"id": payload["rid"], "finish_reason": None, "completion_tokens": 1}
-            await _send_event(response, json.dumps({"output_ids": [0], "meta_info": meta_info}))
-        await asyncio.gather(*(self._stream_one(request, response, payload) for payload in payloads))
-        await _send_event(response, "[DONE]")
-        return response
-
-    async def _stream_one(self, request: web.Request, response: web.StreamResponse, payload: dict[str, Any]) -> None:
-        fault = self.fault(payload)
-        if fault in ("hang", "drip"):
-            await asyncio.sleep(3600)
-        answer = _spoilt(await self._answer(payload, ends_early=fault == "abort"), fault, self.vocab_size)
-        if fault == "reset":
-            _break_connection(request)
-        elif fault == "error_500":
-            await _send_event(response, json.dumps({"error": {"message": "Internal Server Error"}}))
-        elif fault == "malformed_json":
-            await _send_event(response, json.dumps(answer)[:40])
-        elif fault != "lost":
-            if fault == "stranger":
-                await _send_event(
-                    response, json.dumps({**answer, "meta_info": {**answer["meta_info"], "id": "other."}})
-                )
-            for _ in range(2 if fault == "twice" else 1):
-                await _send_event(response, json.dumps(answer))
 
     async def _answer(self, payload: dict[str, Any], ends_early: bool = False) -> dict[str, Any]:
         parameters = payload["sampling_params"]
@@ -381,10 +345,6 @@ def _resize(answer: dict[str, Any], ids: list[int], triples: list[Any]) -> None:
 def _break_connection(request: web.Request) -> None:
     assert request.transport
     request.transport.abort()
-
-
-async def _send_event(response: web.StreamResponse, text: str) -> None:
-    await response.write(f"data: {text}\n\n".encode())
 
 
 async def _drip(request: web.Request, text: str) -> web.StreamResponse:

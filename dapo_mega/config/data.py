@@ -10,7 +10,8 @@ from dapo_mega.config.base import FREE, Section
 
 
 class ColumnsConfig(Section):
-    """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`)."""
+    """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`). All other columns
+    of a row stay with its prompt, for rewards."""
 
     prompt: str = Field(default="prompt", description="Text, or a list of {role, content} messages.")
     ground_truth: str = "reward_model.ground_truth"

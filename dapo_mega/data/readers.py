@@ -31,6 +31,10 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
 
+class NumberText(str):
+    """A number of a JSON file, as it was written there."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line"."""
@@ -54,6 +58,17 @@ class Row:
                 raise InputError(_absent(column, option, self.where, _dotted_names(self.values)))
             value = value[part]
         return value
+
+    def without(self, *columns: str) -> dict[str, Any]:
+        """The fields but those of these dotted names, as a copy; numbers of JSON files are numbers."""
+        rest: dict[str, Any] = _plain(self.values)
+        for column in columns:
+            inner, name = rest, column
+            while name not in inner and "." in name:
+                part, _, name = name.partition(".")
+                inner = inner.get(part, {})
+            inner.pop(name, None)
+        return rest
 
 
 def read_rows(config: DatasetConfig, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -187,7 +202,21 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _parse_json(text: str) -> Any:
     # Numbers as text: a ground truth of 27.0, 1e400 or 0.10 must come out as it went in.
-    return json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
+    return json.loads(text, parse_float=NumberText, parse_int=NumberText, parse_constant=NumberText)
+
+
+def _plain(value: Any) -> Any:
+    """A copy with JSON's numbers as int and float; integers too long for Python to read stay text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, NumberText):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return str(value)
+    return value
 
 
 def _is_records(value: Any) -> bool:

@@ -26,7 +26,7 @@ class GroupCounts:
 
 @dataclass
 class GroupBuffer:
-    """First-in first-out store of groups that carry a signal.
+    """Store of groups that carry a signal; the oldest leave first.
 
     With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1. The test is on
     correctness, never on the shaped reward: a group of wrong answers with different length penalties has
@@ -65,11 +65,11 @@ class GroupBuffer:
         return dropped
 
     def take(self, num_groups: int) -> Sequence[Group]:
-        """Remove and return the `num_groups` groups of the oldest weights, of several as old those that came first.
-        Raises ValueError when fewer are held."""
+        """Remove and return the `num_groups` groups of the oldest weights, of several as old those that were asked
+        first: the order in which engines answer decides nothing. Raises ValueError when fewer are held."""
         if num_groups > len(self.groups):
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
-        by_age = sorted(self.groups, key=lambda group: group.weight_version)
+        by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.responses[0].response.request_id))
         taken, self.groups = by_age[:num_groups], by_age[num_groups:]
         return taken
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 of DAPO up to the buffer: ask prompts, retry failures, score, filter, until N groups are held.
+"""Algorithm 1 of DAPO up to the buffer: ask prompts, score, filter, until N groups are held.
 
 Prompts are asked in rounds, or with partial rollouts all the time, so that long responses hold no step up.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
-from dapo_mega.engines.protocol import RolloutEngine, StreamingEngine
+from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.rollout.buffer import GroupBuffer, most_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
@@ -37,8 +37,7 @@ class RolloutStats:
     """
 
     scored: list[ScoredResponse] = field(default_factory=list)
-    rounds: int = 0
-    retried: int = 0
+    asked_prompts: int = 0
     dropped_groups: int = 0
     expired_groups: int = 0
     seconds: float = 0.0
@@ -54,14 +53,8 @@ class Collector:
         engine: RolloutEngine,
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
-        *,
-        streaming_engine: StreamingEngine | None = None,
     ) -> None:
-        """`streaming_engine` is `engine` itself where that answers requests one by one, as `rollout.partial` needs.
-
-        `recent` are the responses that were scored last, kept or not.
-        """
-        assert streaming_engine is not None or not config.rollout.partial
+        """`recent` are the responses that were scored last, kept or not."""
         self._config = config
         self.prompts = prompts
         self._engine = engine
@@ -77,7 +70,7 @@ class Collector:
         self.buffer = GroupBuffer(config.algorithm.dynamic_sampling, config.algorithm.max_staleness)
         self.next_request_id = 0
         self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
-        self._in_flight = None if streaming_engine is None else GroupsInFlight(streaming_engine)
+        self._in_flight = GroupsInFlight(engine)
         self._beginning: tuple[Any, int, list[Group]] = (self.cursor.state(), 0, [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
@@ -99,65 +92,33 @@ class Collector:
         if self._config.rollout.partial:
             self.buffer.groups = [*groups, *self.buffer.groups]
             return
-        if self._in_flight is not None:
-            self._in_flight.cancel_all()
+        self._in_flight.cancel_all()
         cursor, self.next_request_id, self.buffer.groups = self._beginning
         self.cursor.load_state(cursor)
 
     def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        tally = RolloutStats()
-        self.buffer.evict_stale(version)
-        if self._config.rollout.partial:
-            self._collect_continuously(version, tally)
-        else:
-            self._collect_in_rounds(tally)
-        groups = list(self.buffer.take(self._config.batch.groups_per_step))
-        return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
+        """One loop for both ways to ask: rounds that are waited for to their end, and partial rollouts.
 
-    def _collect_in_rounds(self, tally: RolloutStats) -> None:
-        """Ask a round of prompts at a time, wait for all of its responses, and keep the surplus."""
-        config = self._config
-        while len(self.buffer) < config.batch.groups_per_step:
-            if tally.rounds == config.algorithm.max_generation_rounds:
-                raise StarvedError(self._starvation(tally))
-            num_prompts = self._first_round() if tally.rounds == 0 else config.generation_groups
-            tally.rounds += 1
-            prompts = self._next_prompts(num_prompts)
-            if self._in_flight is None:
-                groups = self._generate(prompts, tally)
-            else:
-                groups = self._stream(self._in_flight, prompts, tally)
-            for group in groups:
-                self.buffer.offer(group)
-
-    def _collect_continuously(self, version: int, tally: RolloutStats) -> None:
-        """Partial rollouts: keep as many groups in flight as the first round would ask until N are held, and leave the
-        rest in flight.
-
-        What has arrived since the last step is read first. Then those groups are given up that have tokens too old for
-        this step and still lack responses. A step asks no more prompts than its rounds would, and only while this step
-        and the next one can use what comes of them (`_most_in_flight`).
+        What partial rollouts left in flight comes first: groups that are complete by now are held, and those that still
+        lack responses and have tokens too old for this step are given up. In rounds nothing is left.
         """
         config, in_flight = self._config, self._in_flight
-        assert in_flight is not None
+        tally = RolloutStats()
         started = time.perf_counter()
         self._take_in(in_flight.arrived(), version, tally)
         tally.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
         in_flight.submit_missing()
-        num_wanted = self._first_round()
-        num_asked = 0
-        while len(self.buffer) < config.batch.groups_per_step:
-            allowed = config.algorithm.max_generation_rounds * config.generation_groups - num_asked
-            missing = min(num_wanted, self._most_in_flight()) - len(in_flight)
-            prompts = self._next_prompts(max(min(missing, allowed), 0))
-            for prompt in prompts:
+        first_round = self._first_round()
+        while len(self.buffer) < config.batch.groups_per_step or self._round_is_under_way():
+            for prompt in self._next_prompts(self._num_to_ask(first_round, tally)):
                 in_flight.start(prompt, self._requests(prompt))
-            num_asked += len(prompts)
-            tally.rounds = -(-num_asked // config.generation_groups)
+                tally.asked_prompts += 1
             if not len(in_flight):
                 raise StarvedError(self._starvation(tally))
             self._take_in([in_flight.next_complete(), *in_flight.arrived()], version, tally)
         tally.seconds = time.perf_counter() - started
+        groups = list(self.buffer.take(config.batch.groups_per_step))
+        return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
 
     def _take_in(self, ended: Sequence[CompleteGroup | None], version: int, tally: RolloutStats) -> None:
         """Score the groups that are complete and hold those that carry a signal and are not too old; None is a group
@@ -167,6 +128,29 @@ class Collector:
         for group in self._score(complete, tally):
             self.buffer.offer(group)
         self.buffer.evict_stale(version)
+
+    def _round_is_under_way(self) -> bool:
+        return not self._config.rollout.partial and len(self._in_flight) > 0
+
+    def _num_to_ask(self, first_round: int, tally: RolloutStats) -> int:
+        """Prompts to ask now, in a step that begins with a round of `first_round` prompts.
+
+        Rounds: a whole one when none is under way. Partial rollouts: what keeps as many groups in flight as the first
+        round has, but only what this step and the next one can use (`_most_in_flight`). A step asks no more prompts
+        than `max_generation_rounds` have.
+        """
+        config = self._config
+        max_rounds = config.algorithm.max_generation_rounds
+        if config.rollout.partial:
+            missing = min(first_round, self._most_in_flight()) - len(self._in_flight)
+            return max(0, min(missing, max_rounds * config.generation_groups - tally.asked_prompts))
+        if self._round_is_under_way() or self._num_rounds(tally) == max_rounds:
+            return 0
+        return config.generation_groups if tally.asked_prompts else first_round
+
+    def _num_rounds(self, tally: RolloutStats) -> int:
+        """Rounds that make up the prompts asked; a last one that is not full counts."""
+        return -(-tally.asked_prompts // self._config.generation_groups)
 
     def _first_round(self) -> int:
         """Prompts of a step's first round: `generation_groups`, less in proportion to the surplus that the buffer
@@ -190,11 +174,9 @@ class Collector:
         """JSON values and arrays for a checkpoint: all that decides which groups come next."""
         records, arrays = pack_groups(self.buffer.groups)
         numbers = {"cursor": self.cursor.state(), "next_request_id": self.next_request_id}
-        values = {"collector": numbers, "buffer": records}
-        if self._in_flight is not None:
-            values["in_flight"], in_flight_arrays = self._in_flight.state()
-            arrays.update(in_flight_arrays)
-        return values, arrays
+        in_flight, in_flight_arrays = self._in_flight.state()
+        values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
+        return values, {**arrays, **in_flight_arrays}
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises InputError for groups in flight that this run would leave unanswered."""
@@ -209,7 +191,6 @@ class Collector:
                 f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true goes on with; "
                 f"set it, or start a new run from the trained weights"
             )
-        assert self._in_flight is not None
         self._in_flight.load_state(in_flight, arrays, self.prompts, self._request)
 
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:
@@ -226,44 +207,6 @@ class Collector:
         seed = (self._config.seed << 64) | request_id
         return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
 
-    def _stream(self, in_flight: GroupsInFlight, prompts: Sequence[Prompt], tally: RolloutStats) -> list[Group]:
-        """Groups of one round, in the order of `prompts`; each is scored while others are still generated."""
-        started = time.perf_counter()
-        for prompt in prompts:
-            in_flight.start(prompt, self._requests(prompt))
-        groups: list[Group] = []
-        while len(in_flight):
-            complete = in_flight.next_complete()
-            tally.dropped_groups += complete is None
-            groups += self._score([complete] if complete else [], tally)
-        tally.seconds += time.perf_counter() - started
-        return sorted(groups, key=lambda group: group.responses[0].response.request_id)
-
-    def _generate(self, prompts: Sequence[Prompt], tally: RolloutStats) -> list[Group]:
-        """Groups of one round, in the order of `prompts`; those with a response that kept failing are dropped."""
-        requests = [request for prompt in prompts for request in self._requests(prompt)]
-        started = time.perf_counter()
-        answers: dict[int, Response] = {}
-        pending = requests
-        for attempt in range(self._config.rollout.max_attempts):
-            tally.retried += len(pending) if attempt else 0
-            answered = [r for r in self._engine.generate(pending) if isinstance(r, Response)]
-            answers.update((response.request_id, response) for response in answered)
-            pending = [request for request in pending if request.request_id not in answers]
-            if not pending:
-                break
-        tally.seconds += time.perf_counter() - started
-        size = self._config.batch.group_size
-        complete: list[CompleteGroup] = []
-        for i, prompt in enumerate(prompts):
-            responses = [answers.get(request.request_id) for request in requests[i * size : (i + 1) * size]]
-            present = [response for response in responses if response is not None]
-            if len(present) == size:
-                complete.append((prompt, present))
-            else:
-                tally.dropped_groups += 1
-        return self._score(complete, tally)
-
     def _score(self, complete: Sequence[CompleteGroup], tally: RolloutStats) -> list[Group]:
         answered = [(prompt, r) for prompt, responses in complete for r in responses]
         self.recent.extend(answered)
@@ -278,7 +221,7 @@ class Collector:
     def _starvation(self, tally: RolloutStats) -> str:
         counts = self.buffer.counts
         return (
-            f"dynamic sampling is starved: after {tally.rounds} generation rounds of up to "
+            f"dynamic sampling is starved: after {self._num_rounds(tally)} generation rounds of up to "
             f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
             f"({counts.all_right} all right, {counts.all_wrong} all wrong, {tally.dropped_groups} failed of "
@@ -288,14 +231,11 @@ class Collector:
 
     def _rollout_metrics(self, tally: RolloutStats) -> dict[str, float]:
         metrics = {
-            "rollout/generation_rounds": float(tally.rounds),
+            "rollout/generation_rounds": float(self._num_rounds(tally)),
             "rollout/dropped_groups": float(tally.dropped_groups),
+            "rollout/groups_in_flight": float(len(self._in_flight)),
+            "rollout/groups_expired_in_flight": float(tally.expired_groups),
         }
-        if self._in_flight is None:
-            metrics["rollout/retried_requests"] = float(tally.retried)
-        else:
-            metrics["rollout/groups_in_flight"] = float(len(self._in_flight))
-            metrics["rollout/groups_expired_in_flight"] = float(tally.expired_groups)
         outcomes = self._scorer.pop_outcomes()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapo_mega.config import EvaluationConfig
+from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
-from dapo_mega.engines.protocol import RolloutEngine
-from dapo_mega.rewards import AnswerVerifier, Verdict
-from dapo_mega.types import GenerationRequest, Prompt, Response, SamplingParams
+from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
 
 # Requests of an evaluation are numbered apart from those of training, and alike in every evaluation, so that
 # two evaluations differ by the weights and not by luck.
@@ -26,13 +26,33 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def majority_is_correct(verdicts: Sequence[Verdict]) -> bool:
+def majority_is_correct(scored: Sequence[ScoredResponse]) -> bool:
     """Whether the most frequent answer is correct; responses without an answer do not vote, ties go to the first."""
-    votes = Counter(verdict.answer for verdict in verdicts if verdict.answer is not None)
+    votes = Counter(response.answer for response in scored if response.answer is not None)
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return any(verdict.correct for verdict in verdicts if verdict.answer == winner)
+    return any(response.correct for response in scored if response.answer == winner)
+
+
+def make_evaluator(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    verifier: AnswerVerifier,
+    decode: Decode,
+    stop_token_ids: tuple[int, ...],
+) -> Evaluator:
+    """The evaluation of a run: scores as training does, but never by a coin (`reward.source=random`)."""
+    reward = config.reward.model_copy(update={"source": "verifier"})
+    scorer = ResponseScorer(reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
+    return Evaluator(
+        config.evaluation,
+        prompts,
+        scorer,
+        stop_token_ids=stop_token_ids,
+        max_response_tokens=config.rollout.max_response_tokens,
+        seed=config.seed,
+    )
 
 
 class Evaluator:
@@ -42,8 +62,7 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         prompts: Sequence[Prompt],
-        verifier: AnswerVerifier,
-        decode: Decode,
+        scorer: ResponseScorer,
         *,
         stop_token_ids: tuple[int, ...],
         max_response_tokens: int,
@@ -51,15 +70,15 @@ class Evaluator:
     ) -> None:
         self._config = config
         self._prompts = prompts
-        self._verifier = verifier
-        self._decode = decode
+        self._scorer = scorer
         self._seed = seed
         self._sampling = SamplingParams(
             config.temperature, config.top_p, config.top_k, max_response_tokens, stop_token_ids
         )
 
-    def run(self, engine: RolloutEngine) -> dict[str, float]:
-        """Failed generations are left out of every mean and counted in `evaluation/failed`."""
+    def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
+        """`generate` answers requests in the order given. Failed generations are left out of every mean and counted in
+        `evaluation/failed`."""
         k = self._config.samples_per_prompt
         requests = []
         for i, prompt in enumerate(self._prompts):
@@ -67,14 +86,13 @@ class Evaluator:
                 request_id = _FIRST_REQUEST_ID + i * k + j
                 seed = (self._seed << 64) | request_id
                 requests.append(GenerationRequest(request_id, prompt.token_ids, seed, self._sampling))
-        answers = engine.generate(requests)
-        answered = [(i // k, a) for i, a in enumerate(answers) if isinstance(a, Response)]
-        texts = self._decode([response.token_ids for _, response in answered])
-        pairs = [(text, self._prompts[i].ground_truth) for text, (i, _) in zip(texts, answered, strict=True)]
-        by_prompt: list[list[Verdict]] = [[] for _ in self._prompts]
-        for (i, _), verdict in zip(answered, self._verifier.verify(pairs), strict=True):
-            by_prompt[i].append(verdict)
-        metrics = self._summary([verdicts for verdicts in by_prompt if verdicts])
+        answers = generate(requests)
+        answered = [(i // k, answer) for i, answer in enumerate(answers) if isinstance(answer, Response)]
+        scored = self._scorer.score([(self._prompts[i], response) for i, response in answered])
+        by_prompt: list[list[ScoredResponse]] = [[] for _ in self._prompts]
+        for (i, _), response in zip(answered, scored, strict=True):
+            by_prompt[i].append(response)
+        metrics = self._summary([responses for responses in by_prompt if responses])
         metrics["evaluation/failed"] = float(len(requests) - len(answered))
         if answered:
             lengths = [len(response.token_ids) for _, response in answered]
@@ -84,14 +102,14 @@ class Evaluator:
             )
         return metrics
 
-    def _summary(self, by_prompt: Sequence[Sequence[Verdict]]) -> dict[str, float]:
+    def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
         metrics = {"evaluation/k": float(self._config.samples_per_prompt)}
         if not by_prompt:
             return metrics
-        correct = [sum(verdict.correct for verdict in verdicts) for verdicts in by_prompt]
-        sizes = [len(verdicts) for verdicts in by_prompt]
+        correct = [sum(response.correct for response in responses) for responses in by_prompt]
+        sizes = [len(responses) for responses in by_prompt]
         metrics["evaluation/avg_at_k"] = float(np.mean([c / n for c, n in zip(correct, sizes, strict=True)]))
-        metrics["evaluation/maj_at_k"] = float(np.mean([majority_is_correct(v) for v in by_prompt]))
+        metrics["evaluation/maj_at_k"] = float(np.mean([majority_is_correct(responses) for responses in by_prompt]))
         metrics["evaluation/pass_at_k"] = float(np.mean([c > 0 for c in correct]))
         power = 2
         while power < min(sizes):

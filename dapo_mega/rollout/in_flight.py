@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo_mega.engines.protocol import StreamingEngine
+from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.rollout.group_state import Arrays, Record, pack_responses, unpack_responses
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Prompt, Response
 
@@ -30,9 +30,9 @@ class PendingGroup:
 
 
 class GroupsInFlight:
-    """Keeps track of which requests of which groups a streaming engine still owes."""
+    """Keeps track of which requests of which groups the engine still owes."""
 
-    def __init__(self, engine: StreamingEngine) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._groups: list[PendingGroup] = []
         self._waiting: dict[int, PendingGroup] = {}

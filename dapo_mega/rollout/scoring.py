@@ -33,15 +33,15 @@ class ResponseScorer:
             return []  # Tokenizers make one empty text of no responses.
         texts = self._decode([response.token_ids for _, response in asked])
         if self._config.source == "random":
-            correct = [self._coin(response.request_id) for _, response in asked]
+            verdicts: list[tuple[bool, str | None]] = [(self._coin(response.request_id), None) for _, response in asked]
         else:
             truths = [prompt.ground_truth for prompt, _ in asked]
-            verdicts = self._verifier.verify(list(zip(texts, truths, strict=True)))
-            self.outcomes.update(verdict.outcome for verdict in verdicts)
-            correct = [verdict.correct for verdict in verdicts]
+            verified = self._verifier.verify(list(zip(texts, truths, strict=True)))
+            self.outcomes.update(verdict.outcome for verdict in verified)
+            verdicts = [(verdict.correct, verdict.answer) for verdict in verified]
         return [
-            self._reward(response, text, is_correct)
-            for (_, response), text, is_correct in zip(asked, texts, correct, strict=True)
+            self._reward(response, text, correct, answer)
+            for (_, response), text, (correct, answer) in zip(asked, texts, verdicts, strict=True)
         ]
 
     def pop_outcomes(self) -> Counter[str]:
@@ -52,7 +52,7 @@ class ResponseScorer:
     def _coin(self, request_id: int) -> bool:
         return bool(np.random.Philox(key=[self._seed, request_id]).random_raw() & 1)
 
-    def _reward(self, response: Response, text: str, correct: bool) -> ScoredResponse:
+    def _reward(self, response: Response, text: str, correct: bool, answer: str | None) -> ScoredResponse:
         config = self._config
         base = accuracy_reward(correct, config.correct, config.incorrect)
         punishment = 0.0
@@ -60,4 +60,4 @@ class ResponseScorer:
             punishment = soft_overlong_punishment(
                 len(response.token_ids), self._max_response_tokens, config.overlong_cache_tokens
             )
-        return ScoredResponse(response, text, correct, base, base + punishment)
+        return ScoredResponse(response, text, correct, base, base + punishment, answer)

@@ -22,7 +22,7 @@ from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
-from dapo_mega.engines.protocol import RolloutFleet, StreamingEngine
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.files import replace_file
 from dapo_mega.megatron.layer_specs import check_compute
@@ -32,7 +32,7 @@ from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.evaluation import Evaluator
+from dapo_mega.rollout.evaluation import Evaluator, make_evaluator
 from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import Prompt
@@ -173,15 +173,7 @@ def _controller(
     scorer = ResponseScorer(config.reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
     evaluator = None
     if evaluation_prompts:
-        evaluator = Evaluator(
-            config.evaluation,
-            evaluation_prompts.prompts,
-            verifier,
-            decode,
-            stop_token_ids=stop_token_ids,
-            max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.seed,
-        )
+        evaluator = make_evaluator(config, evaluation_prompts.prompts, verifier, decode, stop_token_ids)
     for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
         if dataset:
             logger.info(
@@ -193,14 +185,7 @@ def _controller(
                 dataset.num_long,
             )
     return Controller(
-        collector=Collector(
-            config,
-            train_prompts.prompts,
-            rollouts.fleet,
-            scorer,
-            stop_token_ids,
-            streaming_engine=rollouts.streaming_engine,
-        ),
+        collector=Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids),
         evaluator=evaluator,
         verifier=verifier,
         progress=ProgressDisplay(config.num_steps, start_step),
@@ -233,12 +218,10 @@ def write_run_record(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The engines of a run and the way of the policy's weights to them. `streaming_engine` is rank 0's fleet where it
-    answers requests one by one."""
+    """The engines of a run and the way of the policy's weights to them."""
 
     fleet: RolloutFleet
     weight_sync: WeightSync
-    streaming_engine: StreamingEngine | None = None
 
 
 def start_rollouts(
@@ -292,4 +275,4 @@ def _fleet(
     weight_sync = FleetWeightSync(
         processes, client, config.weight_sync, transport, run, PolicyAgreement(policy, config, prompts)
     )
-    return Rollouts(fleet, weight_sync, fleet if client else None)
+    return Rollouts(fleet, weight_sync)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,12 @@ from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
-from dapo_mega.training.build import TrainingRun, open_writer
+from dapo_mega.training.build import Controller, TrainingRun, open_writer
 from dapo_mega.types import Group, Prompt, Response
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Metrics = dict[str, float]
 Scored = tuple[Sequence[MicroBatch], Sequence[TokenScores], Sequence[str]]
 """Micro-batches, their scores, and the URLs of engines by number."""
@@ -95,25 +97,35 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
         export_and_save(run)
 
 
+def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
+    """Let rank 0 do work that needs the engines while the other processes serve the fleet; they get None.
+
+    All processes leave together, and an error of one is raised on all.
+    """
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller is None:
+            run.fleet.serve()
+            return None
+        try:
+            return work(run.controller)
+        finally:
+            run.fleet.end_serving()
+
+
 def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
-    groups: Sequence[Group] = []
-    metrics: Metrics = {}
+
+    def work(controller: Controller) -> tuple[Sequence[Group], Metrics]:
+        collected = controller.collector.collect(run.step)
+        run.fleet.sleep()
+        return collected
+
     try:
-        with raise_on_all_ranks(run.policy.processes.control):
-            if run.controller:
-                try:
-                    groups, metrics = run.controller.collector.collect(run.step)
-                    run.fleet.sleep()
-                finally:
-                    run.fleet.end_serving()
-            else:
-                run.fleet.serve()
+        return drive(run, work) or ([], {})
     except StarvedError as starved:
         if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
         raise
-    return groups, metrics
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
@@ -292,17 +304,12 @@ def export_is_due(config: RunConfig, step: int) -> bool:
 
 def evaluate(run: TrainingRun) -> Metrics:
     """Held-out metrics on rank 0; nothing on the others."""
-    metrics: Metrics = {}
-    with raise_on_all_ranks(run.policy.processes.control):
-        if run.controller:
-            assert run.controller.evaluator
-            try:
-                metrics = run.controller.evaluator.run(run.fleet)
-            finally:
-                run.fleet.end_serving()
-        else:
-            run.fleet.serve()
-    return metrics
+
+    def work(controller: Controller) -> Metrics:
+        assert controller.evaluator
+        return controller.evaluator.run(run.fleet.generate)
+
+    return drive(run, work) or {}
 
 
 def report(run: TrainingRun, step: int, metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.rewards import AnswerVerifier
-from dapo_mega.rollout.evaluation import Evaluator
+from dapo_mega.rollout.evaluation import make_evaluator
 
 
 def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
@@ -32,13 +32,5 @@ def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     engine.load_weights([list(weights.items())], 0)
     with AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction) as verifier:
-        evaluator = Evaluator(
-            config.evaluation,
-            prompts.prompts,
-            verifier,
-            decoder(tokenizer),
-            stop_token_ids=stop_tokens(path, tokenizer),
-            max_response_tokens=config.rollout.max_response_tokens,
-            seed=config.seed,
-        )
-        return evaluator.run(engine)
+        evaluator = make_evaluator(config, prompts.prompts, verifier, decoder(tokenizer), stop_tokens(path, tokenizer))
+        return evaluator.run(engine.generate)

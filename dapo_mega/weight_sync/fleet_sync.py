@@ -24,6 +24,7 @@ from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError
 from dapo_mega.types import LogProbs, WeightSource
 from dapo_mega.weight_sync.agreement import Agreement, mean_difference
+from dapo_mega.weight_sync.push import WeightSync
 from dapo_mega.weight_sync.update import EngineFleet, Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class _Outcome:
     failures: Mapping[str, str]
 
 
-class FleetWeightSync:
-    """Implements `WeightSync` on every process."""
+class FleetWeightSync(WeightSync):
+    """Brings weights to a fleet of SGLang engines; every process has one."""
 
     def __init__(
         self,

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
 
 from dapo_mega.types import NamedTensors, WeightSource
 
 
-class WeightSync(Protocol):
-    """Brings the policy's weights to the engines. Version 0 is what a run starts from."""
+class WeightSync(ABC):
+    """Numbers the policy's weights and brings them to the engines. Version 0 are the weights a run starts from. What is
+    not abstract here does nothing: right for engines that are always there and share nothing.
+    """
 
+    @abstractmethod
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
         """Collective; returns metrics once the engines sample from the new weights."""
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """`push` to the engines that joined or came back since the last push; the others are not disturbed."""
+        """`push` for the engines that joined or came back since the last one; the others go on undisturbed."""
+        return {}
 
-    def close(self) -> None:
-        """Free what is shared with engines."""
+    def close(self) -> None:  # noqa: B027 (a default)
+        """Let go of what is shared with engines."""
 
 
 class _Loading(Protocol):
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None: ...
 
 
-class EmbeddedWeightSync:
-    """Implements `WeightSync` for engines in the replicas' leader processes."""
+class EmbeddedWeightSync(WeightSync):
+    """Fills engines that live in the replicas' leader processes."""
 
     def __init__(self, engine: _Loading, bucket_mib: float) -> None:
         self._engine = engine
@@ -38,10 +43,3 @@ class EmbeddedWeightSync:
         started = time.perf_counter()
         self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}
-
-    def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """Embedded engines are never outdated."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is shared."""

@@ -22,7 +22,7 @@ from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, 
 
 
 class EmbeddedEngine:
-    """Implements `RolloutEngine` with a transformers causal LM; answers every request with a `Response`.
+    """Generates with a transformers causal LM; answers every request with a `Response`.
 
     Works for models whose layers cache keys and values (full or sliding-window attention).
     """

@@ -1,12 +1,13 @@
 """One embedded engine per data-parallel replica, driven by rank 0 as if they were one engine.
 
-Rank 0 calls `generate`; the other replicas' leaders sit in `serve` and work on the share they are sent until
-rank 0 calls `end_serving`.
+Rank 0 submits requests and generates them all at once when it waits for the first answer. The other replicas' leaders
+sit in `serve` and work on the share they are sent until rank 0 calls `end_serving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,18 +15,21 @@ import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import StopRequested
 from dapo_mega.types import Answer, GenerationRequest, NamedTensors
 
 
-class EmbeddedFleet:
-    """Implements `RolloutEngine` on rank 0; every process constructs one and joins `load_weights`."""
+class EmbeddedFleet(RolloutFleet):
+    """Every process constructs one and joins `load_weights`; rank 0 asks it for answers."""
 
     def __init__(self, processes: Processes, engine: EmbeddedEngine | None) -> None:
         """`engine` is this process's engine: given exactly on the replicas' leaders."""
         assert (engine is not None) == processes.is_leader
         self._processes = processes
         self._engine = engine
+        self._submitted: dict[int, GenerationRequest] = {}
+        self._answered: deque[Answer] = deque()
 
     @property
     def weight_version(self) -> int:
@@ -38,6 +42,31 @@ class EmbeddedFleet:
         else:
             for _ in buckets:
                 pass
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `RolloutEngine`. Nothing is generated yet."""
+        self._submitted.update((request.request_id, request) for request in requests)
+
+    def next_answer(self) -> Answer:
+        """See `RolloutEngine`. Generates all that was submitted when no answer is there."""
+        if not self._answered:
+            assert self._submitted, "nothing was asked"
+            requests, self._submitted = list(self._submitted.values()), {}
+            self._answered.extend(self.generate(requests))
+        return self._answered.popleft()
+
+    def poll_answer(self) -> Answer | None:
+        """See `RolloutEngine`."""
+        return self._answered.popleft() if self._answered else None
+
+    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+        """See `RolloutEngine`."""
+        return {request_id: self.weight_version for request_id in request_ids if request_id in self._submitted}
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """See `RolloutEngine`."""
+        for request_id in request_ids:
+            self._submitted.pop(request_id, None)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Spread the requests over all replicas, groups kept together; answers in the order given. Rank 0 only.
@@ -56,7 +85,7 @@ class EmbeddedFleet:
         return [by_id[request.request_id] for request in requests]
 
     def serve(self) -> None:
-        """Work for rank 0 until it releases. Returns at once where there is no engine."""
+        """Work for rank 0 until it calls `end_serving`. Returns at once where there is no engine."""
         assert self._processes.rank != 0
         if not self._engine:
             return
@@ -75,16 +104,8 @@ class EmbeddedFleet:
         """Send the other leaders on; rank 0 only."""
         self._scatter([None] * self._processes.data_size)
 
-    def on_outdated_engines(self, update: Callable[[], object]) -> None:
-        """Embedded engines neither join nor come back."""
-
-    def sleep(self) -> None:
-        """Nothing to free: the engine keeps its copy of the weights."""
-
-    def pop_metrics(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
+        """Let go of the engine's memory."""
         if self._engine:
             self._engine.close()
 

@@ -17,7 +17,6 @@ Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
 missing or impossible, or weights that were not to sample it."""
 
 _ANY_TOKEN = -1
-_NO_INTERVAL = 2**31 - 1
 _MAX_ROUNDING = 1e-4  # Of a certain token's log-prob, which may come out above 0.
 _EMPTY_TOKENS = np.empty(0, np.int32)
 
@@ -67,18 +66,6 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
     }
 
 
-def batch_payload(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The body of one /generate for several of `generate_payload`. Each output comes as soon as it is finished, and
-    besides only one of the first token."""
-    return {
-        "rid": [payload["rid"] for payload in payloads],
-        "input_ids": [payload["input_ids"] for payload in payloads],
-        "sampling_params": [{**payload["sampling_params"], "stream_interval": _NO_INTERVAL} for payload in payloads],
-        "return_logprob": True,
-        "stream": True,
-    }
-
-
 def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
     """The body of a /generate that asks for the log-probs of these tokens; it samples one more."""
     return {
@@ -105,14 +92,6 @@ def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogP
     if ids != token_ids.tolist():
         raise MalformedAnswer("logprobs", "its prompt's log-probs are those of other tokens")
     return values
-
-
-def finished_rid(output: Any) -> str | None:
-    """Which call of a batch this output ends; None when it is not finished. Raises MalformedAnswer."""
-    _, meta_info = _fields(output)
-    if not isinstance(rid := meta_info.get("id"), str):
-        raise MalformedAnswer("malformed", "it does not say which request it belongs to")
-    return rid if meta_info.get("finish_reason") else None
 
 
 def parse_answer(

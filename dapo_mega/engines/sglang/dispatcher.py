@@ -19,15 +19,12 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dapo_mega.engines.sglang.api import (
     Completion,
     MalformedAnswer,
-    batch_payload,
-    finished_rid,
     generate_payload,
     joined,
     parse_answer,
@@ -47,9 +44,6 @@ from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
-
-# A server's work for every output of a call grows with the call.
-_MAX_CALL_SIZE = 64
 
 
 @dataclass(eq=False)
@@ -77,22 +71,13 @@ class _Request:
 
 @dataclass(eq=False)
 class _Attempt:
-    """A request's part in a call. `version` is that of the engine's weights when it began."""
+    """One call of an engine for a request. `version` is that of the engine's weights when it began."""
 
     rid: str
     work: _Request
     slot: EngineSlot
     version: int
     started: float
-    call: _HttpCall | None = None
-
-
-@dataclass(eq=False)
-class _HttpCall:
-    """One HTTP call and those of its requests that have no outcome yet, by rid."""
-
-    slot: EngineSlot
-    flights: dict[str, _Attempt]
     task: asyncio.Task[None] | None = None
 
 
@@ -145,10 +130,10 @@ class Dispatcher:
 
     # ---- engines ----
 
-    def add_engine(self, client: EngineClient, version: int, supports_batches: bool = False) -> None:
-        """Use an engine that holds these weights; with `supports_batches` requests that start together share a call."""
+    def add_engine(self, client: EngineClient, version: int) -> None:
+        """Use an engine that holds these weights."""
         assert client.url not in self._slots
-        self._slots[client.url] = EngineSlot(client, version, supports_batches)
+        self._slots[client.url] = EngineSlot(client, version)
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
@@ -203,7 +188,7 @@ class Dispatcher:
         self._start_calls()
 
     def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
-        """The oldest weights that have a part in each request, by id; see `StreamingEngine`."""
+        """The oldest weights that have a part in each request, by id; see `RolloutEngine`."""
         works = [work for request_id in request_ids if (work := self._works.get(request_id))]
         return {work.id: work.oldest_version(self._newest_version) for work in works}
 
@@ -248,8 +233,7 @@ class Dispatcher:
         for work in self._works.values():
             if work.retry:
                 work.retry.cancel()
-        calls = {flight.call for flight in self._flights.values() if flight.call}
-        tasks = [*self._background, *(call.task for call in calls if call.task)]
+        tasks = [*self._background, *(flight.task for flight in self._flights.values() if flight.task)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -257,18 +241,8 @@ class Dispatcher:
     # ---- starting calls ----
 
     def _start_calls(self) -> None:
-        boarded: dict[EngineSlot, list[_Attempt]] = {}
         while not self._is_held and (chosen := self._next_flight()):
-            work, slot = chosen
-            flight = self._assign(work, slot)
-            # Alone after a failure: a request that an engine refuses must not take others with it.
-            if slot.supports_batches and not work.num_failures:
-                boarded.setdefault(slot, []).append(flight)
-            else:
-                self._start_call(slot, [flight])
-        for slot, flights in boarded.items():
-            for first in range(0, len(flights), _MAX_CALL_SIZE):
-                self._start_call(slot, flights[first : first + _MAX_CALL_SIZE])
+            self._start_call(*chosen)
 
     def _next_flight(self) -> tuple[_Request, EngineSlot] | None:
         """The first request in the queue for which there is an engine, with that engine."""
@@ -282,7 +256,7 @@ class Dispatcher:
                     return work, slot
         return None
 
-    def _assign(self, work: _Request, slot: EngineSlot) -> _Attempt:
+    def _start_call(self, work: _Request, slot: EngineSlot) -> None:
         del self._waiting[work.id]
         self._router.settle(work.prompt, slot)
         work.num_calls += 1
@@ -292,50 +266,21 @@ class Dispatcher:
         self._flights[rid] = work.flight = flight
         slot.in_flight += 1
         self._idle.clear()
-        return flight
-
-    def _start_call(self, slot: EngineSlot, flights: Sequence[_Attempt]) -> None:
-        call = _HttpCall(slot, {flight.rid: flight for flight in flights})
-        for flight in flights:
-            flight.call = call
-        call.task = self._loop.create_task(self._run(call))
-        call.task.add_done_callback(lambda task: self._end_with_fault(call, task))
+        flight.task = self._loop.create_task(self._run(flight))
+        flight.task.add_done_callback(lambda task: self._end_with_fault(flight, task))
 
     # ---- ending calls ----
 
-    async def _run(self, call: _HttpCall) -> None:
-        """Every request of the call has an outcome when this returns."""
-        payloads = [generate_payload(f.work.request, f.work.parts, f.rid) for f in call.flights.values()]
-        failure: EngineError | MalformedAnswer
+    async def _run(self, flight: _Attempt) -> None:
+        """The request has its answer, or waits for another call, when this returns."""
+        work, slot = flight.work, flight.slot
+        payload = generate_payload(work.request, work.parts, flight.rid)
         try:
-            if len(payloads) == 1:
-                body = await call.slot.client.generate(payloads[0], self._request_timeout_s)
-                for flight in list(call.flights.values()):
-                    self._answered(flight, body)
-            else:
-                await self._run_batch(call, batch_payload(payloads))
-            failure = MalformedAnswer("malformed", "the stream ended without it")
+            body = await slot.client.generate(payload, self._request_timeout_s)
+            versions = VersionRange(self._own_run, flight.version, self._newest_version)
+            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, slot.url)
         except (EngineError, MalformedAnswer) as error:
-            failure = error
-        if flights := list(call.flights.values()):
-            self._failed(call.slot, flights, failure)
-            self._start_calls()
-
-    async def _run_batch(self, call: _HttpCall, payload: dict[str, Any]) -> None:
-        outputs = call.slot.client.generate_batch(payload, self._request_timeout_s)
-        async with aclosing(outputs):
-            async for output in outputs:
-                # What was given up meanwhile has no flight any more.
-                if (rid := finished_rid(output)) and (flight := call.flights.get(rid)):
-                    self._answered(flight, output)
-
-    def _answered(self, flight: _Attempt, body: Any) -> None:
-        work = flight.work
-        versions = VersionRange(self._own_run, flight.version, self._newest_version)
-        try:
-            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, flight.slot.url)
-        except MalformedAnswer as error:
-            self._failed(flight.slot, [flight], error)
+            self._failed(flight, error)
         else:
             self._close_attempt(flight)
             self._accept(flight, completion)
@@ -356,26 +301,25 @@ class Dispatcher:
             work.avoided_url = flight.slot.url
             self._retry(work, "aborted", f"{flight.slot.url}: the engine aborted it")
 
-    def _failed(self, slot: EngineSlot, flights: Sequence[_Attempt], error: EngineError | MalformedAnswer) -> None:
-        """These flights of one call have no usable answer, for one reason."""
+    def _failed(self, flight: _Attempt, error: EngineError | MalformedAnswer) -> None:
+        """The call has no usable answer."""
+        work, slot = flight.work, flight.slot
         is_unreachable = isinstance(error, EngineUnreachable)
         if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
             self._loop.call_later(pause, self._start_calls)
         if self._on_trouble and isinstance(error, EngineUnreachable | EngineDisconnected):
             self._on_trouble(slot.url)
-        for flight in reversed(flights):
-            work = flight.work
-            self._close_attempt(flight)
-            work.avoided_url = slot.url
-            if is_unreachable:  # Nothing was sent, so the request has no part in it.
-                self.counters.call_failed("unreachable")
-                self._wait_first(work)
-            elif isinstance(error, MalformedAnswer):
-                self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
-            else:
-                self._retry(work, _cause(error), str(error))
-            if isinstance(error, EngineTimeout):
-                self._start_background(slot.client.abort(flight.rid))
+        self._close_attempt(flight)
+        work.avoided_url = slot.url
+        if is_unreachable:  # Nothing was sent, so the request has no part in it.
+            self.counters.call_failed("unreachable")
+            self._wait_first(work)
+        elif isinstance(error, MalformedAnswer):
+            self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
+        else:
+            self._retry(work, _cause(error), str(error))
+        if isinstance(error, EngineTimeout):
+            self._start_background(slot.client.abort(flight.rid))
         if not isinstance(error, MalformedAnswer) or error.fault != "version":
             return
         if self._on_wrong_weights and slot.url in self._slots:
@@ -397,28 +341,26 @@ class Dispatcher:
         self._start_calls()
 
     def _close_attempt(self, flight: _Attempt) -> None:
-        """Take a flight off the account. A call without flights is cancelled unless it is the task that runs."""
+        """Take a flight off the account, and hang up unless the call itself does it."""
         del self._flights[flight.rid]
         flight.slot.in_flight -= 1
         flight.work.flight = None
         if not self._flights:
             self._idle.set()
-        if call := flight.call:
-            del call.flights[flight.rid]
-            if not call.flights and call.task and call.task is not asyncio.current_task(self._loop):
-                call.task.cancel()
+        if flight.task and flight.task is not asyncio.current_task(self._loop):
+            flight.task.cancel()
 
     def _abandon(self, flight: _Attempt) -> None:
         """End a flight early on an engine that stays in use."""
         self._close_attempt(flight)
         self._start_background(flight.slot.client.abort(flight.rid))
 
-    def _end_with_fault(self, call: _HttpCall, task: asyncio.Task[None]) -> None:
-        """A call that ended with a fault of the program must not leave its requests waiting for ever."""
+    def _end_with_fault(self, flight: _Attempt, task: asyncio.Task[None]) -> None:
+        """A call that ended with a fault of the program must not leave its request waiting for ever."""
         if task.cancelled() or not (fault := task.exception()):
             return
-        logger.critical("a call of %s failed: %r", call.slot.url, fault, exc_info=fault)
-        for flight in list(call.flights.values()):
+        logger.critical("a call of %s failed: %r", flight.slot.url, fault, exc_info=fault)
+        if flight.rid in self._flights:
             self._close_attempt(flight)
             self._fail(flight.work, f"a fault of the program: {fault!r}")
 

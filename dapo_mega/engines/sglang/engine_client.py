@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,7 +20,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
 # Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
 _KEEP_ALIVE_S = 2.0
-_FIRST_WITH_INTERVALS = (0, 5, 23)  # Of SGLang: `stream_interval` is a sampling parameter.
 _EXCERPT_BYTES = 2000  # Of an answer that an error quotes; the line is shorter.
 _PAGE = "a page for browsers"
 _RESERVED_POSITIONS = 6  # max_req_input_len is this much shorter than what prompt and response may take together.
@@ -89,7 +88,6 @@ class EngineInfo:
 
     `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
     that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
-    `supports_batches`: it understands `sglang_api.batch_payload`, and its last output of a prompt has all tokens.
     `plugin_protocol`: what its `dapo_mega.sglang_plugin` speaks, None without one; `has_plugin`: this trainer speaks it
     too. `model`: the configuration of its model, where it says so.
     """
@@ -104,7 +102,6 @@ class EngineInfo:
     vocab_size: int | None
     weight_version: str
     supports_sessions: bool
-    supports_batches: bool
     disable_radix_cache: bool
     has_plugin: bool = False
     model: Mapping[str, Any] | None = None
@@ -142,22 +139,6 @@ class EngineClient:
     async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
         """The parsed answer of /generate."""
         return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))
-
-    async def generate_batch(self, payload: dict[str, Any], timeout_s: float) -> AsyncGenerator[Any, None]:
-        """The parsed outputs of /generate for several prompts, each as it comes; `timeout_s` is for all of them."""
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        with self._errors_of("/generate", timeout_s):
-            async with self._open_session().post(
-                self.url + "/generate", json=payload, timeout=limits, allow_redirects=False
-            ) as response:
-                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-                    raise EngineRefused(self.url, response.status, f"/generate: {await _excerpt(response)}")
-                rest = b""
-                async for piece in response.content.iter_any():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data: ") and line != b"data: [DONE]":
-                            yield self._output(line.removeprefix(b"data: "))
 
     async def abort(self, rid: str | None = None, all: bool = False) -> None:
         """End calls of /generate early: those whose `rid` starts with this, or all."""
@@ -279,12 +260,6 @@ class EngineClient:
         except (ValueError, RecursionError):
             raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_quote(content)}") from None
 
-    def _output(self, content: bytes) -> Any:
-        output = self._parsed("/generate", content)
-        if isinstance(output, dict) and isinstance(error := output.get("error"), dict):
-            raise EngineRefused(self.url, HTTPStatus.OK, f"/generate: {error.get('message')}")
-        return output
-
     @contextmanager
     def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
         """Turn what aiohttp raises into EngineError."""
@@ -346,12 +321,6 @@ def _quote(content: bytes) -> str:
     return _PAGE if start.startswith(b"<") else one_line(start.decode(errors="replace"), 150)
 
 
-def _supports_batches(server: dict[str, Any]) -> bool:
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(server.get("version")))
-    is_new = numbers is not None and tuple(map(int, numbers.groups())) >= _FIRST_WITH_INTERVALS
-    return is_new and not server.get("incremental_streaming_output", False)
-
-
 def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], supports_sessions: bool) -> EngineInfo:
     context_length = server.get("context_length")
     if context_length is None and server.get("max_req_input_len"):
@@ -370,7 +339,6 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         vocab_size=None if vocab_size is None else int(vocab_size),
         weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
         supports_sessions=supports_sessions,
-        supports_batches=_supports_batches(server),
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
         has_plugin=PROTOCOL in protocols,
         plugin_protocol=next((protocol for protocol in protocols if protocol is not None), None),

@@ -9,14 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.types import Answer, GenerationRequest
 
 _POLL_S = 0.5
 
 
-class SglangFleet:
-    """Implements `RolloutFleet` and, on rank 0, `StreamingEngine`.
+class SglangFleet(RolloutFleet):
+    """SGLang servers behind one `FleetClient`.
 
     Engines that join or come back while rank 0 waits for answers get the current weights at once: all processes take
     part in that, which is what they wait for in `serve`.
@@ -56,7 +57,7 @@ class SglangFleet:
         return self._set_aside.popleft() if self._set_aside else self.client.next_answer(0)
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """See `StreamingEngine`; rank 0 only."""
+        """See `RolloutEngine`; rank 0 only."""
         return self.client.oldest_versions(request_ids)
 
     def _wait(self) -> Answer:

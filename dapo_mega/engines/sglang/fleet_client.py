@@ -92,7 +92,7 @@ class FleetClient:
         self._on_loop(lambda: self._dispatcher.cancel(request_ids))
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """See `StreamingEngine`."""
+        """See `RolloutEngine`."""
         return self._on_loop(lambda: self._dispatcher.oldest_versions(request_ids))
 
     def next_answer(self, timeout_s: float) -> Answer | None:

@@ -141,7 +141,7 @@ class Membership:
             return
         if member.state == "stale":
             assert member.info
-            self.dispatcher.add_engine(member.client, version, supports_batches=member.info.supports_batches)
+            self.dispatcher.add_engine(member.client, version)
         elif member.state == "serving":
             self.dispatcher.set_version(url, version)
         else:

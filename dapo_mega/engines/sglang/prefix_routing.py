@@ -31,7 +31,6 @@ class EngineSlot:
 
     client: EngineClient
     version: int
-    supports_batches: bool = False
     in_flight: int = 0
     paused_until: float = 0.0
     _finished: int = 0

@@ -13,6 +13,7 @@ from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import render
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
 from dapo_mega.errors import InputError
+from dapo_mega.rollout.group_state import dataset_fingerprint
 
 PUBLIC_DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 TOKENIZER = build_byte_tokenizer()
@@ -59,6 +60,23 @@ def test_the_first_of_equal_prompts_stays_and_contradictions_are_counted(tmp_pat
     every = _load(config.model_copy(update={"deduplicate": False}))
     assert [prompt.text for prompt in every.prompts] == ["a", "b", "a", "a", "a", "c"]
     assert (every.num_duplicates, every.num_conflicting) == (0, 0)
+
+
+def test_all_other_columns_stay_with_the_first_of_equal_prompts(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "a", "meta": {"answer": "1", "level": {"of": 5}}, "share": 0.1, "big": 2**70, "none": None},
+        {"prompt": "a", "meta": {"answer": "1", "level": {"of": 6}}},
+        {"prompt": "b", "meta": {"answer": "1"}, "meta.answer": "2", "tags": [1, "x", [True]]},
+    ]
+    data = _load(_dataset(tmp_path, records, columns={"ground_truth": "meta.answer"}))
+    assert [dict(prompt.fields) for prompt in data.prompts] == [
+        {"meta": {"level": {"of": 5}}, "share": 0.1, "big": 2**70, "none": None},
+        {"meta": {"answer": "1"}, "tags": [1, "x", [True]]},
+    ]
+    with pytest.raises(TypeError):
+        data.prompts[0].fields["share"] = 0.2
+    bare = _load(_dataset(tmp_path, [{"prompt": p.text, "answer": p.ground_truth} for p in data.prompts]))
+    assert dataset_fingerprint(bare.prompts) == dataset_fingerprint(data.prompts)
 
 
 def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Dynamic sampling's loop: failures are retried, groups arrive in order, starvation says why, state continues."""
+"""Dynamic sampling's loop: groups arrive in order, failures are counted, starvation says why, state continues."""
 
 import json
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,46 +45,17 @@ def config(**changes):
 
 
 class ScriptedEngine:
-    """Answers by a rule; faults that a real engine cannot be made to show on demand (see test_embedded.py for the
-    real one)."""
+    """Answers by a rule; faults that a real engine cannot be made to show on demand.
 
-    weight_version = 0
-
-    def __init__(self, is_right, fails=lambda request, attempt: False):
-        self.is_right, self.fails = is_right, fails
-        self.attempts = {}
-        self.asked = []
-
-    def generate(self, requests):
-        answers = []
-        for request in requests:
-            attempt = self.attempts[request.request_id] = self.attempts.get(request.request_id, 0) + 1
-            if self.fails(request, attempt):
-                answers.append(GenerationFailure(request.request_id, "scripted"))
-                continue
-            answers.append(self.respond(request))
-        return answers
-
-    def respond(self, request, **versions):
-        prompt = prompt_of(request)
-        self.asked.append((request.request_id, prompt, request.seed))
-        right = self.is_right(prompt, request.request_id)
-        length = 3 + request.request_id % 14
-        tokens = np.full(length, 1 if right else 2, np.int32)
-        finish = "length" if length >= 16 else "stop"
-        logprobs = -np.random.default_rng(request.request_id).random(length, dtype=np.float32)
-        return Response(request.request_id, tokens, logprobs, finish, **{"weight_version": 0, **versions})
-
-
-class ScriptedStream(ScriptedEngine):
-    """Finishes the request next that `order` sorts first; the first two tokens of one that was submitted under older
+    Finishes the request next that `order` sorts first; the first two tokens of one that was submitted under older
     weights are of those. Requests that are cancelled are answered all the same. What is in `arrived` lies there
-    already."""
+    already.
+    """
 
     def __init__(self, is_right, order=lambda request: request.request_id, fails=lambda request: False):
-        super().__init__(is_right)
-        self.order, self.fails_for_good = order, fails
+        self.is_right, self.order, self.fails = is_right, order, fails
         self.version = 0
+        self.asked = []
         self.in_flight = {}
         self.submitted, self.cancelled = [], []
         self.arrived = deque()
@@ -107,7 +79,7 @@ class ScriptedStream(ScriptedEngine):
 
     def finish(self, request_id):
         request, version = self.in_flight.pop(request_id)
-        if self.fails_for_good(request):
+        if self.fails(request):
             return GenerationFailure(request.request_id, "scripted")
         if version == self.version:
             return self.respond(request, weight_version=version)
@@ -119,22 +91,42 @@ class ScriptedStream(ScriptedEngine):
             self.arrived.append(self.respond(self.in_flight.pop(request_id)[0]))
             self.cancelled.append(request_id)
 
+    def respond(self, request, **versions):
+        prompt = prompt_of(request)
+        self.asked.append((request.request_id, prompt, request.seed))
+        right = self.is_right(prompt, request.request_id)
+        length = 3 + request.request_id % 14
+        tokens = np.full(length, 1 if right else 2, np.int32)
+        finish = "length" if length >= 16 else "stop"
+        logprobs = -np.random.default_rng(request.request_id).random(length, dtype=np.float32)
+        return Response(request.request_id, tokens, logprobs, finish, **{"weight_version": 0, **versions})
+
 
 def prompt_of(request):
     return int(request.prompt_token_ids[0]) - 1
 
 
-def collector(engine, run):
+class HookedScorer(ResponseScorer):
+    """Calls `before` with what is to be scored."""
+
+    before = staticmethod(lambda asked: None)
+
+    def score(self, asked):
+        self.before(asked)
+        return super().score(asked)
+
+
+def collector(engine, run, prompts=PROMPTS, before_scoring=None):
     def decode(responses):
         assert responses, "tokenizers make one empty text of no responses"
         # The scripted token says whether the answer is the truth; which truth, the request's prompt decides.
         return [f"Answer: {'T' if tokens[0] == 1 else 'F'}" for tokens in responses]
 
     verifier = AnswerVerifier(1, 5.0)
-    prompts = [Prompt(p.index, p.text, p.token_ids, "T") for p in PROMPTS]
-    scorer = ResponseScorer(run.reward, verifier, decode, run.rollout.max_response_tokens, run.seed)
-    streaming_engine = engine if isinstance(engine, ScriptedStream) else None
-    return Collector(run, prompts, engine, scorer, (2,), streaming_engine=streaming_engine)
+    prompts = [replace(prompt, ground_truth="T") for prompt in prompts]
+    scorer = HookedScorer(run.reward, verifier, decode, run.rollout.max_response_tokens, run.seed)
+    scorer.before = before_scoring or scorer.before
+    return Collector(run, prompts, engine, scorer, (2,))
 
 
 def every_other(prompt, request_id):
@@ -164,24 +156,14 @@ def test_the_next_round_asks_less_when_surplus_is_held():
     assert len(engine.asked) - first == 3 * 4
 
 
-def test_failed_generations_are_retried_and_never_scored():
-    engine = ScriptedEngine(every_other, fails=lambda request, attempt: request.request_id % 3 == 0 and attempt < 3)
-    subject = collector(engine, config())
-    groups, metrics = subject.collect(0)
-    assert len(groups) == 4
-    assert metrics["rollout/retried_requests"] == 2 * 8
-    assert metrics["rollout/dropped_groups"] == 0
-    assert metrics["rollout/accuracy_mean"] == 0.5
-
-
-def test_a_group_whose_request_keeps_failing_is_dropped_and_counted():
-    engine = ScriptedEngine(every_other, fails=lambda request, attempt: request.request_id == 1)
+def test_a_group_whose_request_fails_is_dropped_counted_and_never_scored():
+    engine = ScriptedEngine(every_other, fails=lambda request: request.request_id == 1)
     subject = collector(engine, config())
     groups, metrics = subject.collect(0)
     assert metrics["rollout/dropped_groups"] == 1
     assert metrics["groups/offered"] == 5
-    assert all(r.response.request_id >= 4 for g in groups for r in g.responses)
-    assert engine.attempts[1] == 3
+    assert metrics["rollout/accuracy_mean"] == 0.5
+    assert all(r.response.request_id >= 4 for g in [*groups, *subject.buffer.groups] for r in g.responses)
 
 
 def test_starvation_names_the_acceptance_rate():
@@ -193,8 +175,10 @@ def test_starvation_names_the_acceptance_rate():
 
 
 def test_stale_surplus_is_dropped_and_counted():
-    subject = collector(ScriptedEngine(every_other), config(algorithm={"max_staleness": 1}))
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, config(algorithm={"max_staleness": 1}))
     subject.collect(0)
+    engine.version = 5
     _, metrics = subject.collect(5)
     assert metrics["buffer/stale_dropped"] == 2
 
@@ -286,26 +270,28 @@ def test_the_order_in_which_answers_come_changes_nothing_without_partial_rollout
     run = config(reward={"overlong_cache_tokens": 7})
     expected, expected_metrics = collector(ScriptedEngine(every_other), run).collect(0)
     ranks = np.random.default_rng(0).permutation(6 * 4)
-    shuffled = ScriptedStream(every_other, order=lambda request: ranks[request.request_id])
+    shuffled = ScriptedEngine(every_other, order=lambda request: ranks[request.request_id])
     groups, metrics = collector(shuffled, run).collect(0)
     assert request_ids(groups) == request_ids(expected)
     assert not shuffled.in_flight
-    same = expected_metrics.keys() - {"rollout/tokens_per_s", "rollout/retried_requests"}
+    same = expected_metrics.keys() - {"rollout/tokens_per_s"}
     assert {name: metrics[name] for name in same} == {name: expected_metrics[name] for name in same}
 
 
 def test_a_group_is_scored_while_others_are_still_generated():
-    engine = ScriptedStream(every_other)
-    subject = collector(engine, config())
+    engine = ScriptedEngine(every_other)
     waiting = []
-    score = subject._scorer.score
-    subject._scorer.score = lambda asked: waiting.append(len(engine.in_flight)) or score(asked)
-    subject.collect(0)
+
+    def note(asked):
+        if asked:
+            waiting.append(len(engine.in_flight))
+
+    collector(engine, config(), before_scoring=note).collect(0)
     assert waiting == [20, 16, 12, 8, 4, 0]
 
 
 def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest_in_flight():
-    engine = ScriptedStream(every_other, order=straggler)
+    engine = ScriptedEngine(every_other, order=straggler)
     groups, metrics = collector(engine, partial()).collect(0)
     # Group 0 lacks its straggler; groups 1 to 4 are complete, and 6 and 7 took the places of the first two. With one
     # group more in flight there could be more left than the next step takes.
@@ -318,7 +304,7 @@ def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest_in_flight():
 
 
 def test_a_response_that_goes_on_under_new_weights_counts_as_of_the_oldest_and_is_stale_up_to_the_change():
-    engine = ScriptedStream(every_other, order=straggler)
+    engine = ScriptedEngine(every_other, order=straggler)
     subject = collector(engine, partial())
     subject.collect(0)
     engine.version = 1
@@ -332,7 +318,7 @@ def test_a_response_that_goes_on_under_new_weights_counts_as_of_the_oldest_and_i
 
 
 def test_a_group_in_flight_that_may_be_too_old_is_cancelled_and_counted():
-    engine = ScriptedStream(every_other, order=straggler)
+    engine = ScriptedEngine(every_other, order=straggler)
     subject = collector(engine, partial())
     for version in range(3):
         engine.version = version
@@ -344,7 +330,7 @@ def test_a_group_in_flight_that_may_be_too_old_is_cancelled_and_counted():
 
 
 def test_a_complete_group_of_too_old_weights_is_dropped_and_counted():
-    class Outdated(ScriptedStream):
+    class Outdated(ScriptedEngine):
         def respond(self, request, **versions):
             # An engine that missed two updates.
             return super().respond(request, weight_version=0 if request.request_id < 4 else 2)
@@ -357,7 +343,7 @@ def test_a_complete_group_of_too_old_weights_is_dropped_and_counted():
 
 
 def test_a_request_that_no_engine_serves_drops_its_group_and_cancels_the_rest_of_it():
-    engine = ScriptedStream(every_other, fails=lambda request: request.request_id == 1)
+    engine = ScriptedEngine(every_other, fails=lambda request: request.request_id == 1)
     groups, metrics = collector(engine, partial()).collect(0)
     assert metrics["rollout/dropped_groups"] == 1
     assert engine.cancelled == [2, 3]
@@ -365,19 +351,19 @@ def test_a_request_that_no_engine_serves_drops_its_group_and_cancels_the_rest_of
 
 
 def test_a_starved_partial_step_asks_no_more_than_its_rounds():
-    engine = ScriptedStream(lambda prompt, request_id: False)
+    engine = ScriptedEngine(lambda prompt, request_id: False)
     with pytest.raises(StarvedError, match=r"after 3 generation rounds.*18 all wrong"):
         collector(engine, partial()).collect(0)
     assert len(engine.submitted) == 3 * 6 * 4
 
 
 def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_asked_twice():
-    before = ScriptedStream(every_other, order=straggler)
+    before = ScriptedEngine(every_other, order=straggler)
     subject = collector(before, partial())
     before.version = 3
     trained = request_ids(subject.collect(3)[0])
     values, arrays = subject.state()
-    after = ScriptedStream(every_other)
+    after = ScriptedEngine(every_other)
     resumed = collector(after, partial())
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     assert not after.submitted, "engines have no weights yet when a checkpoint is loaded"
@@ -398,39 +384,29 @@ def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_ask
 
 
 def test_groups_in_flight_are_not_dropped_by_a_run_that_cannot_go_on_with_them():
-    subject = collector(ScriptedStream(every_other), partial())
+    subject = collector(ScriptedEngine(every_other), partial())
     subject.collect(0)
     with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true goes on with"):
         collector(ScriptedEngine(every_other), config()).load_state(*subject.state())
 
 
-class StoppedEngine(ScriptedStream):
-    """Is told to stop after so many answers, in `generate` or between answers that come one by one."""
+class StoppedEngine(ScriptedEngine):
+    """Is told to stop after so many answers."""
 
     def __init__(self, is_right, after):
         super().__init__(is_right)
         self.left = after
 
     def next_answer(self):
-        self.count(1)
+        if not self.left:
+            raise StopRequested("told so")
+        self.left -= 1
         return super().next_answer()
 
-    def generate(self, requests):
-        self.count(len(requests))
-        return super().generate(requests)
 
-    def count(self, num_answers):
-        if self.left < num_answers:
-            raise StopRequested("told so")
-        self.left -= num_answers
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with(streaming):
+def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
     engine = StoppedEngine(every_third, after=10**6)
-    undisturbed, stopped = (collector(e, config()) for e in (ScriptedStream(every_third), engine))
-    if not streaming:
-        undisturbed._in_flight = stopped._in_flight = None
+    undisturbed, stopped = (collector(e, config()) for e in (ScriptedEngine(every_third), engine))
     for subject in (undisturbed, stopped):
         subject.collect(0)
     before = stopped.state()

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from dapo_mega.rewards import Verdict
 from dapo_mega.rollout.evaluation import majority_is_correct, pass_at_k
+from dapo_mega.types import ScoredResponse
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4)])
@@ -18,8 +18,8 @@ def test_pass_at_k_refuses_more_draws_than_samples():
         pass_at_k(3, 1, 4)
 
 
-def verdicts(*answers):
-    return [Verdict(answer == "42", answer, "correct" if answer == "42" else "wrong") for answer in answers]
+def scored(*answers):
+    return [ScoredResponse(None, "", answer == "42", 0.0, 0.0, answer) for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def verdicts(*answers):
     ],
 )
 def test_the_majority_of_given_answers_decides(answers, expected):
-    assert majority_is_correct(verdicts(*answers)) is expected
+    assert majority_is_correct(scored(*answers)) is expected

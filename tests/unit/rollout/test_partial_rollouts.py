@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.rollout.test_collector import ScriptedStream, collector, every_other, partial
+from tests.unit.rollout.test_collector import ScriptedEngine, collector, every_other, partial
 
 N, SIZE = 8, 4
 
@@ -20,7 +20,7 @@ def run_of(generation_groups, max_staleness=1, **algorithm):
     return partial(batch=batch, algorithm=algorithm, reward={"source": "random", "overlong_cache_tokens": 4})
 
 
-class Engines(ScriptedStream):
+class Engines(ScriptedEngine):
     """Generates `capacity` requests at a time, in the order of their submission, and finishes them in an order of its
     own, also between steps. Knows of every request when it was begun, answered or cancelled."""
 
@@ -153,7 +153,7 @@ def test_no_group_that_is_complete_and_fresh_enough_is_ever_dropped(
 
 def after_a_step(generation_groups=12):
     """A run whose first step used the first groups asked and left the next ones in flight; new weights are there."""
-    engine = ScriptedStream(every_other)
+    engine = ScriptedEngine(every_other)
     subject = collector(engine, run_of(generation_groups))
     subject.collect(0)
     assert sorted(engine.in_flight) == list(range(N * SIZE, 2 * N * SIZE))
@@ -206,7 +206,7 @@ def test_a_restart_loses_nothing_that_had_arrived():
     for request_id in had_arrived:
         engine.arrived.append(engine.finish(request_id))
     values, arrays = subject.state()
-    again = ScriptedStream(every_other)
+    again = ScriptedEngine(every_other)
     again.version = 1
     resumed = collector(again, run_of(12))
     resumed.load_state(json.loads(json.dumps(values)), arrays)
@@ -225,7 +225,7 @@ def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
     values, arrays = subject.state()
     for record in values["in_flight"]:
         record["oldest_version"] = 0  # Checkpoints of earlier versions hold it.
-    again = ScriptedStream(every_other)
+    again = ScriptedEngine(every_other)
     resumed = collector(again, run_of(12))
     resumed.load_state(values, arrays)
     again.version = 2
@@ -236,11 +236,11 @@ def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
 
 def test_a_group_that_fails_while_a_checkpoint_is_written_is_counted_or_asked_again_after_a_restart():
     engine, subject = after_a_step()
-    engine.fails_for_good = lambda request: request.request_id == 8 * SIZE
+    engine.fails = lambda request: request.request_id == 8 * SIZE
     engine.arrived.append(engine.finish(8 * SIZE))
     values, arrays = subject.state()
     assert len(values["in_flight"]) == N
-    again = ScriptedStream(every_other)
+    again = ScriptedEngine(every_other)
     resumed = collector(again, run_of(12))
     resumed.load_state(values, arrays)
     assert resumed.collect(1)[1]["rollout/dropped_groups"] == 0

@@ -113,9 +113,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_of(
-    *engines: ScriptedEngine, version: int = 0, supports_batches: bool = False, **options: Any
-) -> AsyncIterator[Fleet]:
+async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -> AsyncIterator[Fleet]:
     """A dispatcher that uses all engines, which hold weights of this version."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -130,7 +128,7 @@ async def fleet_of(
         dispatcher = Dispatcher(on_answer=queue.put_nowait, **settings)
         for engine, client in zip(engines, clients, strict=True):
             engine.version = str(version)
-            dispatcher.add_engine(client, version, supports_batches)
+            dispatcher.add_engine(client, version)
         try:
             yield Fleet(dispatcher, clients, queue)
         finally:

@@ -1,6 +1,5 @@
 """Payloads and answers of SGLang, without a server."""
 
-import copy
 import math
 from dataclasses import replace
 
@@ -10,8 +9,6 @@ import pytest
 from dapo_mega.engines.sglang.api import (
     Completion,
     MalformedAnswer,
-    batch_payload,
-    finished_rid,
     generate_payload,
     joined,
     parse_answer,
@@ -91,65 +88,6 @@ def test_greedy_top_k_and_no_stop_tokens_are_said_in_sglangs_words():
     assert parameters["top_k"] == 5
     assert parameters["ignore_eos"] is True
     assert "stop_token_ids" not in parameters
-
-
-def test_a_batch_says_for_each_request_in_order_what_its_own_payload_says():
-    samplings = [
-        SamplingParams(max_new_tokens=4, stop_token_ids=(9,)),
-        SamplingParams(temperature=0.0, top_k=5, max_new_tokens=20480),
-        SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=3, stop_token_ids=(1, 2)),
-    ]
-    requests = [
-        GenerationRequest(i, np.arange(i + 1, dtype=np.int32), (5 << 64) | i, sampling)
-        for i, sampling in enumerate(samplings)
-    ]
-    parts = [[], [part([8, 7], 0)], []]
-    payloads = [generate_payload(requests[i], parts[i], f"r-{9 - i}.") for i in range(3)]
-    as_they_were = copy.deepcopy(payloads)
-    batch = batch_payload(payloads)
-    assert payloads == as_they_were
-    assert batch.keys() == {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
-    assert (batch["return_logprob"], batch["stream"]) == (True, True)
-    assert batch["rid"] == ["r-9.", "r-8.", "r-7."]
-    assert batch["input_ids"] == [[0], [0, 1, 8, 7], [0, 1, 2]]
-    for sampling, payload in zip(batch["sampling_params"], payloads, strict=True):
-        # No output between the first token and the end, and a number that SGLang can hold.
-        assert payload["sampling_params"]["max_new_tokens"] < sampling["stream_interval"] < 2**31
-        assert sampling == {**payload["sampling_params"], "stream_interval": sampling["stream_interval"]}
-
-
-@pytest.mark.parametrize("kind", ["stop", "length", "abort"])
-def test_a_finished_output_of_a_batch_names_its_request_and_is_read_like_an_answer(kind):
-    ids = [1, 2, 3, 4]
-    output = {"index": 3, **answer(ids, kind, id="r-1.")}
-    assert finished_rid(output) == "r-1."
-    assert parsed(output).token_ids.tolist() == ids
-
-
-def test_an_output_that_goes_on_ends_no_request():
-    assert finished_rid(answer([1], finish_reason=None, id="r-1.")) is None
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        None,
-        7,
-        [answer([1, 2, 3, 4], id="r-1.")],
-        {},
-        {"output_ids": [1]},
-        {"output_ids": [1], "meta_info": []},
-        {"output_ids": None, "meta_info": {"id": "r-1.", "finish_reason": {"type": "stop"}}},
-        answer([1, 2, 3, 4]),
-        answer([1, 2, 3, 4], id=3),
-        answer([1, 2, 3, 4], id=["r-1."]),
-        answer([1], finish_reason=None),
-    ],
-)
-def test_an_output_that_does_not_say_whose_it_is_is_malformed(output):
-    with pytest.raises(MalformedAnswer) as caught:
-        finished_rid(output)
-    assert caught.value.fault == "malformed"
 
 
 @pytest.mark.parametrize(

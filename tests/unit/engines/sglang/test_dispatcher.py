@@ -74,68 +74,6 @@ def test_a_fault_is_retried_on_another_engine_and_never_becomes_an_answer(fault)
     within_deadline(body)
 
 
-CAUSE_IN_A_BATCH = {**CAUSE_OF_FAULT, "lost": "malformed", "twice": None, "stranger": None}
-
-
-@pytest.mark.parametrize("fault", CAUSE_IN_A_BATCH)
-def test_a_fault_within_a_shared_call_is_made_good_and_never_becomes_an_answer(fault):
-    async def body():
-        bad, good = engines(2, tokens_per_s=300)
-        bad.fault = lambda payload: fault if payload["input_ids"][1] == 6 else None
-        limit_s = 1.0 if fault in ("hang", "drip") else 20.0
-        async with fleet_of(bad, good, version=3, supports_batches=True, request_timeout_s=limit_s) as fleet:
-            fleet.dispatcher.remove_engine(good.url, "for now")
-            requests = [make_request([5, i], max_new_tokens=4 + i) for i in range(12)]
-            fleet.dispatcher.submit(requests)
-            await until(lambda: len(bad.payloads) == 12)
-            fleet.dispatcher.add_engine(fleet.clients[1], 3)
-            for request, answer in zip(requests, await fleet.answers(requests), strict=True):
-                assert_exact(answer, request)
-            metrics = fleet.dispatcher.pop_metrics()
-            assert fleet.queue.empty()
-        assert bad.calls["/generate"] == 1
-        assert metrics["rollout/requests_answered"] == 12
-        # Shorter ones had been answered before; an error of the whole call fails what is left of it.
-        ends_the_call = fault in ("malformed_json", "not_an_object", "error_500", "reset")
-        expected = 0 if fault in ("twice", "stranger") else 6 if ends_the_call else 1
-        assert metrics["rollout/failed_calls"] == expected
-        if cause := CAUSE_IN_A_BATCH[fault]:
-            assert metrics[f"rollout/failed_calls_{cause}"] == expected
-
-    within_deadline(body)
-
-
-def test_one_of_a_shared_call_can_be_cancelled_and_the_others_go_on():
-    async def body():
-        (engine,) = engines(1, tokens_per_s=100)
-        async with fleet_of(engine, supports_batches=True) as fleet:
-            requests = [make_request([5, i], max_new_tokens=20 + i) for i in range(4)]
-            fleet.dispatcher.submit(requests)
-            await until(lambda: engine.in_flight == 4)
-            fleet.dispatcher.cancel([requests[1].request_id])
-            kept = [requests[0], *requests[2:]]
-            for request, answer in zip(kept, await fleet.answers(kept), strict=True):
-                assert_exact(answer, request)
-            assert fleet.queue.empty()
-            assert (engine.calls["/generate"], engine.calls["/abort_request"]) == (1, 1)
-            assert fleet.dispatcher.counters.count("cancelled") == 1
-
-    within_deadline(body)
-
-
-def test_requests_that_start_together_share_calls_of_limited_size():
-    async def body():
-        (engine,) = engines(1, tokens_per_s=1000)
-        async with fleet_of(engine, supports_batches=True, requests_per_engine=200) as fleet:
-            requests = [make_request([5, i]) for i in range(150)]
-            for request, answer in zip(requests, await fleet.ask(*requests), strict=True):
-                assert_exact(answer, request)
-        assert engine.calls["/generate"] == 3
-        assert [payload["input_ids"][1] for payload in engine.payloads] == list(range(150))
-
-    within_deadline(body)
-
-
 @pytest.mark.parametrize("fault", ["error_500", "malformed_json", "old_version"])
 def test_a_request_that_fails_everywhere_ends_as_a_failure_with_its_reason(fault):
     async def body():
@@ -343,12 +281,11 @@ def test_a_call_that_takes_too_long_is_aborted_and_made_elsewhere():
     within_deadline(body)
 
 
-@pytest.mark.parametrize("supports_batches", [False, True])
-def test_the_work_of_an_engine_that_leaves_moves_at_once_and_costs_no_attempt(supports_batches):
+def test_the_work_of_an_engine_that_leaves_moves_at_once_and_costs_no_attempt():
     async def body():
         stuck, good = engines(2)
         stuck.fault = lambda payload: "hang"
-        options = {"max_attempts": 1, "backoff_s": 60.0, "supports_batches": supports_batches}
+        options = {"max_attempts": 1, "backoff_s": 60.0}
         async with fleet_of(stuck, good, **options) as fleet:
             requests = [make_request([5, i]) for i in range(20)]
             fleet.dispatcher.submit(requests)
@@ -385,11 +322,61 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
     within_deadline(body)
 
 
-@pytest.mark.parametrize("supports_batches", [False, True])
-def test_held_requests_do_not_start_and_drain_waits_for_those_that_have(supports_batches):
+def test_a_request_that_is_cancelled_before_its_call_is_made_is_not_sent():
+    async def body():
+        (engine,) = engines(1)
+        async with fleet_of(engine) as fleet:
+            requests = [make_request([5, i]) for i in range(3)]
+            fleet.dispatcher.submit(requests)
+            fleet.dispatcher.cancel([requests[1].request_id])
+            kept = [requests[0], requests[2]]
+            for request, answer in zip(kept, await fleet.answers(kept), strict=True):
+                assert_exact(answer, request)
+            assert fleet.queue.empty()
+        assert prompts_of(engine).keys() == {(5, 0), (5, 2)}
+
+    within_deadline(body)
+
+
+def test_calls_that_nobody_waits_for_are_hung_up_even_where_aborts_are_lost():
+    async def body():
+        (engine,) = engines(1, tokens_per_s=0.001)
+
+        async def lost(rid="", all=False):
+            aborted.append(rid)
+
+        aborted = []
+        async with fleet_of(engine, request_timeout_s=600.0) as fleet:
+            fleet.clients[0].abort = lost
+            requests = [make_request([5, i]) for i in range(3)]
+            fleet.dispatcher.submit(requests)
+            await until(lambda: engine.in_flight == 3)
+            fleet.dispatcher.cancel([request.request_id for request in requests])
+            await until(lambda: engine.in_flight == 0)
+            assert sorted(aborted) == sorted(payload["rid"] for payload in engine.payloads)
+            assert fleet.queue.empty()
+
+    within_deadline(body)
+
+
+def test_a_call_that_fails_makes_room_for_others_at_once():
+    async def body():
+        (engine,) = engines(1)
+        engine.fault = lambda payload: "error_500" if payload["input_ids"][1] == 0 else None
+        async with fleet_of(engine, requests_per_engine=1, backoff_s=60.0) as fleet:
+            requests = [make_request([5, i]) for i in range(2)]
+            fleet.dispatcher.submit(requests)
+            (answer,) = await fleet.answers(requests[1:])
+            assert_exact(answer, requests[1])
+            assert fleet.dispatcher.pop_metrics()["rollout/failed_calls"] == 1
+
+    within_deadline(body)
+
+
+def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
     async def body():
         (engine,) = engines(1, tokens_per_s=100)
-        async with fleet_of(engine, requests_per_engine=3, supports_batches=supports_batches) as fleet:
+        async with fleet_of(engine, requests_per_engine=3) as fleet:
             requests = [make_request([5, i], max_new_tokens=10 + 15 * i) for i in range(5)]
             fleet.dispatcher.submit(requests)
             await until(lambda: engine.in_flight == 3)
@@ -403,12 +390,11 @@ def test_held_requests_do_not_start_and_drain_waits_for_those_that_have(supports
     within_deadline(body)
 
 
-@pytest.mark.parametrize("supports_batches", [False, True])
-def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was(supports_batches):
+def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was():
     async def body():
         two = engines(2, tokens_per_s=300)
         stop = 77
-        async with fleet_of(*two, version=4, max_attempts=1, supports_batches=supports_batches) as fleet:
+        async with fleet_of(*two, version=4, max_attempts=1) as fleet:
             requests = [make_request([5, i], max_new_tokens=200, stop_token_ids=(stop,)) for i in range(12)]
             fleet.dispatcher.submit(requests)
             await until(lambda: sum(engine.in_flight for engine in two) == 12)
@@ -560,23 +546,21 @@ def test_thousands_of_requests_are_in_flight_at_once():
     within_deadline(body)
 
 
-@pytest.mark.parametrize("supports_batches", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_account_balances_in_a_storm_of_faults(seed, supports_batches):
+def test_the_account_balances_in_a_storm_of_faults(seed):
     """Faults, engines that come and go, cancellations and weight updates all at once: every request that is not
     cancelled is answered once, and every response is exact."""
     draw = random.Random(seed)
-    causes = CAUSE_IN_A_BATCH if supports_batches else CAUSE_OF_FAULT
-    faults = [fault for fault in causes if fault not in ("hang", "drip")]
+    faults = [fault for fault in CAUSE_OF_FAULT if fault not in ("hang", "drip")]
 
     async def body():
         four = engines(4, tokens_per_s=1000)
         for engine in four:
             engine.fault = lambda payload: draw.choice(faults) if draw.random() < 0.15 else None
-        options = {"requests_per_engine": 16, "max_attempts": 4, "supports_batches": supports_batches}
+        options = {"requests_per_engine": 16, "max_attempts": 4}
         async with fleet_of(*four, **options) as fleet:
             requests = [make_request([5, draw.randrange(30)], max_new_tokens=draw.randint(1, 40)) for _ in range(400)]
-            disturbing = asyncio.create_task(disturb(fleet, four, draw, supports_batches))
+            disturbing = asyncio.create_task(disturb(fleet, four, draw))
             for i in range(0, 400, 50):
                 fleet.dispatcher.submit(requests[i : i + 50])
                 await asyncio.sleep(0.03)
@@ -592,7 +576,7 @@ def test_the_account_balances_in_a_storm_of_faults(seed, supports_batches):
     within_deadline(body)
 
 
-async def disturb(fleet, engines, draw, supports_batches):
+async def disturb(fleet, engines, draw):
     """Remove, return and update engines until it is cancelled."""
     clients = dict(zip(engines, fleet.clients, strict=True))
     present, version = set(engines), 0
@@ -605,7 +589,7 @@ async def disturb(fleet, engines, draw, supports_batches):
         elif engine not in present:
             present.add(engine)
             engine.version = str(version)
-            fleet.dispatcher.add_engine(clients[engine], version, supports_batches)
+            fleet.dispatcher.add_engine(clients[engine], version)
         else:
             version += 1
             fleet.dispatcher.hold()

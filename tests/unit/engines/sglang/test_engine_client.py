@@ -348,29 +348,6 @@ def test_a_server_that_is_not_sglang_is_told_so():
     assert "/server_info" in error.reason
 
 
-@pytest.mark.parametrize(
-    ("version", "supports"),
-    [
-        ("0.5.22", False),
-        ("0.4.99", False),
-        ("0.5.23", True),
-        ("0.5.23.post1", True),
-        ("0.5.100", True),
-        ("0.6.0", True),
-        ("1.0.0", True),
-        ("unknown", False),
-        (None, False),
-    ],
-)
-def test_a_server_gets_batches_from_the_version_on_that_understands_them(version, supports):
-    assert info_with(version=version).supports_batches == supports
-
-
-def test_a_server_whose_outputs_are_pieces_gets_no_batches():
-    assert not info_with(version="0.5.23", incremental_streaming_output=True).supports_batches
-    assert info_with(version="0.5.23", incremental_streaming_output=False).supports_batches
-
-
 def info_with(**settings):
     async def body():
         engine = ScriptedEngine(VOCAB_SIZE)
