@@ -205,7 +205,7 @@ def test_a_key_head_that_processes_share_learns_the_same(one_key_head, name):
 
 
 @pytest.mark.parametrize("name", LATENT[2])
-def test_latent_attention_and_routing_biases_learn_the_same_under_every_layout(latent, name):
+def test_latent_attention_with_routing_biases_learns_the_same(latent, name):
     alone = latent["fixed_one" if name.startswith("fixed") else "one"]
     biases = [key for key in alone["after"] if key.endswith("e_score_correction_bias")]
     assert len(biases) == 3

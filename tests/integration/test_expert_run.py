@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 AUXILIARY = "compute.moe={aux_loss_coefficient: 0.01, z_loss_coefficient: 0.001}"
 
 
-def test_a_run_under_expert_parallelism_agrees_with_its_engine_and_exports(tmp_path):
+def test_a_run_with_spread_experts_agrees_with_its_engine_and_exports(tmp_path):
     config = prepare(tmp_path)
     vocab_size = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
     experts = make_moe_model(tmp_path / "experts", num_layers=2, vocab_size=vocab_size)

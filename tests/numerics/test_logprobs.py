@@ -140,7 +140,7 @@ def test_bf16_stays_within_its_rounding_of_float64(group):
         assert_near(a, b, 2**-5)
 
 
-def test_many_small_bf16_contributions_to_the_weight_are_summed_in_float32(group):
+def test_many_small_bf16_gradients_of_a_weight_are_summed_in_float32(group):
     """512 equal addends; a bf16 sum would stand still at 256 of them."""
     hidden, weight, _ = inputs(tokens=1, dtype=torch.bfloat16)
     targets = torch.zeros(1, dtype=torch.long)

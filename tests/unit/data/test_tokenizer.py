@@ -82,7 +82,7 @@ def test_a_folder_without_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_a_tokenizer_that_cannot_end_is_refused_and_a_missing_pad_is_the_end(tmp_path: Path) -> None:
+def test_a_tokenizer_needs_an_end_and_pads_with_it_where_it_has_no_pad(tmp_path: Path) -> None:
     backend = build_byte_tokenizer().backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "endless")
     with pytest.raises(InputError, match="eos_token"):

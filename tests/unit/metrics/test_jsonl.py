@@ -52,7 +52,7 @@ def test_a_damaged_line_before_the_last_is_named_in_the_error(tmp_path, line):
     assert "\n" not in str(caught.value)
 
 
-def test_drop_keeps_the_bytes_of_earlier_steps_and_leaves_no_temporary_file(tmp_path):
+def test_drop_keeps_the_bytes_of_earlier_steps_and_leaves_no_other_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     odd_but_valid = '{"a/b":1e0,   "step":0}\n'
     path.write_text(odd_but_valid + encode_line(5, {}) + encode_line(6, {}) + '{"step": 7, "a')

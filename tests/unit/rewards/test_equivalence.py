@@ -141,7 +141,7 @@ def test_a_comparable_ground_truth_is_returned_stripped(text: str) -> None:
         ("(" * 30 + "1" + ")" * 30, "nested"),
     ],
 )
-def test_an_incomparable_ground_truth_is_refused_with_its_text_and_the_reason(text: str, reason: str) -> None:
+def test_an_incomparable_ground_truth_is_refused_with_text_and_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as refusal:
         validate_ground_truth(text)
     assert repr(text)[1:30] in str(refusal.value)

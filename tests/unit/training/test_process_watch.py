@@ -76,7 +76,7 @@ def test_processes_end_when_torchrun_was_killed(torchrun):
     assert "came to its end" not in output
 
 
-def test_the_signal_that_follows_the_death_of_another_process_does_not_wait_for_a_checkpoint(torchrun):
+def test_a_signal_after_another_process_died_waits_for_no_checkpoint(torchrun):
     launcher, workers = torchrun
     workers[1].kill()
     wait_until_ended(workers[1])
@@ -108,7 +108,7 @@ def wait_until_ended(process):
         ("before", "heeds", 75, "stopped: the run was stopped by SIGTERM before training began; start the same"),
     ],
 )
-def test_sigterm_stops_at_the_runs_own_end_or_when_the_time_for_it_is_over(moment, heed, status, line):
+def test_sigterm_stops_at_the_runs_own_end_or_when_time_is_up(moment, heed, status, line):
     process, _ = begin(False, moment, "0.5", heed)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=30)

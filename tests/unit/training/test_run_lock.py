@@ -85,7 +85,7 @@ def test_a_process_with_the_same_number_is_not_the_holder(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"token": 3}', b"\xff\xfe"])
-def test_a_lock_of_another_machine_or_an_unreadable_one_counts_while_it_is_touched(tmp_path, content):
+def test_a_lock_that_cannot_be_judged_counts_while_it_is_touched(tmp_path, content):
     file = tmp_path / LOCK_FILE
     leave_lock(tmp_path, of_another_machine())
     if content is not None:
