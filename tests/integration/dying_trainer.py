@@ -9,7 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from dapo_mega.cli import run_command
 from dapo_mega.megatron import cpu_accelerator
@@ -23,14 +26,11 @@ from launch import train_dapo  # noqa: E402
 FATAL_UPDATE, FATAL_BUCKET = 3, 3
 
 
-class FatalBucket(WeightBucket):
-    """Kills the process that is about to send it: the engines have been told to receive it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "tensors":
-            time.sleep(1)  # Let the engines begin.
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getattribute__(name)
+def fatal_tensors() -> Iterator[torch.Tensor]:
+    """Kills the process that is about to send them: the engines have been told to receive them."""
+    time.sleep(1)  # Let the engines begin.
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield torch.empty(0)
 
 
 def make_an_update_fatal() -> None:
@@ -42,7 +42,7 @@ def make_an_update_fatal() -> None:
         num_updates += 1
         for number, bucket in enumerate(stage_weights(policy, *arguments), 1):
             is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
-            yield FatalBucket(**vars(bucket)) if is_fatal else bucket
+            yield replace(bucket, tensors=fatal_tensors()) if is_fatal else bucket
 
     MegatronPolicy.stage_weights = fatal
 

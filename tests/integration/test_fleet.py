@@ -135,7 +135,7 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
     assert record["weight_sync/engines"] == 2
 
 
-def test_what_an_engine_derives_from_weights_that_it_receives_in_its_parameters_is_new_too(tmp_path, monkeypatch):
+def test_what_an_engine_derives_from_its_weights_is_new_after_every_update(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
     with one_engine(tmp_path / "wide", hidden_size=512, intermediate_size=1024) as engine:
         values = fleet_values(

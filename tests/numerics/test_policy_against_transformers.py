@@ -183,7 +183,7 @@ def test_buckets_are_bounded_and_hold_every_tensor_once(tmp_path, processes, buc
     names = []
     for bucket in policy.weights(bucket_bytes):
         assert sum(tensor.nbytes for _, tensor in bucket) <= max(bucket_bytes, largest)
-        names += [name for name, _ in bucket]
+        names += [spec.name for spec in bucket.specs]
     assert len(names) == len(set(names))
     assert set(names) == set(AutoModelForCausalLM.from_pretrained(path).state_dict()) - {"lm_head.weight"}
 
