@@ -209,7 +209,7 @@ def test_an_engine_ends_with_a_launcher_that_is_killed(tmp_path):
             sys.executable,
             "-c",
             "import os, pathlib, sys, time\n"
-            "from dapo_mega.rollout.serving import ProcessGroup\n"
+            "from dapo_mega.engines.sglang.serving import ProcessGroup\n"
             "group = ProcessGroup(['/bin/sh', '-c', sys.argv[1]], dict(os.environ), pathlib.Path(sys.argv[2]))\n"
             "time.sleep(600)",
             program,
