@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo_mega.algorithms import response_weight
 from dapo_mega.algorithms.aggregation import AggregationKind
-from dapo_mega.batching.balancing import best_fit, deal, even_out, spread
+from dapo_mega.batching.balancing import partition, partition_equal_count, rebalance
 from dapo_mega.types import Sample
 
 
@@ -98,10 +98,8 @@ class MicroBatch:
 Plan = list[list[list[int]]]
 """`plan[rank][micro_batch]` lists the indices of the samples in it."""
 
-# Tolerances of the plan, relative to the mean: a rank's tokens and cost, a micro-batch's tokens.
-_RANK_TOKENS, _RANK_COST, _MICRO_BATCH_TOKENS = 0.008, 0.012, 0.02
-# Excess of the dearest rank over the mean for which one more micro-batch per rank is tried.
-_RANK_IMBALANCE = 0.03
+# Tolerances, relative to the mean: tokens of a micro-batch, cost of a rank.
+_MICRO_BATCH_TOKENS, _RANK_COST = 0.02, 0.012
 
 
 def padded_lengths(lengths: npt.NDArray[np.int64], segment_multiple: int) -> npt.NDArray[np.int64]:
@@ -132,18 +130,15 @@ def plan_micro_batches(
     """Assign samples to ranks and micro-batches: `plan[rank][micro_batch]` lists sample indices, ascending.
 
     Every rank gets the same number of micro-batches, a multiple of `count_multiple`, each within `token_budget`
-    tokens. Every sample counts with its length rounded up to `segment_multiple`, and so does the budget. The plan
-    is a function of the arguments alone: every process computes the same one. Micro-batches may be empty when
-    there are fewer samples than micro-batches. Raises ValueError for a sample over the budget.
+    tokens. Every sample counts with its length rounded up to `segment_multiple`, and so does the budget.
+    Micro-batches may be empty when there are fewer samples than micro-batches. Raises ValueError for a sample over
+    the budget.
 
-    1. Best-fit decreasing shows how many micro-batches of the budget are enough.
-    2. Samples are spread over ranks so that tokens and cost of the ranks are even, both at once.
-    3. Each rank's samples are spread over its micro-batches, evenly in tokens, as all wait for the longest; then
-       micro-batches of any ranks exchange samples where one is too long or a rank too dear.
-    4. Where that leaves a micro-batch over the budget, the search is repeated with the ranks' costs as an
-       afterthought; at last (micro-batches filled to 99 % and more) those of step 1, which fit, are dealt by cost.
-    5. Where the ranks' costs are uneven although no single sample is to blame, the budget is what is in the way: one
-       step more in the count is tried, and taken when it makes the dearest rank cheaper by more than the tolerance.
+    1. Samples go into as few micro-batches as their tokens need, the longest sample first, each into the emptiest.
+    2. Micro-batches are dealt to ranks, equally many to each, so that the ranks' costs are even.
+    3. A local search exchanges samples between micro-batches that are too long or of ranks that cost too much.
+
+    Where a micro-batch is over the budget after that, every rank gets one step more in the count.
 
     A rank's cheapest micro-batches come first and last and the dearest in the middle, each next to its likes.
     Pipeline stages work on neighbours at the same time and the slower one sets the pace; the filling and draining
@@ -156,57 +151,20 @@ def plan_micro_batches(
     budget = -(-token_budget // segment_multiple) * segment_multiple
     costs = sample_costs(sizes, attention_cost)
     loads = np.stack([sizes, costs], axis=1).astype(np.float64)
-    fitting = best_fit(sizes, budget)
-    count = -(-len(fitting) // (num_ranks * count_multiple)) * count_multiple
-    plan = _plan_with_count(loads, fitting, num_ranks, count, budget)
-    even = max(float(costs.sum()) / num_ranks, float(costs.max())) * (1 + _RANK_IMBALANCE)
-    if _dearest(plan, costs) > even:
-        more = _plan_with_count(loads, fitting, num_ranks, count + count_multiple, budget)
-        if _dearest(more, costs) * (1 + _RANK_IMBALANCE) < _dearest(plan, costs):
-            plan = more
+    max_cost = float(costs.sum()) / num_ranks * (1 + _RANK_COST)
+    count = fewest_micro_batches(int(sizes.sum()), num_ranks, budget, count_multiple)
+    while True:
+        mean_tokens = float(sizes.sum()) / (num_ranks * count)
+        max_tokens = min(max(mean_tokens * (1 + _MICRO_BATCH_TOKENS), float(sizes.max())), budget)
+        bins = partition(sizes, num_ranks * count)
+        ranks = partition_equal_count(np.array([costs[indices].sum() for indices in bins]), num_ranks)
+        dealt = [bins[b] for rank in ranks for b in rank]
+        dealt = rebalance(dealt, loads, np.array([max_tokens, max_cost]), bins_per_rank=count)
+        if max(int(sizes[indices].sum()) for indices in dealt) <= budget:
+            break
+        count += count_multiple
+    plan = [dealt[first : first + count] for first in range(0, len(dealt), count)]
     return [_cheap_ends([sorted(indices) for indices in rank], costs) for rank in plan]
-
-
-def _plan_with_count(
-    loads: npt.NDArray[np.float64], fitting: list[list[int]], num_ranks: int, count: int, budget: int
-) -> Plan:
-    """Steps 2 to 4 of `plan_micro_batches`: `loads` [S, 2] are tokens and costs, `fitting` the result of step 1."""
-    tokens, cost = (loads.sum(axis=0) / num_ranks).tolist()
-    rank_limits = np.array([min(tokens * (1 + _RANK_TOKENS), count * budget), cost * (1 + _RANK_COST)])
-    limit = min(max(tokens / count * (1 + _MICRO_BATCH_TOKENS), float(loads[:, 0].max())), budget)
-    micro_batches: list[list[int]] = []
-    for members in spread(loads, num_ranks, rank_limits):
-        parts = spread(loads[members, :1], count, np.array([limit])) if count > 1 else [list(range(len(members)))]
-        micro_batches += [[members[i] for i in part] for part in parts]
-    micro_batches = even_out(micro_batches, loads, np.array([limit, rank_limits[1]]), team=count)
-    if _longest(micro_batches, loads) > budget:
-        micro_batches = even_out(micro_batches, loads, np.array([budget, 1.5 * cost]), team=count)
-    if _longest(micro_batches, loads) > budget:
-        micro_batches = _deal_by_cost(fitting, loads, num_ranks, count, np.array([budget, rank_limits[1]]))
-    return [micro_batches[first : first + count] for first in range(0, len(micro_batches), count)]
-
-
-def _deal_by_cost(
-    fitting: list[list[int]],
-    loads: npt.NDArray[np.float64],
-    num_ranks: int,
-    count: int,
-    limits: npt.NDArray[np.float64],
-) -> list[list[int]]:
-    """The micro-batches `fitting`, dealt to ranks; `limits` [2] are of a micro-batch's tokens and a rank's cost."""
-    filled_up = fitting + [[] for _ in range(num_ranks * count - len(fitting))]
-    costs = np.array([loads[indices, 1].sum() for indices in filled_up])
-    dealt = [filled_up[b] for rank in deal(costs, num_ranks, float(limits[1])) for b in rank]
-    exchanged = even_out(dealt, loads, limits, team=count)
-    return exchanged if _longest(exchanged, loads) <= limits[0] else dealt
-
-
-def _longest(micro_batches: list[list[int]], loads: npt.NDArray[np.float64]) -> float:
-    return max(float(loads[indices, 0].sum()) for indices in micro_batches)
-
-
-def _dearest(plan: Plan, costs: npt.NDArray[np.float64]) -> float:
-    return max(sum(float(costs[indices].sum()) for indices in rank) for rank in plan)
 
 
 def _cheap_ends(micro_batches: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:

