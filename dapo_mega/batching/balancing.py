@@ -5,6 +5,7 @@ Loads may have several dimensions (tokens and cost).
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -19,6 +20,17 @@ _NUM_SQUARINGS = 7
 _NUM_PARTNERS = 8
 _MAX_ROUNDS = 800
 _MAX_COLUMNS = 32
+
+
+def best_fit_count(sizes: Ints, capacity: int) -> int:
+    """Bins of `capacity` that best-fit decreasing needs: each item, the largest first, goes to the fullest bin that
+    still has room. Every size is at most `capacity`."""
+    rooms: list[int] = []
+    for size in np.sort(sizes)[::-1].tolist():
+        k = bisect.bisect_left(rooms, size)
+        room = capacity if k == len(rooms) else rooms.pop(k)
+        bisect.insort(rooms, room - size)
+    return len(rooms)
 
 
 def partition(sizes: Ints, num_parts: int) -> list[list[int]]:

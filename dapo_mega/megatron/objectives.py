@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.algorithms import kl_estimate, policy_loss
-from dapo_mega.batching.packing import MicroBatch
+from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import AlgorithmConfig
 from dapo_mega.megatron.mismatch import kept_segments
 
@@ -97,8 +97,9 @@ class PolicyGradient:
     def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         config = self.algorithm
         micro = batch.micro_batch
-        chosen = micro.response_mask
-        in_loss = micro.loss_mask[chosen].to(logprobs.device)
+        targets = micro.targets
+        chosen = targets.response_mask
+        in_loss = targets.loss_mask[chosen].to(logprobs.device)
         weights = micro.token_weights[chosen].to(logprobs.device)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         if isinstance(config.sequence_mask, tuple):
@@ -107,11 +108,11 @@ class PolicyGradient:
         terms = policy_loss(
             logprobs,
             old_logprobs,
-            micro.advantages[chosen].to(logprobs.device),
+            targets.advantages[chosen].to(logprobs.device),
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
-            rollout_logprobs=micro.rollout_logprobs[chosen].to(logprobs.device),
+            rollout_logprobs=targets.rollout_logprobs[chosen].to(logprobs.device),
             importance_cap=None if config.importance_cap == "auto" else config.importance_cap,
         )
         token_loss = terms.loss
@@ -177,7 +178,7 @@ class SupervisedLoss:
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         micro = batch.micro_batch
-        loss = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
+        loss = -(logprobs * micro.token_weights[micro.targets.response_mask].to(logprobs.device)).sum()
         report = torch.stack([loss.detach(), torch.tensor(float(micro.denominator), device=loss.device)])
         return loss, _denominator(micro, loss), report
 
