@@ -115,9 +115,9 @@ def _report(options: argparse.Namespace, seconds: dict[str, float]) -> list[str]
     per_token = moved / (options.responses * _FULL_LENGTH)
     num_replicas = options.processes // options.replica_size
     lines = [
-        f"{options.responses} samples of {_FULL_LENGTH} tokens, {moved / 1e6:.1f} MB ({per_token:.2f} bytes per token), "
-        f"to {num_replicas} replicas of "
-        f"{options.replica_size} processes on this machine ({os.cpu_count()} cores)",
+        f"{options.responses} samples of {_FULL_LENGTH} tokens, {moved / 1e6:.1f} MB, "
+        f"{per_token:.2f} bytes per token, to {num_replicas} replicas "
+        f"of {options.replica_size} processes on this machine ({os.cpu_count()} cores)",
         "",
         "| transfer | seconds | MB/s | time over the bare transfer's |",
         "|---|---|---|---|",
