@@ -115,8 +115,15 @@ class FlatSamples:
     def select(self, indices: Sequence[int]) -> FlatSamples:
         """The samples `indices`, in that order."""
         chosen = torch.tensor(indices, dtype=torch.int64)
-        rows = ranges((self.lengths.cumsum(0) - self.lengths)[chosen], self.lengths[chosen])
-        return FlatSamples(self.columns.map(lambda column: column[rows]), self.lengths[chosen], self.engines)
+        ends = self.lengths.cumsum(0)
+        starts, stops = (ends - self.lengths)[chosen].tolist(), ends[chosen].tolist()
+
+        def join(column: Tensor) -> Tensor:
+            # Slices are copied far faster than rows by their numbers.
+            runs = [column[start:stop] for start, stop in zip(starts, stops, strict=True)]
+            return torch.cat(runs) if runs else column[:0]
+
+        return FlatSamples(self.columns.map(join), self.lengths[chosen], self.engines)
 
     def split(self, counts: Sequence[int]) -> list[FlatSamples]:
         """Consecutive parts of so many samples each, without copying; `counts` add up to S."""
