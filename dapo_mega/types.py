@@ -4,7 +4,7 @@ One prompt travels left to right through the system::
 
     Prompt -> GenerationRequest -> Response -> ScoredResponse -> Group -> Sample -> (packed) MicroBatch
 
-Arrays are NumPy on the host side of the loop and torch tensors from `MicroBatch` on. Lengths are in tokens,
+Arrays are NumPy up to `Group` and torch tensors from `Sample` (see `batching/samples.py`) on. Lengths are in tokens,
 log-probabilities in nats.
 """
 
@@ -128,26 +128,6 @@ class Group:
     prompt: Prompt
     responses: tuple[ScoredResponse, ...]
     weight_version: int
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One response ready for training.
-
-    `token_ids` [P + L] are prompt and response, `prompt_length` is P, `advantage` holds for every token of the
-    response. `in_loss` is False for responses that overlong filtering masks. `rollout_logprobs` is [L];
-    the first `num_stale_tokens` of the response were sampled with older weights than those the step starts from, and
-    those from `engine_start` on by the engine of number `engine`, which is -1 where it is not known.
-    """
-
-    token_ids: TokenIds
-    prompt_length: int
-    advantage: float
-    in_loss: bool
-    rollout_logprobs: LogProbs
-    num_stale_tokens: int = 0
-    engine: int = -1
-    engine_start: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 python tools/benchmark_handover.py --processes 4 --replica-size 2
 
 Processes run on this machine and talk over its loopback, so the rates are those of copying, not of a network. The bare
-transfer sends each leader one tensor of its replica's size, which it broadcasts in its replica; the broadcast sends
-all columns to every process.
+transfer sends each leader one tensor of its replica's size, which it broadcasts in its replica.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import torch
 import torch.distributed as dist
 from benchmark_processes import barrier_timed, run_processes
 
-from dapo_mega.batching.handover import HandoverGroups, broadcast_columns, broadcast_headers, distribute_samples
-from dapo_mega.batching.packing import SampleColumns, plan_micro_batches
+from dapo_mega.batching.plan import PackingLayout, plan_step
+from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
+from dapo_mega.batching.scatter import ScatterGroups, encode, scatter
 
 _TIMEOUT_S = 60
 _FULL_RESPONSES, _FULL_LENGTH, _PROMPT = 8192, 20480, 480
@@ -58,68 +58,66 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
     replicas = [dist.new_group(list(range(r * size, (r + 1) * size))) for r in range(num_replicas)]
     control = dist.group.WORLD
     assert control is not None
-    groups = HandoverGroups(control, leaders, replicas[rank // size])
-    columns = _columns(options.responses) if rank == 0 else None
-    return {
-        name: min(barrier_timed(partial(transfer, columns, groups, rank // size, num_replicas), options.repeats))
-        for name, transfer in (("hand-over", _hand_over), ("bare transfer", _bare), ("broadcast to all", _broadcast))
+    groups = ScatterGroups(control, leaders, replicas[rank // size], rank // size)
+    samples = _samples(options.responses) if rank == 0 else None
+    num_bytes = torch.tensor([0 if samples is None else len(encode(samples)[1])])
+    dist.broadcast(num_bytes, src=0)
+    transfers = {
+        "hand-over": partial(_hand_over, samples, groups, num_replicas),
+        "bare transfer": partial(_bare, int(num_bytes) // num_replicas, groups, num_replicas),
     }
+    seconds = {name: min(barrier_timed(transfer, options.repeats)) for name, transfer in transfers.items()}
+    return {**seconds, "bytes": float(num_bytes)}
 
 
-def _columns(num_responses: int) -> SampleColumns:
+def _samples(num_responses: int) -> FlatSamples:
     rng = np.random.default_rng(0)
-    return SampleColumns(
-        token_ids=rng.integers(0, 150_000, num_responses * _FULL_LENGTH, dtype=np.int32),
-        lengths=np.full(num_responses, _FULL_LENGTH, dtype=np.int64),
-        prompt_lengths=np.full(num_responses, _PROMPT, dtype=np.int64),
-        advantages=np.ones(num_responses, dtype=np.float32),
-        in_loss=np.ones(num_responses, dtype=np.uint8),
-        off_policy_tokens=np.zeros(num_responses, dtype=np.int64),
-        engines=np.zeros(num_responses, dtype=np.int64),
-        engine_starts=np.zeros(num_responses, dtype=np.int64),
-        rollout_logprobs=rng.random(num_responses * (_FULL_LENGTH - _PROMPT), dtype=np.float32),
+    response = _FULL_LENGTH - _PROMPT
+    return flatten(
+        [
+            single_turn(
+                rng.integers(0, 150_000, _PROMPT, dtype=np.int32),
+                rng.integers(0, 150_000, response, dtype=np.int32),
+                rng.random(response, dtype=np.float32),
+                advantage=1.0,
+                engine_ids=0,
+            )
+            for _ in range(num_responses)
+        ]
     )
 
 
-def _hand_over(columns: SampleColumns | None, groups: HandoverGroups, replica: int, num_replicas: int) -> None:
-    headers = broadcast_headers(columns, groups.control)
-    plan = plan_micro_batches(headers.lengths, num_replicas, 32768)
-    samples = [np.array([i for indices in rank for i in indices], dtype=np.int64) for rank in plan]
-    distribute_samples(columns, headers, samples, data_rank=replica, groups=groups)
+def _hand_over(samples: FlatSamples | None, groups: ScatterGroups, num_replicas: int) -> None:
+    plan = None
+    if samples is not None:
+        plan = plan_step(samples.lengths.numpy(), PackingLayout(num_replicas), token_budget=32768)
+    scatter(samples, plan, groups)
 
 
-def _bare(columns: SampleColumns | None, groups: HandoverGroups, replica: int, num_replicas: int) -> None:
-    size = torch.tensor([0 if columns is None else _num_bytes(len(columns)) // 4 // num_replicas])
-    dist.broadcast(size, src=0, group=groups.control)
-    words = torch.zeros(int(size), dtype=torch.int32)
-    if columns is not None:
+def _bare(num_bytes: int, groups: ScatterGroups, num_replicas: int) -> None:
+    body = torch.zeros(num_bytes, dtype=torch.uint8)
+    if dist.get_rank() == 0:
         sends = [
-            dist.isend(words, dst=dist.get_global_rank(groups.leaders, other), group=groups.leaders)
+            dist.isend(body, dst=dist.get_global_rank(groups.leaders, other), group=groups.leaders)
             for other in range(1, num_replicas)
         ]
         for work in sends:
             assert work is not None
             work.wait()
     elif dist.get_rank(groups.replica) == 0:
-        dist.recv(words, src=0, group=groups.leaders)
-    dist.broadcast(words, src=dist.get_global_rank(groups.replica, 0), group=groups.replica)
-
-
-def _broadcast(columns: SampleColumns | None, groups: HandoverGroups, replica: int, num_replicas: int) -> None:
-    broadcast_columns(columns, groups.control)
-
-
-def _num_bytes(num_responses: int) -> int:
-    """Token ids and log-probs, 4 bytes each."""
-    return 4 * num_responses * (2 * _FULL_LENGTH - _PROMPT)
+        dist.recv(body, src=0, group=groups.leaders)
+    dist.broadcast(body, src=dist.get_global_rank(groups.replica, 0), group=groups.replica)
 
 
 def _report(options: argparse.Namespace, seconds: dict[str, float]) -> list[str]:
-    moved, full = _num_bytes(options.responses), _num_bytes(_FULL_RESPONSES)
+    moved = seconds.pop("bytes")
+    full = moved / options.responses * _FULL_RESPONSES
+    per_token = moved / (options.responses * _FULL_LENGTH)
     num_replicas = options.processes // options.replica_size
     lines = [
-        f"{options.responses} samples of {_FULL_LENGTH} tokens, {moved / 1e6:.0f} MB, to {num_replicas} replicas of "
-        f"{options.replica_size} processes on this machine ({os.cpu_count()} cores)",
+        f"{options.responses} samples of {_FULL_LENGTH} tokens, {moved / 1e6:.1f} MB, "
+        f"{per_token:.2f} bytes per token, to {num_replicas} replicas "
+        f"of {options.replica_size} processes on this machine ({os.cpu_count()} cores)",
         "",
         "| transfer | seconds | MB/s | time over the bare transfer's |",
         "|---|---|---|---|",

@@ -195,33 +195,26 @@ def _randomise(policy: Any) -> None:
 
 def _make_batch(policy: Any, shape: Shape, options: argparse.Namespace) -> tuple[list[Any], list[int], int]:
     """Micro-batches with old log-probs, the lengths of all segments, the number of response tokens."""
-    from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+    from dapo_mega.batching.microbatch import pack
+    from dapo_mega.batching.plan import PackingLayout
+    from dapo_mega.batching.samples import flatten, single_turn
     from dapo_mega.megatron.objectives import TokenBatch
-    from dapo_mega.types import Sample
 
     rng = np.random.default_rng(0)
     per_batch = max(1, options.tokens // options.segment)
     segments = [options.segment] * (per_batch * options.micro_batches)
     prompt = min(_PROMPT_TOKENS, options.segment // 4)
     samples = [
-        Sample(
-            rng.integers(0, shape.vocab, length).astype(np.int32),
-            prompt,
-            1.0 if i % 2 else -1.0,
-            True,
-            np.zeros(length - prompt, dtype=np.float32),
+        single_turn(
+            rng.integers(0, shape.vocab, prompt).astype(np.int32),
+            rng.integers(0, shape.vocab, length - prompt).astype(np.int32),
+            advantage=1.0 if i % 2 else -1.0,
         )
         for i, length in enumerate(segments)
     ]
-    columns = columns_from_samples(samples)
+    layout = PackingLayout(multiple_of=policy.token_multiple)
     micro_batches = [
-        build_micro_batch(
-            columns,
-            range(start, start + per_batch),
-            aggregation="token_mean",
-            max_response_tokens=options.segment,
-            multiple_of=policy.token_multiple,
-        )
+        pack(flatten(samples[start : start + per_batch]), layout, max_response_tokens=options.segment)
         for start in range(0, len(samples), per_batch)
     ]
     scores = policy.score(micro_batches)

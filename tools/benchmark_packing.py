@@ -5,7 +5,7 @@ python tools/benchmark_packing.py --budget 32768 --hidden-size 5120
 Lengths are log-normal, drawn again where over the longest and scaled to the mean. `efficiency` is real tokens over
 micro-batches x tokens of the longest one: nothing is padded, shorter ones wait. `budget fill` is real tokens over
 micro-batches x budget; its bound is that of as few micro-batches as the tokens need, equally many on every rank.
-`imbalance` is the dearest rank's estimated cost over the mean, less 1. `seconds` are CPU time of one process.
+`imbalance` is the dearest rank's estimated cost over the mean, less 1. `seconds` are CPU time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.batching.packing import Plan, fewest_micro_batches, padded_lengths, plan_micro_batches, sample_costs
+from dapo_mega.batching.plan import (
+    PackingLayout,
+    Plan,
+    fewest_micro_batches,
+    padded_lengths,
+    plan_micro_batches,
+    sample_costs,
+)
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -68,14 +75,13 @@ def draw_lengths(options: argparse.Namespace) -> npt.NDArray[np.int64]:
 def _row(lengths: npt.NDArray[np.int64], num_ranks: int, options: argparse.Namespace) -> str:
     attention_cost = 1 / (12 * options.hidden_size)
     started = time.process_time()
-    plan = plan_micro_batches(
-        lengths,
+    layout = PackingLayout(
         num_ranks,
-        options.budget,
-        attention_cost,
+        attention_cost=attention_cost,
         count_multiple=options.count_multiple,
         segment_multiple=options.segment_multiple,
     )
+    plan = plan_micro_batches(lengths, layout, options.budget)
     seconds = time.process_time() - started
     sizes = padded_lengths(lengths, options.segment_multiple)
     num_tokens, count = int(lengths.sum()), len(plan[0])

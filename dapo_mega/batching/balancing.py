@@ -1,15 +1,12 @@
-"""Divides items over parts of even load, deterministically: best fit, greedy spreading and local search.
+"""Divides items over parts of even load: longest first into the emptiest part, then one local search.
 
-Items and loads may have several dimensions (tokens and cost). Loads are measured in units of their limits, so that
-a part is even enough when none of its loads is above 1.
-
-Every process must come to the same result, whatever its CPU. So floating-point numbers are only added, multiplied,
-divided and compared, which IEEE 754 defines to the last bit; exponentials and matrix products are not.
+Loads may have several dimensions (tokens and cost).
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,56 +22,32 @@ _MAX_ROUNDS = 800
 _MAX_COLUMNS = 32
 
 
-def best_fit(sizes: Ints, capacity: int) -> list[list[int]]:
-    """Bins of at most `capacity`, as few as best-fit decreasing finds; every size must be at most `capacity`.
-
-    Each item, largest first, goes to the fullest bin that still has room. O(n log n) comparisons; the sorted list
-    of rooms is moved in memory. At most 11/9 of the optimal number of bins (Johnson 1974), in practice within one
-    or two where small items abound.
-    """
+def best_fit_count(sizes: Ints, capacity: int) -> int:
+    """Bins of `capacity` that best-fit decreasing needs: each item, the largest first, goes to the fullest bin that
+    still has room. Every size is at most `capacity`."""
     rooms: list[int] = []
-    bin_of_room: list[int] = []
-    bins: list[list[int]] = []
-    for i in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[i])
+    for size in np.sort(sizes)[::-1].tolist():
         k = bisect.bisect_left(rooms, size)
-        if k == len(rooms):
-            room, b = capacity, len(bins)
-            bins.append([])
-        else:
-            room, b = rooms.pop(k), bin_of_room.pop(k)
-        bins[b].append(i)
-        k = bisect.bisect_left(rooms, room - size)
-        rooms.insert(k, room - size)
-        bin_of_room.insert(k, b)
-    return bins
+        room = capacity if k == len(rooms) else rooms.pop(k)
+        bisect.insort(rooms, room - size)
+    return len(rooms)
 
 
-def spread(sizes: Floats, num_parts: int, limits: Floats) -> list[list[int]]:
-    """Parts of the n items with `sizes` [n, d] whose loads stay within `limits` [d] as far as found.
-
-    Items come largest first (by their largest dimension) and each goes where it adds least to the penalty
-    sum over parts p and dimensions k of (1 + load[p, k] / limits[k]) ** 129, to first order. In one dimension this
-    is longest-processing-time-first; in several it is the dot-product rule of vector bin packing with weights that
-    grow with the load, so that the dimension in which a part is ahead decides. `even_out` follows.
-    """
-    scaled = sizes / limits
-    loads = np.zeros((sizes.shape[1], num_parts))
-    weights = np.ones_like(loads)
+def partition(sizes: Ints, num_parts: int) -> list[list[int]]:
+    """Assign n items with `sizes` [n] to parts, the largest item first, each to the part with the least load."""
+    emptiest = [(0, p) for p in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for i in np.argsort(-scaled.max(axis=1), kind="stable").tolist():
-        row = scaled[i]
-        p = int((row[:, None] * weights).sum(axis=0).argmin())
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        load, p = emptiest[0]
         parts[p].append(i)
-        loads[:, p] += row
-        weights[:, p] = _penalties(1.0 + loads[:, p])
-    return even_out(parts, sizes, limits)
+        heapq.heapreplace(emptiest, (load + int(sizes[i]), p))
+    return parts
 
 
-def deal(sizes: Floats, num_parts: int, limit: float) -> list[list[int]]:
-    """Parts of equally many items; the number of items is a multiple of `num_parts` and `sizes` is [n].
+def partition_equal_count(sizes: Floats, num_parts: int) -> list[list[int]]:
+    """Assign n items with `sizes` [n] to parts of n / `num_parts` items each; `num_parts` divides n.
 
-    Round by round, the largest item left goes to the part with the least load; then items swap places.
+    Round by round, every part gets one item: the part with the least load the largest of the round.
     """
     order = np.argsort(-sizes, kind="stable").reshape(-1, num_parts)
     loads = np.zeros(num_parts)
@@ -84,76 +57,78 @@ def deal(sizes: Floats, num_parts: int, limit: float) -> list[list[int]]:
         dealt[np.argsort(loads, kind="stable")] = row
         loads += sizes[dealt]
         rounds.append(dealt)
-    parts = np.stack(rounds, axis=1).tolist()
-    return even_out(parts, sizes[:, None], np.array([limit]), moves=False)
+    parts: list[list[int]] = np.stack(rounds, axis=1).tolist()
+    return parts
 
 
-def even_out(
-    parts: Sequence[Sequence[int]], sizes: Floats, limits: Floats, *, moves: bool = True, team: int = 1
+def rebalance(
+    bins: Sequence[Sequence[int]], sizes: Floats, limits: Floats, *, bins_per_rank: int = 1
 ) -> list[list[int]]:
-    """Swap items of parts over `limits` [d] with items of others, or move them, until none is or nothing helps.
+    """Local search: while some bin exceeds a limit, make the swap or move of an item that reduces the overload most.
 
-    The part with the highest load exchanges one item with one of the few parts that have most room in the
-    dimensions it is over in. The exchange that lowers the penalty of the two parts most is made; the sum of
-    penalties falls with every exchange, so the search cannot go in circles. A part that no exchange helps is left
-    until another exchange changes it. Work is bounded by a number of rounds. Without `moves` the parts keep their
-    numbers of items. Each `team` consecutive parts have their loads in common, but for the first dimension.
+    `sizes` [n, d] are the items' loads in d dimensions and `limits` [d] what a bin may hold. Each `bins_per_rank`
+    consecutive bins share their loads in all dimensions but the first: a limit on tokens is per bin, one on cost per
+    rank.
+
+    The bin furthest over its limits exchanges one item with one of the few bins that have most room where it has
+    least. The sum of the two bins' penalties, load ** 128, falls with every exchange, so the search cannot go in
+    circles. A bin that no exchange helps is left alone until another exchange changes it. The number of rounds is
+    bounded.
     """
     scaled = np.vstack([sizes / limits, np.zeros(len(limits))])
     empty = len(sizes)
-    width = max(len(part) for part in parts) + (2 if moves else 0)
-    slots = np.full((len(parts), width), empty)
-    for p, part in enumerate(parts):
-        slots[p, : len(part)] = part
+    width = max(len(indices) for indices in bins) + 2
+    slots = np.full((len(bins), width), empty)
+    for b, indices in enumerate(bins):
+        slots[b, : len(indices)] = indices
     loads = np.stack([scaled[row].sum(axis=0) for row in slots])
-    if team > 1:
-        teams = loads[:, 1:].reshape(len(parts) // team, team, len(limits) - 1)
-        loads[:, 1:] = np.repeat(teams.sum(axis=1), team, axis=0)
-    stuck = np.zeros(len(parts), dtype=bool)
+    by_rank = loads[:, 1:].reshape(len(bins) // bins_per_rank, bins_per_rank, len(limits) - 1)
+    loads[:, 1:] = np.repeat(by_rank.sum(axis=1), bins_per_rank, axis=0)
+    stuck = np.zeros(len(bins), dtype=bool)
     stride = -(-width // _MAX_COLUMNS)
     for round_ in range(_MAX_ROUNDS):
         height = np.where(stuck, 0.0, loads.max(axis=1))
-        w = int(height.argmax())
-        if height[w] <= 1.0:
+        worst = int(height.argmax())
+        if height[worst] <= 1.0:
             break
         columns = np.arange(round_ % stride, width, stride)
-        if moves and columns[-1] != width - 1:
-            columns = np.append(columns, width - 1)
-        partner = _exchange(slots, loads, scaled, w, columns, team)
+        if columns[-1] != width - 1:
+            columns = np.append(columns, width - 1)  # An empty slot: to swap with it is to move.
+        partner = _exchange(slots, loads, scaled, worst, columns, bins_per_rank)
         if partner is None:
-            stuck[w] = True
+            stuck[worst] = True
         else:
             stuck[partner] = False
     return [[int(i) for i in row if i != empty] for row in slots]
 
 
-def _exchange(slots: Ints, loads: Floats, scaled: Floats, w: int, columns: Ints, team: int) -> int | None:
-    """Make the best exchange of one item between part `w` and another; the other part, or None for no gain."""
-    reference = loads[w].max()
-    others = np.argsort((loads * _penalties(loads[w] / reference)).sum(axis=1), kind="stable")[:_NUM_PARTNERS]
-    others = others[others != w]
+def _exchange(slots: Ints, loads: Floats, scaled: Floats, worst: int, columns: Ints, bins_per_rank: int) -> int | None:
+    """Make the best exchange of one item between bin `worst` and another; the other bin, or None for no gain."""
+    reference = loads[worst].max()
+    others = np.argsort((loads * _penalties(loads[worst] / reference)).sum(axis=1), kind="stable")[:_NUM_PARTNERS]
+    others = others[others != worst]
     if not len(others):
         return None
-    delta = scaled[slots[others][:, columns].reshape(-1)][None] - scaled[slots[w, columns]][:, None]
+    delta = scaled[slots[others][:, columns].reshape(-1)][None] - scaled[slots[worst, columns]][:, None]
     other_loads = np.repeat(loads[others], len(columns), axis=0)[None]
-    before = _penalties(loads[w] / reference) + _penalties(other_loads / reference)
-    after = _penalties((loads[w] + delta) / reference) + _penalties((other_loads - delta) / reference)
+    before = _penalties(loads[worst] / reference) + _penalties(other_loads / reference)
+    after = _penalties((loads[worst] + delta) / reference) + _penalties((other_loads - delta) / reference)
     gain = (before - after).sum(axis=-1)
     mine, k = divmod(int(gain.argmax()), gain.shape[1])
     if gain[mine, k] <= 1e-6:
         return None
-    p, theirs = int(others[k // len(columns)]), columns[k % len(columns)]
-    here, there = slots[w, columns[mine]], slots[p, theirs]
-    slots[w, columns[mine]], slots[p, theirs] = there, here
-    for part, change in ((w, delta[mine, k]), (p, -delta[mine, k])):
-        first = part - part % team
-        loads[part, :1] += change[:1]
-        loads[first : first + team, 1:] += change[1:]
-    return p
+    partner, theirs = int(others[k // len(columns)]), columns[k % len(columns)]
+    here, there = slots[worst, columns[mine]], slots[partner, theirs]
+    slots[worst, columns[mine]], slots[partner, theirs] = there, here
+    for b, change in ((worst, delta[mine, k]), (partner, -delta[mine, k])):
+        first = b - b % bins_per_rank
+        loads[b, :1] += change[:1]
+        loads[first : first + bins_per_rank, 1:] += change[1:]
+    return partner
 
 
 def _penalties(loads: Floats) -> Floats:
-    """`loads` to the power 128, elementwise."""
+    """`loads` to the power 128, elementwise; squaring is far faster than a general power."""
     powers = np.minimum(loads, 100.0)  # 100 ** 128 is within range.
     for _ in range(_NUM_SQUARINGS):
         powers = powers * powers

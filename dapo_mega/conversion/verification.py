@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.conversion.convert import Checkpoint
 from dapo_mega.megatron.megatron_policy import ScoringModel
@@ -23,7 +24,6 @@ from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models.hf_checkpoint import same_bits
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
-from dapo_mega.types import Sample
 
 # Nats; the two implementations add in different orders.
 LOGPROB_TOLERANCE = 1e-3
@@ -164,14 +164,7 @@ def _megatron_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
     )
     logits: list[Tensor] = []
     unwrapped(model.chunks[0]).output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0][:, 0]))
-    columns = columns_from_samples([_as_sample(prompt) for prompt in prompts])
-    packed = build_micro_batch(
-        columns, range(len(prompts)), aggregation="token_mean", max_response_tokens=max(map(len, prompts))
-    )
-    model.score([packed])
+    samples = [single_turn(ids[:1], ids[1:]) for ids in (np.array(prompt, np.int32) for prompt in prompts)]
+    model.score([pack(flatten(samples), max_response_tokens=max(map(len, prompts)))])
     stop_processes()
     return logits[0].cpu()
-
-
-def _as_sample(prompt: Sequence[int]) -> Sample:
-    return Sample(np.array(prompt, np.int32), 1, 0.0, True, np.zeros(len(prompt) - 1, np.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from torch import Tensor
 
 from dapo_mega.algorithms.aggregation import AggregationKind
-from dapo_mega.batching.packing import MicroBatch, SampleColumns, context_slice, plan_micro_batches
-from dapo_mega.batching.step import PackingLayout, build_for_layout
+from dapo_mega.batching.microbatch import MicroBatch, context_slice
+from dapo_mega.batching.plan import PackingLayout
+from dapo_mega.batching.samples import FlatSamples
+from dapo_mega.batching.scatter import ScatterGroups
+from dapo_mega.batching.step import StepBatch, pack_step
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
@@ -105,22 +108,30 @@ class ScoringModel:
         return context_slice(micro_batch, self.processes.context_rank, self.processes.context_size)
 
     def pack(
-        self, columns: SampleColumns, *, token_budget: int, aggregation: AggregationKind, max_response_tokens: int
-    ) -> list[MicroBatch]:
-        """This process's share of the micro-batches of one mini-batch, whose samples every process knows."""
-        layout = self.packing_layout
-        plan = plan_micro_batches(
-            columns.lengths,
-            layout.data_size,
-            token_budget,
-            layout.attention_cost,
-            count_multiple=layout.count_multiple,
-            segment_multiple=layout.segment_multiple,
+        self,
+        samples: FlatSamples | None,
+        *,
+        token_budget: int,
+        aggregation: AggregationKind,
+        max_response_tokens: int,
+        samples_per_update: int | None = None,
+    ) -> StepBatch:
+        """This process's part of the micro-batches of the samples that rank 0 gives; what others give is ignored.
+
+        Collective. All samples make one mini-batch unless `samples_per_update` is given.
+        """
+        processes = self.processes
+        batch = pack_step(
+            samples if processes.rank == 0 else None,
+            self.packing_layout,
+            ScatterGroups(processes.control, processes.leaders, processes.replica, processes.data_rank),
+            token_budget=token_budget,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+            samples_per_update=samples_per_update,
         )
-        return [
-            self.context_shard(build_for_layout(columns, indices, layout, aggregation, max_response_tokens))
-            for indices in plan[self.processes.data_rank]
-        ]
+        mini_batches = [[self.context_shard(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
+        return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))
 
     def score(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[TokenScores]:
         """Log-probs and entropies of every response token, without gradients, one entry per micro-batch; at the model's
@@ -178,8 +189,8 @@ class ScoringModel:
             context_rank=self.processes.context_rank,
             context_size=self.processes.context_size,
         )
-        rows = batch.response_mask.nonzero()[:, 0]
-        chosen = ChosenTokens(rows, batch.targets[rows], with_entropy)
+        rows = batch.targets.response_mask.nonzero()[:, 0]
+        chosen = ChosenTokens(rows, batch.targets.token_ids[rows].long(), with_entropy)
         output: Tensor = chunk(
             batch.tokens[None], batch.positions[None], None, labels=chosen, packed_seq_params=segments
         )
@@ -238,29 +249,18 @@ class MegatronPolicy(ScoringModel):
             override_opt_param_scheduler=True,
         )
 
-    def update(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
+    def update(
+        self, batches: Sequence[TokenBatch], objective: Objective, *, scores: list[TokenScores] | None = None
+    ) -> dict[str, float]:
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
-
-        See `update_and_score`.
-        """
-        return self._update(batches, objective, None)
-
-    def update_and_score(
-        self, batches: Sequence[TokenBatch], objective: Objective
-    ) -> tuple[dict[str, float], list[TokenScores]]:
-        """One optimizer step, with the scores of every response token under the weights before it.
 
         Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they
         do not depend on how the mini-batch was split. A mini-batch without any token in the loss changes nothing and
         is counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
-        """
-        scores: list[TokenScores] = []
-        metrics = self._update(batches, objective, scores)
-        return metrics, scores or [TokenScores(torch.empty(0), torch.empty(0)) for _ in batches]
 
-    def _update(
-        self, batches: Sequence[TokenBatch], objective: Objective, scores: list[TokenScores] | None
-    ) -> dict[str, float]:
+        `scores`, an empty list if given, gets the scores of each micro-batch's response tokens under the weights
+        before the step.
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -279,6 +279,8 @@ class MegatronPolicy(ScoringModel):
         sums = self._summed(
             self._run(batches, make_loss, with_entropy=with_entropy, forward_only=False), objective.sum_names
         )
+        if scores is not None and not self.processes.is_last_stage:
+            scores += [TokenScores(torch.empty(0), torch.empty(0)) for _ in batches]
         # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
         self.scheduler.step(increment=1)
         is_empty = sums["denominator"] == 0

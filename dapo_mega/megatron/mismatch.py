@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.algorithms import importance_weights, kl_estimate, segment_sums, within_bounds
-from dapo_mega.batching.packing import MicroBatch
+from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
 
@@ -54,8 +54,8 @@ def kept_segments(
 
 
 def _segment_sums(micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
-    chosen = micro_batch.response_mask
-    log_ratios = old_logprobs - micro_batch.rollout_logprobs[chosen].to(old_logprobs.device)
+    chosen = micro_batch.targets.response_mask
+    log_ratios = old_logprobs - micro_batch.targets.rollout_logprobs[chosen].to(old_logprobs.device)
     ids = micro_batch.segment_ids[chosen].to(old_logprobs.device)
     sums = segment_sums(log_ratios, ids, len(micro_batch.cu_seqlens) - 1)
     if context_group is not None:
@@ -88,9 +88,9 @@ def measure_mismatch(
 
 def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """The part of `_SUMS` that counts tokens, and `_MAXIMA`."""
-    chosen = micro_batch.response_mask
-    own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs[chosen].double().cpu()
-    fresh = micro_batch.fresh_mask[chosen].cpu()
+    chosen = micro_batch.targets.response_mask
+    own, rollout = logprobs.double().cpu(), micro_batch.targets.rollout_logprobs[chosen].double().cpu()
+    fresh = micro_batch.targets.fresh_mask[chosen].cpu()
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
     cap = math.inf if settings.importance_cap is None else settings.importance_cap
@@ -132,10 +132,10 @@ def measure_engines(
     same on each; engines without such tokens are left out. `engines` are the URLs by number."""
     sums = torch.zeros(2, len(engines), dtype=torch.float64)
     for micro_batch, logprobs in scored:
-        chosen = micro_batch.response_mask
-        differences = (logprobs.double().cpu() - micro_batch.rollout_logprobs[chosen].double().cpu()).abs()
-        ids = micro_batch.engine_ids[chosen].cpu()
-        counted = micro_batch.fresh_mask[chosen].cpu() & (ids >= 0)
+        chosen = micro_batch.targets.response_mask
+        differences = (logprobs.double().cpu() - micro_batch.targets.rollout_logprobs[chosen].double().cpu()).abs()
+        ids = micro_batch.targets.engine_ids[chosen].long().cpu()
+        counted = micro_batch.targets.fresh_mask[chosen].cpu() & (ids >= 0)
         sums[0].index_add_(0, ids[counted], differences[counted])
         sums[1].index_add_(0, ids[counted], torch.ones_like(differences[counted]))
     dist.all_reduce(sums, group=control)

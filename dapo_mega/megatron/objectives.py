@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dapo_mega.algorithms import importance_weights, kl_estimate, mean_over
 from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
-from dapo_mega.batching.packing import MicroBatch
+from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings
 from dapo_mega.megatron.mismatch import kept_segments
 
@@ -99,15 +99,16 @@ class PolicyGradient:
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
         settings, micro, logprobs = self.settings, batch.micro_batch, outputs.logprobs
-        chosen = micro.response_mask
-        in_loss = micro.loss_mask[chosen].to(logprobs.device)
+        targets = micro.targets
+        chosen = targets.response_mask
+        in_loss = targets.loss_mask[chosen].to(logprobs.device)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        advantages = micro.advantages[chosen].to(logprobs.device)
+        advantages = targets.advantages[chosen].to(logprobs.device)
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss)
         losses = POLICY_LOSSES[settings.kind].token_losses(tokens, settings)
         token_loss = losses.loss
         if settings.importance_cap is not None:
-            rollout_logprobs = micro.rollout_logprobs[chosen].to(logprobs.device)
+            rollout_logprobs = targets.rollout_logprobs[chosen].to(logprobs.device)
             token_loss = token_loss * importance_weights(old_logprobs, rollout_logprobs, settings.importance_cap)
         kl = torch.zeros_like(logprobs)
         if settings.kl_coefficient > 0:
@@ -130,7 +131,7 @@ class PolicyGradient:
 
     def _weights(self, micro: MicroBatch, old_logprobs: Tensor) -> Tensor:
         """Weight of every response token [N] in the loss."""
-        chosen = micro.response_mask
+        chosen = micro.targets.response_mask
         weights = micro.token_weights[chosen].to(old_logprobs.device)
         if self.settings.sequence_mask is not None:
             kept = kept_segments(micro, old_logprobs, self.settings.sequence_mask, self.context_group)
@@ -161,7 +162,7 @@ class SupervisedLoss:
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
         micro, logprobs = batch.micro_batch, outputs.logprobs
-        total = -(logprobs * micro.token_weights[micro.response_mask].to(logprobs.device)).sum()
+        total = -(logprobs * micro.token_weights[micro.targets.response_mask].to(logprobs.device)).sum()
         denominator = torch.tensor(float(micro.denominator), device=total.device)
         return LossTerm(total, _denominator(micro, total), {"loss": total.detach(), "denominator": denominator})
 

@@ -24,8 +24,6 @@ from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
 
 _NUM_RECENT = 32
-# Probes are numbered apart from the run's requests, so that they decide nothing.
-_FIRST_PROBE_ID = 1 << 61
 
 
 @dataclass
@@ -84,13 +82,12 @@ class Collector:
         try:
             return self._collect(version)
         except StopRequested:
-            self.undo([])
+            self._undo()
             raise
 
-    def undo(self, groups: Sequence[Group]) -> None:
-        """Take back the last `collect`, which gave these groups: its step will not be trained by this process."""
+    def _undo(self) -> None:
+        """Go back to before the last `collect`; with partial rollouts what was answered since is kept."""
         if self._config.rollout.partial:
-            self.buffer.groups = [*groups, *self.buffer.groups]
             return
         self._in_flight.cancel_all()
         cursor, self.next_request_id, self.buffer.groups = self._beginning
@@ -164,11 +161,6 @@ class Collector:
         is no more than the next step takes: of what is left longer some would be complete and grow too old."""
         room = 2 * self._config.batch.groups_per_step - len(self.buffer)
         return most_offered(room, self.buffer.recent_kept_share())
-
-    def probe(self, version: int) -> list[Response]:
-        """One response to the first prompt, outside the run's request numbers; none when the engine failed."""
-        request = self._request(_FIRST_PROBE_ID + version, self.prompts[0])
-        return [answer for answer in self._engine.generate([request]) if isinstance(answer, Response)]
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: all that decides which groups come next."""

@@ -10,16 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.handover import HandoverGroups, broadcast_columns, broadcast_names
-from dapo_mega.batching.packing import MicroBatch, columns_from_samples
-from dapo_mega.batching.step import (
-    StepBatch,
-    engines_of,
-    hand_over_step,
-    off_policy_tokens,
-    samples_of_groups,
-    unweighted_sample,
-)
+from dapo_mega.batching.microbatch import MicroBatch
+from dapo_mega.batching.plan import PackingStats
+from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
+from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import LoopState
 from dapo_mega.config import RunConfig
@@ -30,14 +24,12 @@ from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, misma
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
-from dapo_mega.types import Group, Prompt, Response
+from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Metrics = dict[str, float]
-Scored = tuple[Sequence[MicroBatch], Sequence[TokenScores], Sequence[str]]
-"""Micro-batches, their scores, and the URLs of engines by number."""
 
 
 def train(run: TrainingRun) -> None:
@@ -65,12 +57,10 @@ def train(run: TrainingRun) -> None:
             batch = hand_over(run, groups)
         with run.timers.stage("score"):
             mini_batches, mismatch = attach_old_logprobs(run, batch)
-            if not batch.has_fresh and config.rollout.placement != "colocated":  # Those engines sleep by now.
-                mismatch = {**probe_agreement(run, groups), **mismatch}
         with run.timers.stage("update"):
             updates = update(run, mini_batches, batch.engines)
         run.step += 1
-        complete_step(run, {**collected, **mismatch, **updates, **packing_metrics(batch)})
+        complete_step(run, {**collected, **mismatch, **updates, **packing_metrics(batch.stats)})
 
 
 def stop_if_requested(run: TrainingRun) -> None:
@@ -130,44 +120,50 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
     """Why the engines are to blame for groups without a signal, by the last responses; None where they are not."""
-    recent: list[tuple[Prompt, Response]] = []
-    with raise_on_all_ranks(run.policy.processes.control):
+    policy, config = run.policy, run.config
+    samples = None
+    with raise_on_all_ranks(policy.processes.control):
         if run.controller:
             run.fleet.sleep()
-            for prompt, response in run.controller.collector.recent:
-                if off_policy_tokens(response, run.step) < len(response.token_ids):
-                    recent.append((prompt, response))
-    if scored := _score_responses(run, recent):
-        metrics, engines = measure_scores(run, *scored)
-        return starvation_cause(metrics, run.config, engines)
-    return None
+            recent = [
+                (prompt, response)
+                for prompt, response in run.controller.collector.recent
+                if off_policy_tokens(response, run.step) < len(response.token_ids)
+            ]
+            samples = samples_to_score(recent, run.step) if recent else None
+    has_any = torch.tensor(samples is not None)
+    dist.broadcast(has_any, src=0, group=policy.processes.control)
+    if not has_any:
+        return None
+    batch = policy.pack(
+        samples,
+        token_budget=config.batch.tokens_per_microbatch,
+        aggregation=config.algorithm.aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    (micro_batches,) = batch.mini_batches
+    metrics, engines = measure_scores(run, micro_batches, policy.score(micro_batches), batch.engines)
+    return starvation_cause(metrics, config, engines)
 
 
 def hand_over(run: TrainingRun, groups: Sequence[Group]) -> StepBatch:
-    """Advantages and flat columns on rank 0, then every process packs its own micro-batches."""
-    policy = run.policy
-    columns = None
-    engines: tuple[str, ...] = ()
-    if run.controller:
-        engines = engines_of(scored.response for group in groups for scored in group.responses)
-        columns = columns_from_samples(samples_of_groups(groups, run.config, run.step, engines))
-    processes = policy.processes
-    return hand_over_step(
-        columns,
-        run.config,
-        policy.packing_layout,
-        data_rank=processes.data_rank,
-        groups=HandoverGroups(processes.control, processes.leaders, processes.replica),
-        engines=engines,
+    """Advantages and one row per token on rank 0; then every process gets and packs its own micro-batches."""
+    config = run.config
+    return run.policy.pack(
+        samples_of_groups(groups, config, run.step) if run.controller else None,
+        token_budget=config.batch.tokens_per_microbatch,
+        aggregation=config.algorithm.aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
+        samples_per_update=config.batch.mini_batch_groups * config.batch.group_size,
     )
 
 
-def packing_metrics(batch: StepBatch) -> Metrics:
-    """How well the step's samples filled the ranks' micro-batches; see `StepPlan`."""
+def packing_metrics(stats: PackingStats) -> Metrics:
+    """How well the step's samples filled the ranks' micro-batches."""
     return {
-        "batch/packing_efficiency": batch.packing_efficiency,
-        "batch/budget_fill": batch.budget_fill,
-        "batch/rank_imbalance": batch.rank_imbalance,
+        "batch/packing_efficiency": stats.packing_efficiency,
+        "batch/budget_fill": stats.budget_fill,
+        "batch/rank_imbalance": stats.rank_imbalance,
     }
 
 
@@ -178,7 +174,7 @@ def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[T
     `rollout.mismatch_stop`. A step of a single update needs no pass of its own for this: the update itself starts from
     those weights, and raises before its checkpoint is written.
     """
-    everything = [run.policy.context_shard(micro) for mini_batch in batch.mini_batches for micro in mini_batch]
+    everything = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
     references = run.reference.score(everything) if run.reference else [None] * len(everything)
     scores: Sequence[TokenScores | None] = [None] * len(everything)
     metrics: Metrics = {}
@@ -190,54 +186,6 @@ def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[T
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
     )
     return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
-
-
-def probe_agreement(run: TrainingRun, groups: Sequence[Group]) -> Metrics:
-    """Engine against trainer on one response sampled for this purpose: for steps that train on surplus alone, which
-    brings no response of the current weights. `groups` are the step's; the collector gets them back, on rank 0, when
-    the run is to stop."""
-    probed: list[tuple[Prompt, Response]] = []
-    with raise_on_all_ranks(run.policy.processes.control):
-        if run.controller:
-            collector = run.controller.collector
-            try:
-                answers = collector.probe(run.step)
-            except StopRequested:
-                collector.undo(groups)
-                raise
-            finally:
-                run.fleet.end_serving()
-            if not answers:
-                raise StarvedError("the engine did not answer a probe of its weights; see its log and start again")
-            probed = [(collector.prompts[0], answers[0])]
-        else:
-            run.fleet.serve()
-    scored = _score_responses(run, probed)
-    assert scored
-    return _check_scores(run, *scored)
-
-
-def _score_responses(run: TrainingRun, responses: Sequence[tuple[Prompt, Response]]) -> Scored | None:
-    """Score the responses that rank 0 gives, on all processes; None where it gives none."""
-    policy, config = run.policy, run.config
-    control = policy.processes.control
-    names = engines_of(response for _, response in responses)
-    columns = None
-    if run.controller and responses:
-        samples = [unweighted_sample(prompt, response, run.step, names) for prompt, response in responses]
-        columns = columns_from_samples(samples)
-    has_any = torch.tensor(len(responses))
-    dist.broadcast(has_any, src=0, group=control)
-    if not has_any:
-        return None
-    columns = broadcast_columns(columns, control)
-    batches = policy.pack(
-        columns,
-        token_budget=config.batch.tokens_per_microbatch,
-        aggregation=config.algorithm.aggregation,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    return batches, policy.score(batches), broadcast_names(names, control)
 
 
 def _check_scores(
@@ -276,7 +224,8 @@ def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engin
     step, by number."""
     objective = PolicyGradient(run.config.loss_settings, run.policy.processes.context)
     if run.config.batch.updates_per_step == 1:
-        metrics, scores = run.policy.update_and_score(mini_batches[0], objective)
+        scores: list[TokenScores] = []
+        metrics = run.policy.update(mini_batches[0], objective, scores=scores)
         batches = [batch.micro_batch for batch in mini_batches[0]]
         return {**_check_scores(run, batches, scores, engines), **metrics}
     means = MetricAccumulator()

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.packing import columns_from_samples
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, print_once
 from dapo_mega.config import SftConfig, dump_config, load_config
@@ -24,7 +23,6 @@ from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run import held_folder
 from dapo_mega.training.run_status import RunStatus
-from dapo_mega.types import Sample
 
 _STOPPED = "fine-tuning was stopped by SIGTERM and has no checkpoints; the same command begins it again"
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
@@ -123,21 +121,10 @@ def _imitate(
 def _micro_batches(
     policy: MegatronPolicy, config: SftConfig, demonstrations: Sequence[Demonstration]
 ) -> list[TokenBatch]:
-    columns = columns_from_samples([_sample(demonstration) for demonstration in demonstrations])
-    micro_batches = policy.pack(
-        columns,
+    batch = policy.pack(
+        flatten([single_turn(d.prompt_token_ids, d.response_token_ids) for d in demonstrations]),
         token_budget=config.tokens_per_microbatch,
         aggregation="token_mean",
         max_response_tokens=config.data.max_tokens,
     )
-    return [TokenBatch(micro_batch) for micro_batch in micro_batches]
-
-
-def _sample(demonstration: Demonstration) -> Sample:
-    return Sample(
-        token_ids=np.concatenate([demonstration.prompt_token_ids, demonstration.response_token_ids]),
-        prompt_length=len(demonstration.prompt_token_ids),
-        advantage=0.0,
-        in_loss=True,
-        rollout_logprobs=np.zeros(len(demonstration.response_token_ids), dtype=np.float32),
-    )
+    return [TokenBatch(micro_batch) for micro_batch in batch.mini_batches[0]]

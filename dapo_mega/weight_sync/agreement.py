@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.packing import columns_from_samples
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import RunConfig
-from dapo_mega.types import LogProbs, Prompt, Sample, TokenIds
+from dapo_mega.types import LogProbs, Prompt, TokenIds
 
 if TYPE_CHECKING:
     from dapo_mega.megatron.megatron_policy import MegatronPolicy
@@ -56,19 +56,18 @@ class PolicyAgreement:
 
     def _score(self) -> LogProbs:
         policy = self._policy
-        nothing = np.zeros(len(self.tokens) - 1, np.float32)
-        batches = policy.pack(
-            columns_from_samples([Sample(self.tokens, 1, 0.0, False, nothing)]),
+        batch = policy.pack(
+            flatten([single_turn(self.tokens[:1], self.tokens[1:], in_loss=False)]),
             token_budget=self._config.batch.tokens_per_microbatch,
             aggregation=self._config.algorithm.aggregation,
             max_response_tokens=self._config.rollout.max_response_tokens,
         )
         # Engines score prompts without the sampling temperature.
-        scores = policy.score(batches, temperature=1.0)
-        logprobs = torch.zeros(len(nothing), dtype=torch.float32)
+        scores = policy.score(batch.mini_batches[0], temperature=1.0)
+        logprobs = torch.zeros(len(self.tokens) - 1, dtype=torch.float32)
         if policy.processes.is_last_stage and policy.processes.tensor_rank == 0:
-            for batch, score in zip(batches, scores, strict=True):
-                logprobs[batch.positions[batch.response_mask].cpu()] = score.logprobs.float().cpu()
+            for micro_batch, score in zip(batch.mini_batches[0], scores, strict=True):
+                logprobs[micro_batch.positions[micro_batch.targets.response_mask].cpu()] = score.logprobs.float().cpu()
         dist.all_reduce(logprobs, group=policy.processes.control)
         return logprobs.numpy()
 

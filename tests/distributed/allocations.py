@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import fields, replace
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.plan import PackingLayout
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron import megatron_policy, output_layer
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.types import Sample
 
 
 def allocated(cases):
@@ -81,12 +81,12 @@ def run_case(case, plans):
         num_steps=10,
         compute=ComputeConfig(**case.get("compute", {})),
     )
-    micro_batch = make_micro_batch(policy, case["lengths"], processes)
+    micro_batch = make_micro_batch(policy, case["lengths"])
     kept = [kept_for_backward(policy, chunk, micro_batch, plans) for chunk in policy.chunks]
     peak = SavedStorages(policy, plans)
     batch = TokenBatch(micro_batch)
     if processes.is_last_stage:
-        batch = TokenBatch(micro_batch, micro_batch.rollout_logprobs[micro_batch.response_mask])
+        batch = TokenBatch(micro_batch, micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask])
     with peak:
         policy.update([batch] * case["num_micro_batches"], PolicyGradient(LossSettings()))
     return {
@@ -100,44 +100,16 @@ def run_case(case, plans):
     }
 
 
-def make_micro_batch(policy, lengths, processes):
+def make_micro_batch(policy, lengths):
     """One packed micro-batch of random tokens; under context parallelism this process's slice of it."""
     rng = np.random.default_rng(0)
-    samples = [
-        Sample(
-            token_ids=rng.integers(1, policy.arch.vocab_size, length).astype(np.int32),
-            prompt_length=length // 4,
-            advantage=float(i % 2) - 0.5,
-            in_loss=True,
-            rollout_logprobs=np.full(length - length // 4, -7.0, np.float32),
-        )
-        for i, length in enumerate(lengths)
-    ]
-    batch = build_micro_batch(
-        columns_from_samples(samples),
-        range(len(samples)),
-        aggregation="token_mean",
-        max_response_tokens=max(lengths),
-        multiple_of=policy.token_multiple,
-    )
-    return context_slice(batch, lengths, processes) if processes.context_size > 1 else batch
-
-
-def context_slice(batch, lengths, processes):
-    """The pieces r and 2 C - 1 - r of every sequence; lengths must be multiples of 2 C."""
-    size, rank, start, mine = processes.context_size, processes.context_rank, 0, []
-    for length in lengths:
-        piece = length // (2 * size)
-        for number in (rank, 2 * size - 1 - rank):
-            mine.append(torch.arange(start + number * piece, start + (number + 1) * piece))
-        start += length
-    index = torch.cat(mine)
-    sliced = {
-        field.name: getattr(batch, field.name)[index]
-        for field in fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "cu_seqlens"
-    }
-    return replace(batch, **sliced)
+    samples = []
+    for i, length in enumerate(lengths):
+        ids, prompt = rng.integers(1, policy.arch.vocab_size, length).astype(np.int32), length // 4
+        logprobs = np.full(length - prompt, -7.0, np.float32)
+        samples.append(single_turn(ids[:prompt], ids[prompt:], logprobs, advantage=float(i % 2) - 0.5))
+    batch = pack(flatten(samples), PackingLayout(multiple_of=policy.token_multiple), max_response_tokens=max(lengths))
+    return policy.context_shard(batch)
 
 
 class SavedStorages:

@@ -7,8 +7,8 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from dapo_mega.batching.packing import columns_from_samples
-from dapo_mega.batching.step import build_for_layout
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
 from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
@@ -82,11 +82,9 @@ def try_model(checkpoint, model, case, processes):
         updates_per_step=1,
         num_steps=2,
     )
-    samples = [sample for sample in make_samples(12) if sample.in_loss]
+    samples = [sample for sample in make_samples(12) if sample.loss_mask.any()]
     # Every replica gets all samples, so that their mean is the same under data parallelism.
-    batch = build_for_layout(
-        columns_from_samples(samples), range(len(samples)), policy.packing_layout, "token_mean", max_response_tokens=64
-    )
+    batch = pack(flatten(samples), policy.packing_layout, max_response_tokens=64)
     share = policy.context_shard(batch)
     result = {}
     weights = full_weights(policy)

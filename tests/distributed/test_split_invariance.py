@@ -42,6 +42,9 @@ WORLDS = {
             "budget": 4096,
             "algorithm": {"entropy_coefficient": 0.1, "importance_cap": 2.0},
         },
+        {"name": "groups", "tensor": 1, "pipeline": 1, "budget": 150, "groups": "as made"},
+        {"name": "shuffled_groups", "tensor": 1, "pipeline": 1, "budget": 150, "groups": "shuffled"},
+        {"name": "doubled_groups", "tensor": 1, "pipeline": 1, "budget": 150, "groups": "doubled"},
         {**MASKED, "name": "masked_one", "budget": 4096},
         {**MASKED, "name": "masked_small", "budget": 64},
         {"name": "bf16_one", "tensor": 1, "pipeline": 1, "budget": 4096, "dtype": "bf16"},
@@ -89,6 +92,9 @@ PAIRS = [
     ("masked_one", "masked_small"),
     ("masked_one", "masked_dp2"),
     ("masked_one", "masked_cp2"),
+    # Groups in another order, and responses within them; every response twice.
+    ("groups", "shuffled_groups"),
+    ("groups", "doubled_groups"),
 ]
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from dapo_mega.batching.packing import columns_from_samples
+from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
@@ -61,10 +61,10 @@ def _three_updates(name, case, model, checkpoints):
         store = CheckpointStore(checkpoints / case["resume"], keep_last=1)
         done = store.load(policy, store.latest()).step
     for update in range(done, NUM_UPDATES):
-        columns = columns_from_samples(make_samples(SAMPLES_PER_UPDATE, seed=update))
-        micro_batches = policy.pack(
-            columns, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
-        )
+        samples = flatten(make_samples(SAMPLES_PER_UPDATE, seed=update))
+        (micro_batches,) = policy.pack(
+            samples, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
+        ).mini_batches
         counts.append(len(micro_batches))
         if update == done:
             # Sums over all tokens tell whether every token was scored, wherever it was.
@@ -76,7 +76,9 @@ def _three_updates(name, case, model, checkpoints):
             scores = all_processes_sum(policy, scores)
         # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
         batches = [
-            TokenBatch(b, b.rollout_logprobs[b.response_mask] * 0.1 - 4.0) if processes.is_last_stage else TokenBatch(b)
+            TokenBatch(b, b.targets.rollout_logprobs[b.targets.response_mask] * 0.1 - 4.0)
+            if processes.is_last_stage
+            else TokenBatch(b)
             for b in micro_batches
         ]
         metrics.append(policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False))))

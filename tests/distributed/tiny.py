@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo_mega.types import Sample
+from dapo_mega.batching.samples import Sample, single_turn
 
 VOCAB_SIZE = 61  # no multiple of 2: tensor parallelism has to pad the vocabulary
 
@@ -200,19 +200,27 @@ def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -
     return folder
 
 
-def make_samples(num_samples: int, seed: int = 0) -> list[Sample]:
-    """Responses of unequal lengths with advantages of both signs; some truncated ones are out of the loss."""
+def make_samples(num_samples: int, seed: int = 0, *, all_in_loss: bool = False) -> list[Sample]:
+    """Responses of unequal lengths with advantages of both signs; some truncated ones are out of the loss, unless
+    `all_in_loss`."""
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(num_samples):
         prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, 40))
+        token_ids = rng.integers(1, VOCAB_SIZE, prompt + response).astype(np.int32)
+        advantage = float(rng.normal())
         samples.append(
-            Sample(
-                token_ids=rng.integers(1, VOCAB_SIZE, prompt + response).astype(np.int32),
-                prompt_length=prompt,
-                advantage=float(rng.normal()),
-                in_loss=i % 5 != 3,
-                rollout_logprobs=-rng.exponential(3.0, response).astype(np.float32),
+            single_turn(
+                token_ids[:prompt],
+                token_ids[prompt:],
+                -rng.exponential(3.0, response).astype(np.float32),
+                advantage=advantage,
+                in_loss=all_in_loss or i % 5 != 3,
             )
         )
     return samples
+
+
+def prompt_length(sample: Sample) -> int:
+    """Tokens before the first that the policy sampled."""
+    return int(sample.response_mask.int().argmax())

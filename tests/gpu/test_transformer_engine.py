@@ -1,12 +1,12 @@
 """What only a CUDA device can show: Transformer Engine layers against the local ones, and the engine beside them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.plan import PackingLayout
+from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 
 pytestmark = pytest.mark.gpu
@@ -58,17 +58,10 @@ def policy(model_path, processes, implementation, **compute):
 
 def score_and_update(subject):
     """Scores of a batch before an update, the update's metrics, and scores after it."""
-    from dapo_mega.config import LossSettings
     from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 
-    samples = [replace(sample, in_loss=True) for sample in make_samples(16)]
-    batch = build_micro_batch(
-        columns_from_samples(samples),
-        range(16),
-        aggregation="token_mean",
-        max_response_tokens=64,
-        multiple_of=subject.token_multiple,
-    )
+    samples = flatten(make_samples(16, all_in_loss=True))
+    batch = pack(samples, PackingLayout(multiple_of=subject.token_multiple), max_response_tokens=64)
     before = subject.score([batch])[0].logprobs
     metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(LossSettings()))
     return before, metrics, subject.score([batch])[0].logprobs
@@ -160,21 +153,16 @@ def test_the_switches_of_dense_families_agree_with_the_local_ones(tmp_path, proc
 
 def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, processes):
     from dapo_mega.engines.embedded.engine import EmbeddedEngine
-    from dapo_mega.types import GenerationRequest, Sample, SamplingParams
+    from dapo_mega.types import GenerationRequest, SamplingParams
 
     subject = policy(model_path, processes, "auto")
     engine = EmbeddedEngine.from_config(model_path, torch.bfloat16, device=processes.device)
     engine.load_weights(subject.weights(1 << 20), 0)
-    prompt = make_samples(1)[0].token_ids[:5]
+    prompt = make_samples(1)[0].token_ids[:5].numpy()
     sampling = SamplingParams(max_new_tokens=32)
     answers = engine.generate([GenerationRequest(i, prompt, i, sampling) for i in range(8)])
-    samples = [
-        Sample(torch.cat([torch.from_numpy(prompt), torch.from_numpy(a.token_ids)]).numpy(), 5, 1.0, True, a.logprobs)
-        for a in answers
-    ]
-    batch = build_micro_batch(
-        columns_from_samples(samples), range(8), aggregation="token_mean", max_response_tokens=32, multiple_of=16
-    )
+    samples = flatten([single_turn(prompt, a.token_ids, a.logprobs) for a in answers])
+    batch = pack(samples, PackingLayout(multiple_of=16), max_response_tokens=32)
     scored = subject.score([batch])[0].logprobs.cpu()
-    sampled = batch.rollout_logprobs[batch.response_mask]
+    sampled = batch.targets.rollout_logprobs[batch.targets.response_mask]
     assert (scored - sampled).abs().mean() < 0.05

@@ -50,8 +50,6 @@ if __name__ == "__main__":
             GPTModel.forward = fault
         case "after an update", "1":
             trainer.complete_step = stopped_before(trainer.complete_step, 3)
-        case "in a probe", "0":
-            trainer.probe_agreement = stopped_before(trainer.probe_agreement, 3)
         case "in the last evaluation", "0":
             trainer.evaluate = stopped_before(trainer.evaluate, 6)
     run_command(train_dapo.main)

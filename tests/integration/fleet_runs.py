@@ -134,10 +134,9 @@ def checked_records(
     sums = {name: total(everything, name) for name in records[-1]}
     assert (sums["rollout/dropped_groups"], sums["rollout/requests_failed"]) == (0, 0), sums
     groups = sums["groups/offered"] + sums["rollout/groups_expired_in_flight"] + records[-1]["rollout/groups_in_flight"]
-    # What remains are single probes of the weights, for steps that train on surplus alone.
-    num_probes = sums["rollout/requests_submitted"] - num_evaluated - GROUP_SIZE * groups
-    assert 0 <= num_probes < GROUP_SIZE
-    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < max_deviation
+    assert sums["rollout/requests_submitted"] == num_evaluated + GROUP_SIZE * groups
+    # A step that trains on surplus alone has no response of the current weights to compare.
+    assert max(record.get("rollout/logprob_abs_diff_max", 0) for record in records) < max_deviation
     return records
 
 
@@ -146,7 +145,7 @@ def check_restarted_run(output_dir: Path, num_steps: int) -> None:
     old, or waits once."""
     records = [record for record in read_metrics(output_dir / "metrics.jsonl") if record["step"] > 0]
     assert [record["step"] for record in records] == list(range(1, num_steps + 1))
-    assert max(record["rollout/logprob_abs_diff_max"] for record in records) < 1e-4
+    assert max(record.get("rollout/logprob_abs_diff_max", 0) for record in records) < 1e-4
     loop = json.loads((output_dir / "checkpoints" / f"step_{num_steps:08d}" / "loop.json").read_text())
     ends = ("groups/offered", "rollout/groups_expired_in_flight", "rollout/dropped_groups")
     num_groups = sum(total(records, name) for name in ends) + len(loop["in_flight"])

@@ -39,9 +39,12 @@ def test_the_runs_compared_here_use_buffer_and_surplus(uninterrupted):
     assert max(record.get("buffer/size", 0) for record in records) > 0
     assert max(record.get("buffer/staleness_max", 0) for record in records) >= 1
     assert all(record["policy/grad_norm"] > 0 for record in records[1:])
-    # One step trains on surplus alone; it is measured by a probe.
+    # One step trains on surplus alone, which brings no response of the current weights to compare.
+    for record in records[1:]:
+        is_surplus = record["rollout/generation_rounds"] == 0
+        assert ("rollout/logprob_abs_diff_max" in record) == (not is_surplus)
+        assert is_surplus or record["rollout/logprob_abs_diff_max"] < 1e-4
     assert any(record["rollout/generation_rounds"] == 0 for record in records[1:])
-    assert all(record["rollout/logprob_abs_diff_max"] < 1e-4 for record in records[1:])
     assert all("evaluation/avg_at_k" in records[step] for step in (0, 3, 6))
 
 
@@ -71,7 +74,7 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
     assert_equal_runs(uninterrupted, output)
 
 
-@pytest.mark.parametrize("moment", ["some time", "after an update", "in a probe", "in the last evaluation"])
+@pytest.mark.parametrize("moment", ["some time", "after an update", "in the last evaluation"])
 def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(
     task, uninterrupted, monkeypatch, moment
 ):
@@ -94,7 +97,7 @@ def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happen
     assert status["step"] >= STOPPED_AFTER[moment]
     # The step that is saved was not recorded when its evaluation was still to come.
     if moment != "some time":
-        assert status["step"] == STOPPED_AFTER[moment] == steps_done(output) + (moment != "in a probe")
+        assert status["step"] == STOPPED_AFTER[moment] == steps_done(output) + 1
     assert log.splitlines()[-1] == f"stopped: {status['message']}"
     assert (output / "checkpoints" / f"step_{status['step']:08d}").is_dir()
     assert not (output / "run.lock").exists()
@@ -102,7 +105,7 @@ def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happen
     assert_equal_runs(uninterrupted, output, has_final_export=moment != "in the last evaluation")
 
 
-STOPPED_AFTER = {"some time": 2, "after an update": 3, "in a probe": 3, "in the last evaluation": 6}
+STOPPED_AFTER = {"some time": 2, "after an update": 3, "in the last evaluation": 6}
 
 
 def assert_equal_runs(reference, output, has_final_export=True):
@@ -168,4 +171,4 @@ def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, 
         for name in ("policy/loss", "policy/grad_norm", "policy/entropy"):
             assert after.get(name, 0) == pytest.approx(before.get(name, 0), rel=1e-4, abs=1e-6), (name, before["step"])
         if after["step"] > 0:
-            assert after["rollout/logprob_abs_diff_max"] < 1e-4
+            assert after.get("rollout/logprob_abs_diff_max", 0) < 1e-4

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
@@ -19,7 +20,13 @@ from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models import load_architecture
 from dapo_mega.training.build import check_routing
 from dapo_mega.types import GenerationRequest, SamplingParams
-from tests.distributed.tiny import make_deepseek_v2_model, make_deepseek_v3_model, make_moe_model, make_samples
+from tests.distributed.tiny import (
+    make_deepseek_v2_model,
+    make_deepseek_v3_model,
+    make_moe_model,
+    make_samples,
+    prompt_length,
+)
 
 RATE = 0.01
 TRAINED = ComputeConfig(moe={"router_bias_update_rate": RATE})
@@ -50,8 +57,7 @@ def make_policy(path, processes, compute, dtype="fp32"):
 
 
 def update(policy, samples):
-    columns = columns_from_samples(samples)
-    batch = build_micro_batch(columns, range(len(samples)), aggregation="token_mean", max_response_tokens=64)
+    batch = pack(flatten(samples), max_response_tokens=64)
     policy.update([TokenBatch(batch)], SupervisedLoss())
 
 
@@ -126,7 +132,7 @@ def test_a_bf16_engine_decodes_from_cached_latent_vectors_as_a_full_forward_does
     engine = EmbeddedEngine.from_config(checkpoint, torch.bfloat16)
     engine.load_weights([list(load_file(checkpoint / "model.safetensors").items())], 0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    prompts = [sample.token_ids[: sample.prompt_length] for sample in make_samples(4)]
+    prompts = [sample.token_ids[: prompt_length(sample)].numpy() for sample in make_samples(4)]
     requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=20)) for i, prompt in enumerate(prompts)]
     for prompt, answer in zip(prompts, engine.generate(requests), strict=True):
         tokens = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64))

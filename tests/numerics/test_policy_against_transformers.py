@@ -1,14 +1,13 @@
 """The Megatron policy computes what transformers computes, and the engine is told when it does not (property 7)."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching import microbatch
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
@@ -16,8 +15,8 @@ from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
-from dapo_mega.types import GenerationRequest, Sample, SamplingParams
-from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples
+from dapo_mega.types import GenerationRequest, SamplingParams
+from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples, prompt_length
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,16 @@ def make_policy(path, processes, temperature=1.0, dtype="fp32"):
 
 
 def pack(samples):
-    columns = columns_from_samples(samples)
-    return build_micro_batch(columns, range(len(samples)), aggregation="token_mean", max_response_tokens=64)
+    return microbatch.pack(flatten(samples), max_response_tokens=64)
 
 
 def transformers_logprobs(model, samples, temperature):
     """Log-probs of all response tokens, sequence by sequence, without packing."""
     parts = []
     for sample in samples:
-        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        tokens = sample.token_ids.long()[None]
         logp = torch.log_softmax(model(tokens).logits[0] / temperature, -1)
-        steps = torch.arange(sample.prompt_length - 1, len(sample.token_ids) - 1)
+        steps = torch.arange(prompt_length(sample) - 1, len(sample.token_ids) - 1)
         parts.append(logp[steps, tokens[0, steps + 1]])
     return torch.cat(parts)
 
@@ -81,20 +79,17 @@ def test_the_likeliest_next_tokens_are_those_of_transformers(checkpoints, proces
     model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
     for sample in make_samples(3):
         prompt = sample.token_ids[:-1]
-        variants = [
-            Sample(np.append(prompt, np.int32(token)), len(prompt), 0.0, True, np.zeros(1, np.float32))
-            for token in range(VOCAB_SIZE)
-        ]
+        variants = [single_turn(prompt, [token]) for token in range(VOCAB_SIZE)]
         logprobs = policy.score([pack(variants)])[0].logprobs
         with torch.no_grad():
-            expected = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
+            expected = model(prompt.long()[None]).logits[0, -1].log_softmax(-1)
         torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
         assert logprobs.argmax() == expected.argmax()
 
 
 @pytest.mark.parametrize("kind", FAMILY_MODELS)
 def test_one_supervised_step_equals_that_of_transformers(tmp_path, checkpoints, processes, kind):
-    samples = [replace(sample, in_loss=True) for sample in make_samples(12)]
+    samples = make_samples(12, all_in_loss=True)
     policy = make_policy(checkpoints[kind], processes)
     metrics = policy.update([TokenBatch(pack(samples))], SupervisedLoss())
     model = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.float32)
@@ -131,14 +126,15 @@ def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, process
     path = make_model(tmp_path / "model", tied=True)
     objective = PolicyGradient(LossSettings(kl_coefficient=kl))
     batches = [pack(make_samples(7, seed)) for seed in (0, 1)]
-    references = [torch.full((int(b.response_mask.sum()),), -3.0) for b in batches]
+    references = [torch.full((int(b.targets.response_mask.sum()),), -3.0) for b in batches]
     once, twice = make_policy(path, processes), make_policy(path, processes)
     scores = twice.score(batches)
     expected = twice.update(
         [TokenBatch(b, s.logprobs, r) for b, s, r in zip(batches, scores, references, strict=True)], objective
     )
-    metrics, own = once.update_and_score(
-        [TokenBatch(b, None, r) for b, r in zip(batches, references, strict=True)], objective
+    own = []
+    metrics = once.update(
+        [TokenBatch(b, None, r) for b, r in zip(batches, references, strict=True)], objective, scores=own
     )
     assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert metrics["policy/ratio_mean"] == 1.0
@@ -156,10 +152,10 @@ def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(checkpoint
     policy = make_policy(checkpoints[kind], processes)
     engine = EmbeddedEngine.from_config(checkpoints[kind], torch.float32)
     engine.load_weights(policy.weights(1 << 12), 0)
-    prompt = make_samples(1)[0].token_ids[:5]
+    prompt = make_samples(1)[0].token_ids[:5].numpy()
     requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=24)) for i in range(6)]
     answers = engine.generate(requests)
-    samples = [Sample(np.concatenate([prompt, a.token_ids]), 5, 1.0, True, a.logprobs) for a in answers]
+    samples = [single_turn(prompt, a.token_ids, a.logprobs) for a in answers]
     scores = policy.score([pack(samples)])[0].logprobs
     sampled = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
     torch.testing.assert_close(scores, sampled, rtol=1e-4, atol=1e-5)

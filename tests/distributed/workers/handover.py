@@ -1,126 +1,140 @@
-"""Worker: hands steps over to replicas of two processes each and compares with packing from whole columns.
+"""Worker: scatters samples to replicas of two processes each and compares with packing from the whole step.
 
-Arguments: JSON list of cases {seed, mini_batch_groups, group_size, budget, piece_words}; a budget of 0 asks for
-mini-batches that the samples do not make up. Rank 0 prints one line per case.
+The samples have two columns more than `Sample`: declared and filled here, nowhere else.
+
+Arguments: JSON list of cases {seed, mini_batch_groups, group_size, budget}; a budget of 0 asks for mini-batches that
+the samples do not make up. Rank 0 prints one line per case.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.plan import PackingLayout, plan_step
+from dapo_mega.batching.samples import Sample, column, flatten, single_turn
+from dapo_mega.batching.scatter import ScatterGroups
+from dapo_mega.batching.step import pack_step
+from dapo_mega.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedSample(Sample):
+    """Two per-token columns of a user's: experts that routed the token [L, 2], and the turn it belongs to."""
+
+    routed_experts: torch.Tensor = field(metadata=column(torch.uint8, outside=255))
+    turn_ids: torch.Tensor = field(metadata=column(torch.int64, outside=-1))
+
 
 def main() -> None:
-    from dapo_mega.batching.handover import HandoverGroups
-
     dist.init_process_group("gloo")
     size = 2
     num_replicas = dist.get_world_size() // size
     leaders = dist.new_group([r * size for r in range(num_replicas)], backend="gloo")
     replicas = [dist.new_group([r * size, r * size + 1], backend="gloo") for r in range(num_replicas)]
     data_rank = dist.get_rank() // size
-    groups = HandoverGroups(dist.group.WORLD, leaders, replicas[data_rank])
+    groups = ScatterGroups(dist.group.WORLD, leaders, replicas[data_rank], data_rank)
     for case in json.loads(sys.argv[1]):
         if case["budget"]:
-            compare(case, data_rank, num_replicas, groups)
+            compare(case, num_replicas, groups)
         else:
-            refuse(case, data_rank, num_replicas, groups)
+            refuse(case, num_replicas, groups)
     dist.destroy_process_group()
 
 
-def configuration(case):
-    from dapo_mega.config import RunConfig
-
-    return RunConfig.model_validate(
-        {
-            "output_dir": "unused",
-            "num_steps": 1,
-            "model": {"path": "unused"},
-            "data": {"train": {"path": "unused"}, "max_prompt_tokens": 10},
-            "rollout": {"max_response_tokens": 30},
-            "reward": {"overlong_punishment": False},
-            "batch": {
-                "groups_per_step": 4,
-                "mini_batch_groups": case["mini_batch_groups"],
-                "group_size": case["group_size"],
-                "tokens_per_microbatch": case["budget"] or 40,
-            },
-        }
-    )
-
-
-def columns_of(case):
-    from dapo_mega.batching.packing import columns_from_samples
-    from dapo_mega.types import Sample
-
+def samples_of(case):
     rng = np.random.default_rng(case["seed"])
     samples = []
     for _ in range(4 * case["group_size"]):
         prompt, response = int(rng.integers(1, 11)), int(rng.integers(1, 31))
         tokens = rng.integers(0, 2**31 - 1, prompt + response).astype(np.int32)
         logprobs = rng.standard_normal(response).astype(np.float32)
-        in_loss, stale = bool(rng.random() < 0.7), int(rng.integers(response + 1))
-        engine = (int(rng.integers(-1, 3)), int(rng.integers(response + 1)))
-        samples.append(Sample(tokens, prompt, float(rng.standard_normal()), in_loss, logprobs, stale, *engine))
-    return columns_from_samples(samples)
+        logprobs[rng.random(response) < 0.5] = -0.0
+        plain = single_turn(
+            tokens[:prompt],
+            tokens[prompt:],
+            logprobs,
+            advantage=float(rng.standard_normal()),
+            in_loss=bool(rng.random() < 0.7),
+            num_off_policy=int(rng.integers(response + 1)),
+            engine_ids=rng.integers(-1, 3, response) if case["seed"] % 2 else 1,
+        )
+        experts = torch.from_numpy(rng.integers(0, 8, (prompt + response, 2)).astype(np.uint8))
+        turns = torch.arange(prompt + response) // 10
+        samples.append(RoutedSample(**vars(plain), routed_experts=experts, turn_ids=turns))
+    return flatten(samples, ["http://a", "http://b", "http://c"])
 
 
-def compare(case, data_rank, num_replicas, groups):
-    """Every process: its hand-over equals packing from the whole columns, bit by bit."""
-    from dapo_mega.batching import handover
-    from dapo_mega.batching.packing import MicroBatch
-    from dapo_mega.batching.step import PackingLayout, hand_over_step, pack_step
-
-    handover._PIECE_WORDS = case["piece_words"]
-    config, whole = configuration(case), columns_of(case)
+def compare(case, num_replicas, groups):
+    """Every process: what it gets equals packing from the whole step, bit by bit."""
+    whole = samples_of(case)
     layout = PackingLayout(num_replicas, multiple_of=8, attention_cost=0.01, segment_multiple=4)
+    planning = {
+        "token_budget": case["budget"],
+        "samples_per_update": case["mini_batch_groups"] * case["group_size"],
+    }
+    packing = {"aggregation": "token_mean", "max_response_tokens": 30}
     given = whole if dist.get_rank() == 0 else None
-    received = hand_over_step(given, config, layout, data_rank=data_rank, groups=groups)
-    expected = pack_step(
-        whole,
-        config,
-        data_rank=data_rank,
-        data_size=num_replicas,
-        multiple_of=8,
-        attention_cost=0.01,
-        segment_multiple=4,
-    )
-    assert received.packing_efficiency == expected.packing_efficiency
-    pairs = [
-        pair
-        for mini_batches in zip(received.mini_batches, expected.mini_batches, strict=True)
-        for pair in zip(*mini_batches, strict=True)
-    ]
-    for mine, theirs in pairs:
-        for field in fields(MicroBatch):
-            a, b = getattr(mine, field.name), getattr(theirs, field.name)
-            if isinstance(a, torch.Tensor):
-                assert a.dtype == b.dtype, field.name
-                assert a.numpy().tobytes() == b.numpy().tobytes(), field.name
-            else:
-                assert a == b, field.name
+    received = pack_step(given, layout, groups, **planning, **packing)
+    plan = plan_step(whole.lengths.numpy(), layout, **planning)
+    assert received.stats == plan.stats
+    assert received.engines == whole.engines
+    tokens = 0
+    for mini_batch, planned in zip(received.mini_batches, plan.mini_batches, strict=True):
+        for mine, indices in zip(mini_batch, planned[groups.data_rank], strict=True):
+            expected = pack(whole.select(indices), layout, **packing)
+            assert_same_bits(mine, expected)
+            assert type(mine.targets) is RoutedSample
+            assert_same_bits(mine.targets, expected.targets)
+            tokens += mine.num_tokens
+            assert_columns_follow_their_tokens(mine, [whole.select([i]).columns for i in indices])
     counts = torch.zeros(num_replicas, dtype=torch.int64)
-    counts[data_rank] = sum(mine.num_tokens for mine, _ in pairs)
+    counts[groups.data_rank] = tokens
     dist.all_reduce(counts)
     if dist.get_rank() == 0:
         print("tokens", *(counts // 2).tolist(), "of", int(whole.lengths.sum()), flush=True)
 
 
-def refuse(case, data_rank, num_replicas, groups):
-    """Columns that do not make whole mini-batches are refused on every process, and all go on together."""
-    from dapo_mega.batching.step import PackingLayout, hand_over_step
+def assert_same_bits(mine, theirs):
+    for f in fields(mine):
+        a, b = getattr(mine, f.name), getattr(theirs, f.name)
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), f.name
+            assert a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes(), f.name
+        elif not isinstance(a, Sample):
+            assert a == b, f.name
 
-    bigger = configuration({**case, "group_size": case["group_size"] + 3})
-    given = columns_of(case) if dist.get_rank() == 0 else None
+
+def assert_columns_follow_their_tokens(micro_batch, columns):
+    """Position t has the row of the token at t + 1, whatever the column; a segment's last position has none."""
+    for start, sample in zip(micro_batch.cu_seqlens.tolist(), columns, strict=False):
+        for f in fields(sample):
+            rows, targets = getattr(sample, f.name), getattr(micro_batch.targets, f.name)
+            assert torch.equal(targets[start : start + len(rows) - 1], rows[1:]), f.name
+            assert (targets[start + len(rows) - 1] == f.metadata["outside"]).all(), f.name
+
+
+def refuse(case, num_replicas, groups):
+    """Samples that do not make whole mini-batches are refused on every process, and all go on together."""
+    given = samples_of(case) if dist.get_rank() == 0 else None
     message = ""
     try:
-        hand_over_step(given, bigger, PackingLayout(num_replicas), data_rank=data_rank, groups=groups)
-    except ValueError as error:
+        pack_step(
+            given,
+            PackingLayout(num_replicas),
+            groups,
+            token_budget=40,
+            samples_per_update=case["mini_batch_groups"] * (case["group_size"] + 3),
+            aggregation="token_mean",
+            max_response_tokens=30,
+        )
+    except InputError as error:
         message = str(error)
     refused = torch.tensor([int("do not make whole mini-batches" in message)])
     dist.all_reduce(refused)

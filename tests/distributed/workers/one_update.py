@@ -1,7 +1,7 @@
 """Worker: one optimizer update of the same mini-batch under several layouts; rank 0 writes what came out.
 
 Arguments: MODEL_DIR OUTPUT_DIR JSON. The JSON lists cases {name, tensor, pipeline, context, sequence, budget,
-algorithm, dtype}.
+algorithm, dtype, groups}.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ def run_case(model_dir, case):
     import torch
     from megatron.core import parallel_state
 
-    from dapo_mega.batching.packing import columns_from_samples
     from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from dapo_mega.megatron.megatron_policy import MegatronPolicy
     from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
     from dapo_mega.megatron.processes import start_processes
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tiny import make_samples
 
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
     parallel = ParallelConfig(
@@ -61,16 +57,16 @@ def run_case(model_dir, case):
         num_steps=1,
     )
     before = {name: tensor.clone() for bucket in policy.weights(1 << 14) for name, tensor in bucket}
-    micro_batches = policy.pack(
-        columns_from_samples(make_samples(19)),
+    (micro_batches,) = policy.pack(
+        samples_of(case.get("groups"), algorithm),
         token_budget=case["budget"],
         aggregation=algorithm.aggregation,
         max_response_tokens=40,
-    )
+    ).mini_batches
     scores = policy.score(micro_batches)
     # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
     batches = [
-        TokenBatch(b, s.logprobs + 0.4 * torch.sin(b.rollout_logprobs[b.response_mask] * 7))
+        TokenBatch(b, s.logprobs + 0.4 * torch.sin(b.targets.rollout_logprobs[b.targets.response_mask] * 7))
         if processes.is_last_stage
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
@@ -87,6 +83,48 @@ def run_case(model_dir, case):
         "num_micro_batches": len(micro_batches),
         "before": before,
     }
+
+
+def samples_of(arrangement, algorithm):
+    """Some samples; or those of groups, in an arrangement: as made, shuffled, or doubled."""
+    import random
+
+    from dapo_mega.batching.samples import flatten, samples_of_groups
+    from dapo_mega.config import RunConfig
+    from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tiny import make_samples, prompt_length
+
+    if arrangement is None:
+        return flatten(make_samples(19))
+    samples, rng = make_samples(20), random.Random(0)
+    groups = []
+    for first in range(0, len(samples), 4):
+        prompt = samples[first].token_ids[: prompt_length(samples[first])].numpy()
+        members = []
+        for sample in samples[first : first + 4]:
+            sampled = sample.response_mask
+            ids, logprobs = sample.token_ids[sampled].numpy(), sample.rollout_logprobs[sampled].numpy()
+            finish = "stop" if sample.loss_mask.any() else "length"
+            reward = rng.choice([-1.0, 0.3, 1.0])
+            members.append(ScoredResponse(Response(0, ids, logprobs, finish, 0), "", True, reward, reward))
+        groups.append(Group(Prompt(0, "", prompt, ""), tuple(members), 0))
+    if arrangement == "shuffled":
+        groups = [Group(g.prompt, tuple(rng.sample(g.responses, 4)), 0) for g in rng.sample(groups, len(groups))]
+    if arrangement == "doubled":
+        groups = groups * 2
+    config = RunConfig.model_validate(
+        {
+            "output_dir": "o",
+            "num_steps": 1,
+            "model": {"path": "m"},
+            "data": {"train": {"path": "d"}},
+            "algorithm": {"advantage": algorithm.advantage},
+            "reward": {"overlong_filtering": True},
+        }
+    )
+    return samples_of_groups(groups, config, 0)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from dapo_mega.algorithms import group_advantages
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
-from dapo_mega.types import Sample
 
 RATIOS = {"a": [1.0, 1.5], "b": [1.0, 0.5, 2.0], "c": [1.0]}
 REWARDS = [1.0, -1.0, -1.0]
@@ -39,21 +39,16 @@ def algorithm(preset, **changes):
 def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float = 0.0, rollout: float = 0.5) -> float:
     advantages = group_advantages(REWARDS, config.advantage)
     samples = [
-        Sample(
-            token_ids=np.arange(2 + len(ratios), dtype=np.int32),
-            prompt_length=2,
+        single_turn(
+            np.arange(2),
+            np.arange(len(ratios)),
+            np.full(len(ratios), math.log(rollout), dtype=np.float32),
             advantage=float(advantage),
             in_loss=not (name == "c" and mask_truncated),
-            rollout_logprobs=np.full(len(ratios), math.log(rollout), dtype=np.float32),
         )
         for (name, ratios), advantage in zip(RATIOS.items(), advantages, strict=True)
     ]
-    micro_batch = build_micro_batch(
-        columns_from_samples(samples),
-        range(len(samples)),
-        aggregation=config.aggregation,
-        max_response_tokens=MAX_RESPONSE_TOKENS,
-    )
+    micro_batch = pack(flatten(samples), aggregation=config.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
     ratios = torch.tensor([r for rs in RATIOS.values() for r in rs])
     old = torch.full((len(ratios),), math.log(0.5))
     reference = old + math.log(0.5)

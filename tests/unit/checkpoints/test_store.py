@@ -11,7 +11,8 @@ from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
@@ -49,8 +50,7 @@ def policy(model, processes, dtype="fp32"):
 
 
 def update(subject, seed):
-    columns = columns_from_samples(make_samples(8, seed))
-    batch = build_micro_batch(columns, range(8), aggregation="token_mean", max_response_tokens=64)
+    batch = pack(flatten(make_samples(8, seed)), max_response_tokens=64)
     return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(LossSettings()))
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.packing import build_micro_batch, columns_from_samples
-from dapo_mega.batching.step import off_policy_tokens
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.plan import PackingLayout
+from dapo_mega.batching.samples import flatten, off_policy_tokens, single_turn
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
@@ -19,7 +20,7 @@ from dapo_mega.megatron.mismatch import (
     starvation_cause,
 )
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
-from dapo_mega.types import Response, Sample
+from dapo_mega.types import Response
 
 
 @pytest.fixture
@@ -32,24 +33,17 @@ def control():
 def micro_batch(lengths, stale, rollout_probability=0.5, advantages=None, multiple_of=1, engines=None):
     """Responses of the given lengths to a prompt of one token, every token sampled with the same probability."""
     samples = [
-        Sample(
-            np.arange(1, length + 2, dtype=np.int32),
-            1,
-            1.0 if advantages is None else advantages[i],
-            True,
+        single_turn(
+            [1],
+            np.arange(2, length + 2),
             np.full(length, math.log(rollout_probability), np.float32),
-            num_stale,
-            *(engines[i] if engines else ()),
+            advantage=1.0 if advantages is None else advantages[i],
+            num_off_policy=num_stale,
+            engine_ids=engines[i] if engines else -1,
         )
         for i, (length, num_stale) in enumerate(zip(lengths, stale, strict=True))
     ]
-    return build_micro_batch(
-        columns_from_samples(samples),
-        range(len(samples)),
-        aggregation="token_mean",
-        max_response_tokens=8,
-        multiple_of=multiple_of,
-    )
+    return pack(flatten(samples), PackingLayout(multiple_of=multiple_of), max_response_tokens=8)
 
 
 def log(probabilities):
@@ -95,7 +89,7 @@ def test_measures_do_not_depend_on_the_split_and_nothing_is_truncated_or_masked_
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_the_mean_of_each_engine_is_of_the_fresh_tokens_that_it_is_known_to_have_sampled(control, num_parts):
     # Engine 0 sampled a whole response, engine 1 the last two of three tokens of which the second is stale as well.
-    lengths, stale, engines = [2, 3, 1, 2], [0, 2, 0, 2], [(0, 0), (1, 1), (-1, 0), (2, 0)]
+    lengths, stale, engines = [2, 3, 1, 2], [0, 2, 0, 2], [0, [-1, 1, 1], -1, 2]
     old = log([0.5, 1.0, 0.125, 0.25, 0.25, 0.125, 0.5, 0.5])
     scored = []
     for part in range(num_parts):

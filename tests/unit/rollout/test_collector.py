@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from dapo_mega.batching.packing import columns_from_samples
-from dapo_mega.batching.step import pack_step, samples_of_groups
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError, StopRequested
@@ -212,11 +212,13 @@ def test_overlong_filtering_masks_the_loss_but_not_the_statistics():
     groups, _ = collector(ScriptedEngine(every_other), plain).collect(0)
     all_in = samples_of_groups(groups, plain, 0)
     masked = samples_of_groups(groups, filtered, 0)
-    truncated = [len(s.token_ids) - s.prompt_length >= 16 for s in masked]
+    truncated = [int(part.columns.response_mask.sum()) >= 16 for part in masked.split([1] * len(masked))]
     assert any(truncated)
-    assert [s.in_loss for s in masked] == [not t for t in truncated]
-    assert all(s.in_loss for s in all_in)
-    assert [s.advantage for s in masked] == [s.advantage for s in all_in]
+    assert [bool(part.columns.loss_mask.any()) for part in masked.split([1] * len(masked))] == [
+        not t for t in truncated
+    ]
+    assert torch.equal(all_in.columns.loss_mask, all_in.columns.response_mask)
+    assert torch.equal(masked.columns.advantages, all_in.columns.advantages)
 
 
 def test_rewards_are_the_rule_reward_plus_the_soft_punishment():
@@ -228,24 +230,6 @@ def test_rewards_are_the_rule_reward_plus_the_soft_punishment():
         assert scored.accuracy_reward == base
         assert scored.reward == pytest.approx(base - min(max(length - 12, 0) / 4, 1.0))
     assert metrics["rollout/reward_mean"] < metrics["rollout/accuracy_reward_mean"]
-
-
-def test_mini_batches_are_whole_groups_and_every_rank_gets_as_many_micro_batches():
-    run = config()
-    groups, _ = collector(ScriptedEngine(every_other), run).collect(0)
-    columns = columns_from_samples(samples_of_groups(groups, run, 0))
-    ranks = [
-        pack_step(columns, run, data_rank=rank, data_size=2, multiple_of=1, attention_cost=0.0) for rank in range(2)
-    ]
-    assert [len(batch.mini_batches) for batch in ranks] == [2, 2]
-    for i in range(2):
-        assert len(ranks[0].mini_batches[i]) == len(ranks[1].mini_batches[i])
-        tokens = sum(micro.num_tokens for batch in ranks for micro in batch.mini_batches[i])
-        assert tokens == columns.lengths[i * 8 : (i + 1) * 8].sum()
-        denominators = sum(micro.denominator for batch in ranks for micro in batch.mini_batches[i])
-        part = slice(i * 8, (i + 1) * 8)
-        assert denominators == (columns.lengths - columns.prompt_lengths)[part].sum()
-    assert 0 < ranks[0].packing_efficiency <= 1
 
 
 ORDER = PromptCursor(len(PROMPTS), 5).next(len(PROMPTS))
@@ -313,7 +297,9 @@ def test_a_response_that_goes_on_under_new_weights_counts_as_of_the_oldest_and_i
     assert [g.weight_version for g in groups] == [0, 0, 0, 1]
     assert metrics["rollout/partial_share"] == 0.75
     assert metrics["buffer/staleness_mean"] == 0.75
-    stale = [s.num_stale_tokens for s in samples_of_groups(groups, partial(), 1)]
+    samples = samples_of_groups(groups, partial(), 1)
+    off_policy = samples.columns.response_mask & ~samples.columns.fresh_mask
+    stale = [int(mask.sum()) for mask in off_policy.split(samples.lengths.tolist())]
     assert stale == [2] * 12 + [0] * 4
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.packing import build_micro_batch, context_slice
+from dapo_mega.batching.microbatch import context_slice, pack
+from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.config import RunConfig
 from dapo_mega.types import Prompt
 from dapo_mega.weight_sync.agreement import PolicyAgreement, fixed_sequence, mean_difference
@@ -53,22 +54,18 @@ class SpreadPolicy:
         self.processes = SimpleNamespace(is_last_stage=True, tensor_rank=0, control=control)
         self.num_scored = 0
 
-    def pack(self, columns, *, token_budget, aggregation, max_response_tokens):
-        micro_batch = build_micro_batch(
-            columns,
-            [0],
-            aggregation=aggregation,
-            max_response_tokens=max_response_tokens,
-            multiple_of=8,
-            segment_multiple=4,
-        )
-        return [context_slice(micro_batch, self.rank, 2)]
+    def pack(self, samples, *, token_budget, aggregation, max_response_tokens):
+        layout = PackingLayout(multiple_of=8, segment_multiple=4)
+        micro_batch = pack(samples, layout, aggregation=aggregation, max_response_tokens=max_response_tokens)
+        return SimpleNamespace(mini_batches=[[context_slice(micro_batch, self.rank, 2)]])
 
     def score(self, batches, *, temperature):
         assert temperature == 1.0
         self.num_scored += 1
         return [
-            SimpleNamespace(logprobs=(-(100.0 * b.positions + b.targets) / 1000)[b.response_mask].float())
+            SimpleNamespace(
+                logprobs=(-(100.0 * b.positions + b.targets.token_ids) / 1000)[b.targets.response_mask].float()
+            )
             for b in batches
         ]
 

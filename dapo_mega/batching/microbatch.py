@@ -1,0 +1,142 @@
+"""Packs samples into micro-batches without padding between sequences, and slices them for context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from dapo_mega.algorithms import response_weight
+from dapo_mega.algorithms.aggregation import AggregationKind
+from dapo_mega.batching.plan import PackingLayout, padded_lengths
+from dapo_mega.batching.samples import FlatSamples, Sample, ranges
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch of T positions and n segments; position t predicts the token after it.
+
+    `tokens`, `positions`, `segment_ids` [T] int64; `cu_seqlens` [n + 1] int32. `targets` are the columns of the token
+    that each position predicts: `targets.token_ids[t]` is that token, `targets.response_mask[t]` whether it is scored.
+    The last position of a segment predicts nothing: its columns have the value `outside` (see `Sample`), like those of
+    padding. `token_weights` [T] float32 are the weights of the tokens' losses, 0 outside the loss. `denominator` is
+    this micro-batch's share of the mini-batch's. Padding, at the end of samples and as a last segment of its own, has
+    token 0 and does not count in `num_tokens`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    segment_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    targets: Sample
+    token_weights: Tensor
+    denominator: int
+    num_tokens: int
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            segment_ids=self.segment_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            targets=self.targets.map(lambda column: column.to(device)),
+            token_weights=self.token_weights.to(device),
+        )
+
+
+def pack(
+    samples: FlatSamples,
+    layout: PackingLayout | None = None,
+    *,
+    aggregation: AggregationKind = "token_mean",
+    max_response_tokens: int,
+) -> MicroBatch:
+    """Pack all samples into one micro-batch whose length is a multiple of `layout.multiple_of`.
+
+    Every sample is padded at its end, inside its own segment, to a multiple of `layout.segment_multiple`. With causal
+    attention no token sees that padding.
+    """
+    layout = layout or PackingLayout()
+    assert layout.multiple_of % layout.segment_multiple == 0, f"{layout}: not a multiple of segment_multiple"
+    segments = torch.from_numpy(padded_lengths(samples.lengths.numpy(), layout.segment_multiple))
+    filled = int(segments.sum())
+    padding = -filled % layout.multiple_of if filled else layout.multiple_of
+    if padding:
+        segments = torch.cat([segments, torch.tensor([padding])])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), segments.cumsum(0)])
+    rows = ranges(bounds[: len(samples)], samples.lengths)
+    tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
+    tokens[rows] = samples.columns.token_ids.long()
+    targets = _targets(samples.columns, rows, bounds)
+    # Masks end where samples do, and their first tokens are never in the loss: sums over segments are the samples'.
+    segment_ids = torch.arange(len(segments)).repeat_interleave(segments)
+    counts = torch.zeros(len(segments), dtype=torch.int64).index_add_(0, segment_ids, targets.loss_mask.long())
+    weights = [response_weight(count, aggregation, max_response_tokens) for count in counts.tolist()]
+    return MicroBatch(
+        tokens=tokens,
+        positions=ranges(torch.zeros_like(segments), segments),
+        segment_ids=segment_ids,
+        cu_seqlens=bounds.int(),
+        max_seqlen=int(segments.max()),
+        targets=targets,
+        token_weights=torch.tensor([weight for weight, _ in weights])[segment_ids] * targets.loss_mask,
+        denominator=sum(share for _, share in weights),
+        num_tokens=int(samples.lengths.sum()),
+    )
+
+
+def _targets(columns: Sample, rows: Tensor, bounds: Tensor) -> Sample:
+    """Columns of the T positions: each holds the row of the token after it. `rows` [N] are the samples' positions."""
+    packed = {}
+    for f in fields(columns):
+        values = getattr(columns, f.name)
+        shape = (int(bounds[-1]) + 1, *values.shape[1:])
+        of_tokens = torch.full(shape, f.metadata["outside"], dtype=values.dtype)
+        of_tokens[rows] = values
+        of_tokens[bounds[:-1]] = f.metadata["outside"]  # Nothing predicts a segment's first token.
+        packed[f.name] = of_tokens[1:]
+    return type(columns)(**packed)
+
+
+def context_positions(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """Positions [T / size] int64 of a packed micro-batch that context-parallel `rank` of `size` holds.
+
+    Every segment is cut into 2 * size equal chunks; rank r holds chunks r and 2 * size - 1 - r, in that order, segment
+    after segment. So causal attention costs every rank the same. This is the order of Transformer Engine's
+    `thd_get_partitioned_indices` and of Megatron's rotary embedding for packed sequences.
+    """
+    bounds = cu_seqlens.cpu().long()
+    segments = bounds.diff()
+    assert not (segments % (2 * size)).any(), f"segments {segments.tolist()} are not multiples of {2 * size}"
+    chunks = segments // (2 * size)
+    starts = torch.stack([bounds[:-1] + rank * chunks, bounds[:-1] + (2 * size - 1 - rank) * chunks], dim=1)
+    return ranges(starts.reshape(-1), chunks.repeat_interleave(2))
+
+
+def context_slice(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """What context-parallel `rank` of `size` computes on, in the order of `context_positions`.
+
+    `cu_seqlens` and `max_seqlen` stay those of the whole micro-batch, as attention needs them. Rank 0 alone keeps
+    `denominator` and `num_tokens`; on the others they are 0, so that sums over ranks are the whole's.
+    """
+    if size == 1:
+        return micro_batch
+    positions = context_positions(micro_batch.cu_seqlens, rank, size).to(micro_batch.tokens.device)
+
+    def take(rows: Tensor) -> Tensor:
+        return rows[positions]
+
+    return replace(
+        micro_batch,
+        tokens=take(micro_batch.tokens),
+        positions=take(micro_batch.positions),
+        segment_ids=take(micro_batch.segment_ids),
+        targets=micro_batch.targets.map(take),
+        token_weights=take(micro_batch.token_weights),
+        denominator=0 if rank else micro_batch.denominator,
+        num_tokens=0 if rank else micro_batch.num_tokens,
+    )

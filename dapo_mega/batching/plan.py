@@ -1,0 +1,162 @@
+"""Plans a step: which samples go into which micro-batch of which rank. Only rank 0 plans; the others are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo_mega.batching.balancing import best_fit_count, partition, partition_equal_count, rebalance
+from dapo_mega.errors import InputError
+
+Lengths = npt.NDArray[np.int64]
+"""[S] tokens of each sample."""
+
+Plan = list[list[list[int]]]
+"""One mini-batch: `plan[rank][micro_batch]` lists the indices of its samples, ascending."""
+
+# Tolerances, relative to the mean: tokens of a micro-batch, cost of a rank.
+_MICRO_BATCH_TOKENS, _RANK_COST = 0.02, 0.012
+
+
+@dataclass(frozen=True)
+class PackingLayout:
+    """What the model's layout asks of micro-batches.
+
+    `data_size` replicas; lengths that are multiples of `multiple_of`, samples padded to multiples of
+    `segment_multiple`, which divides `multiple_of`; counts that are multiples of `count_multiple`; a sample of L tokens
+    costs L * (1 + attention_cost * L).
+    """
+
+    data_size: int = 1
+    multiple_of: int = 1
+    attention_cost: float = 0.0
+    count_multiple: int = 1
+    segment_multiple: int = 1
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """How well a step's micro-batches are filled: ratios of totals over its mini-batches.
+
+    Micro-batches run side by side on the ranks, and ranks wait for each other at every update.
+    """
+
+    packing_efficiency: float
+    """Real tokens over number of micro-batches of all ranks x tokens of the mini-batch's longest micro-batch. There is
+    no padding between samples: what is lost is that shorter micro-batches wait for the longest."""
+    budget_fill: float
+    """Real tokens over number of micro-batches of all ranks x token budget."""
+    rank_imbalance: float
+    """Estimated cost of each mini-batch's dearest rank over the ranks' mean cost, less 1."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """`mini_batches[i]` plans the i-th optimizer update: sample indices, counted from the start of the step."""
+
+    mini_batches: tuple[Plan, ...]
+    stats: PackingStats
+
+    def samples_of(self, rank: int) -> list[int]:
+        """The samples of one rank, in the order in which its micro-batches hold them."""
+        return [i for plan in self.mini_batches for indices in plan[rank] for i in indices]
+
+
+def plan_step(
+    lengths: Lengths, layout: PackingLayout, *, token_budget: int, samples_per_update: int | None = None
+) -> StepPlan:
+    """Cut the step's samples, of `lengths` [S] tokens, into mini-batches and plan each one.
+
+    All samples make one mini-batch unless `samples_per_update` is given. Raises InputError when they do not make whole
+    mini-batches or a sample is over the token budget.
+    """
+    per_update = samples_per_update or len(lengths)
+    if len(lengths) % per_update:
+        raise InputError(f"{len(lengths)} samples do not make whole mini-batches of {per_update}")
+    sizes = padded_lengths(lengths, layout.segment_multiple)
+    costs = sample_costs(sizes, layout.attention_cost)
+    plans = []
+    longest_tokens = budget_tokens = 0
+    max_cost = 0.0
+    for start in range(0, len(lengths), per_update):
+        plan = plan_micro_batches(lengths[start : start + per_update], layout, token_budget)
+        plan = [[[start + i for i in indices] for indices in rank] for rank in plan]
+        count = layout.data_size * len(plan[0])
+        longest_tokens += count * max(int(sizes[indices].sum()) for rank in plan for indices in rank)
+        budget_tokens += count * token_budget
+        max_cost += max(sum(float(costs[indices].sum()) for indices in rank) for rank in plan)
+        plans.append(plan)
+    num_tokens = int(lengths.sum())
+    stats = PackingStats(
+        packing_efficiency=num_tokens / longest_tokens,
+        budget_fill=num_tokens / budget_tokens,
+        rank_imbalance=max_cost * layout.data_size / float(costs.sum()) - 1,
+    )
+    return StepPlan(tuple(plans), stats)
+
+
+def padded_lengths(lengths: Lengths, segment_multiple: int) -> Lengths:
+    """`lengths` rounded up to multiples of `segment_multiple`, in tokens."""
+    return -(-lengths // segment_multiple) * segment_multiple
+
+
+def sample_costs(lengths: Lengths, attention_cost: float) -> npt.NDArray[np.float64]:
+    """Estimated cost of each sample, L * (1 + attention_cost * L), in units of one token without attention."""
+    return lengths * (1.0 + attention_cost * lengths)
+
+
+def fewest_micro_batches(num_tokens: int, num_ranks: int, token_budget: int, count_multiple: int = 1) -> int:
+    """Micro-batches per rank that `num_tokens` need at least: a multiple of `count_multiple`, 1 or more."""
+    fewest = max(1, -(-num_tokens // (token_budget * num_ranks)))
+    return -(-fewest // count_multiple) * count_multiple
+
+
+def plan_micro_batches(lengths: Lengths, layout: PackingLayout, token_budget: int) -> Plan:
+    """Assign samples to ranks and micro-batches: `plan[rank][micro_batch]` lists sample indices, ascending.
+
+    Every rank gets the same number of micro-batches, a multiple of `count_multiple`, each within `token_budget`
+    tokens. Every sample counts with its length rounded up to `segment_multiple`, and so does the budget.
+    Micro-batches may be empty when there are fewer samples than micro-batches. Raises InputError for a sample over
+    the budget.
+
+    1. Samples go into as few micro-batches as best fit needs, the longest sample first, each into the emptiest.
+    2. Micro-batches are dealt to ranks, equally many to each, so that the ranks' costs are even.
+    3. A local search exchanges samples between micro-batches that are too long or of ranks that cost too much.
+
+    Where a micro-batch is over the budget after that, every rank gets one step more in the count.
+
+    A rank's cheapest micro-batches come first and last and the dearest in the middle, each next to its likes.
+    Pipeline stages work on neighbours at the same time and the slower one sets the pace; the filling and draining
+    of the pipeline, where stages idle, take as long as the first and last micro-batches do.
+    """
+    longest = int(lengths.max())
+    if longest > token_budget:
+        raise InputError(f"a sample of {longest} tokens does not fit the budget of {token_budget} per micro-batch")
+    sizes = padded_lengths(lengths, layout.segment_multiple)
+    budget = -(-token_budget // layout.segment_multiple) * layout.segment_multiple
+    num_ranks = layout.data_size
+    costs = sample_costs(sizes, layout.attention_cost)
+    loads = np.stack([sizes, costs], axis=1).astype(np.float64)
+    max_cost = float(costs.sum()) / num_ranks * (1 + _RANK_COST)
+    per_step = num_ranks * layout.count_multiple
+    count = -(-best_fit_count(sizes, budget) // per_step) * layout.count_multiple
+    while True:
+        mean_tokens = float(sizes.sum()) / (num_ranks * count)
+        max_tokens = min(max(mean_tokens * (1 + _MICRO_BATCH_TOKENS), float(sizes.max())), budget)
+        bins = partition(sizes, num_ranks * count)
+        ranks = partition_equal_count(np.array([costs[indices].sum() for indices in bins]), num_ranks)
+        dealt = [bins[b] for rank in ranks for b in rank]
+        dealt = rebalance(dealt, loads, np.array([max_tokens, max_cost]), bins_per_rank=count)
+        if max(int(sizes[indices].sum()) for indices in dealt) <= budget:
+            break
+        count += layout.count_multiple
+    plan = [dealt[first : first + count] for first in range(0, len(dealt), count)]
+    return [_cheap_ends([sorted(indices) for indices in rank], costs) for rank in plan]
+
+
+def _cheap_ends(micro_batches: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
+    """Ascending cost up to the middle, descending after it."""
+    ascending = sorted(micro_batches, key=lambda indices: (float(costs[indices].sum()), indices))
+    return ascending[0::2] + ascending[1::2][::-1]

@@ -1,0 +1,209 @@
+"""Samples: one row per token, from the response of an engine to the packed micro-batch.
+
+A per-token column is a field of `Sample` and is filled where samples are made. Planning, scattering and packing carry
+whatever fields `Sample`, or a class derived from it, has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import itemgetter
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dapo_mega.algorithms import group_advantages
+from dapo_mega.config import RunConfig
+from dapo_mega.types import Group, LogProbs, Prompt, Response, TokenIds
+
+
+def column(dtype: torch.dtype, *, outside: float = 0) -> dict[str, Any]:
+    """Metadata of a per-token field of `Sample`; `outside` is the value where no token is predicted."""
+    return {"dtype": dtype, "outside": outside}
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence to train on, a row per token: every column is a CPU tensor [L], or [L, ...].
+
+    - `token_ids` int32.
+    - `response_mask`: tokens that the policy sampled, which the trainer scores. The first token cannot be one.
+    - `loss_mask`: those that count in the loss, a part of `response_mask`.
+    - `fresh_mask`: those sampled with the weights the step starts from.
+    - `engine_ids` int16: number of the engine that sampled the token (see `FlatSamples.engines`), -1 if not known.
+    - `advantages` float32.
+    - `rollout_logprobs` float32, in nats: of the sampled tokens, as the engine computed them.
+
+    A prompt of three tokens and a response of two, the first of them sampled with older weights, by engine 4::
+
+        token_ids        [11,  12,  13,  21,   2]
+        response_mask    [ 0,   0,   0,   1,   1]
+        loss_mask        [ 0,   0,   0,   1,   1]
+        fresh_mask       [ 0,   0,   0,   0,   1]
+        engine_ids       [-1,  -1,  -1,   4,   4]
+        advantages       [0.0, 0.0, 0.0, 0.7, 0.7]
+        rollout_logprobs [0.0, 0.0, 0.0, -1.2, -0.1]
+    """
+
+    token_ids: Tensor = field(metadata=column(torch.int32))
+    response_mask: Tensor = field(metadata=column(torch.bool))
+    loss_mask: Tensor = field(metadata=column(torch.bool))
+    fresh_mask: Tensor = field(metadata=column(torch.bool))
+    engine_ids: Tensor = field(metadata=column(torch.int16, outside=-1))
+    advantages: Tensor = field(metadata=column(torch.float32))
+    rollout_logprobs: Tensor = field(metadata=column(torch.float32))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same columns with `function` applied to each."""
+        return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
+def single_turn(
+    prompt_ids: TokenIds,
+    response_ids: TokenIds,
+    rollout_logprobs: LogProbs | None = None,
+    *,
+    advantage: float = 0.0,
+    in_loss: bool = True,
+    num_off_policy: int = 0,
+    engine_ids: npt.ArrayLike = -1,
+) -> Sample:
+    """A prompt [P] and the response [R] to it: [P + R] rows.
+
+    The first `num_off_policy` tokens of the response are not fresh. `rollout_logprobs` [R] are 0 if not given;
+    `engine_ids` is [R] or one number.
+    """
+    of_response = {
+        "response_mask": True,
+        "loss_mask": in_loss,
+        "fresh_mask": np.arange(len(response_ids)) >= num_off_policy,
+        "engine_ids": engine_ids,
+        "advantages": advantage,
+        "rollout_logprobs": 0.0 if rollout_logprobs is None else rollout_logprobs,
+    }
+    token_ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int32))
+    columns = {"token_ids": token_ids}
+    for f in fields(Sample):
+        if f.name != "token_ids":
+            rows = torch.full((len(token_ids),), f.metadata["outside"], dtype=f.metadata["dtype"])
+            rows[len(prompt_ids) :] = torch.as_tensor(of_response[f.name])
+            columns[f.name] = rows
+    return Sample(**columns)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatSamples:
+    """S samples, one after the other: `columns` has the rows of all, `lengths` [S] int64 the number of rows of each.
+
+    `engines` are the URLs of engines by the numbers that `columns.engine_ids` has.
+    """
+
+    columns: Sample
+    lengths: Tensor
+    engines: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, indices: Sequence[int]) -> FlatSamples:
+        """The samples `indices`, in that order."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        ends = self.lengths.cumsum(0)
+        starts, stops = (ends - self.lengths)[chosen].tolist(), ends[chosen].tolist()
+
+        def join(column: Tensor) -> Tensor:
+            # Slices are copied far faster than rows by their numbers.
+            runs = [column[start:stop] for start, stop in zip(starts, stops, strict=True)]
+            return torch.cat(runs) if runs else column[:0]
+
+        return FlatSamples(self.columns.map(join), self.lengths[chosen], self.engines)
+
+    def split(self, counts: Sequence[int]) -> list[FlatSamples]:
+        """Consecutive parts of so many samples each, without copying; `counts` add up to S."""
+        parts = []
+        first = start = 0
+        for count in counts:
+            lengths = self.lengths[first : first + count]
+            stop = start + int(lengths.sum())
+            parts.append(FlatSamples(self.columns.map(itemgetter(slice(start, stop))), lengths, self.engines))
+            first, start = first + count, stop
+        return parts
+
+
+def flatten(samples: Sequence[Sample], engines: Sequence[str] = ()) -> FlatSamples:
+    """Join samples of one class, in the order given; for `engines` see `FlatSamples`."""
+    if not samples:
+        raise ValueError("cannot build a batch of no samples")
+    if any(sample.response_mask[0] for sample in samples):
+        raise ValueError("the first token of a sample cannot be predicted: give every sample a prompt")
+    joined = {
+        f.name: torch.cat([getattr(sample, f.name) for sample in samples]).to(f.metadata["dtype"])
+        for f in fields(samples[0])
+    }
+    return FlatSamples(type(samples[0])(**joined), torch.tensor([len(s) for s in samples]), tuple(engines))
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The integers start, start + 1, ... of every range, one range after the other: [sum of lengths] int64."""
+    return torch.arange(int(lengths.sum())) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+
+
+def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> FlatSamples:
+    """One sample per response, groups in order, advantages within each group.
+
+    Overlong filtering keeps truncated responses out of the loss, while their rewards stay in the group's statistics.
+    `version` is that of the weights the step starts from.
+    """
+    samples = []
+    engines = engines_of(scored.response for group in groups for scored in group.responses)
+    for group in groups:
+        rewards = [scored.reward for scored in group.responses]
+        advantages = group_advantages(rewards, config.algorithm.advantage)
+        for scored, advantage in zip(group.responses, advantages, strict=True):
+            truncated = scored.response.finish_reason == "length"
+            in_loss = not (truncated and config.reward.overlong_filtering)
+            samples.append(_sample(group.prompt, scored.response, version, engines, float(advantage), in_loss))
+    return flatten(samples, engines)
+
+
+def samples_to_score(responses: Sequence[tuple[Prompt, Response]], version: int) -> FlatSamples:
+    """One sample per response, none in the loss; for `version` see `samples_of_groups`."""
+    engines = engines_of(response for _, response in responses)
+    return flatten([_sample(prompt, response, version, engines, 0.0, False) for prompt, response in responses], engines)
+
+
+def _sample(
+    prompt: Prompt, response: Response, version: int, engines: Sequence[str], advantage: float, in_loss: bool
+) -> Sample:
+    engine_ids = np.full(len(response.token_ids), -1)
+    start = 0
+    for url, end in response.engine_spans:
+        engine_ids[start:end] = engines.index(url) if url else -1
+        start = end
+    return single_turn(
+        prompt.token_ids,
+        response.token_ids,
+        response.logprobs,
+        advantage=advantage,
+        in_loss=in_loss,
+        num_off_policy=off_policy_tokens(response, version),
+        engine_ids=engine_ids,
+    )
+
+
+def engines_of(responses: Iterable[Response]) -> tuple[str, ...]:
+    """URLs of the engines that sampled any of the responses, sorted."""
+    return tuple(sorted({url for response in responses for url, _ in response.engine_spans if url}))
+
+
+def off_policy_tokens(response: Response, version: int) -> int:
+    """Number of tokens, from the start, that weights older than `version` sampled."""
+    spans = response.version_spans or ((response.weight_version, len(response.token_ids)),)
+    return max((end for sampled_by, end in spans if sampled_by < version), default=0)
