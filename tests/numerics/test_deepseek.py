@@ -82,7 +82,7 @@ def tokens_per_expert(checkpoint, samples):
         router.register_forward_hook(partial(count, name=name))
     with torch.no_grad():
         for sample in samples:
-            model(torch.from_numpy(sample.token_ids.astype(np.int64))[None])
+            model(sample.token_ids.long()[None])
     return counts
 
 
