@@ -31,7 +31,7 @@ class RolloutConfig(Section):
         json_schema_extra=FREE, default=512, ge=1, description="Rows the embedded engine decodes at once."
     )
     max_attempts: int = Field(
-        default=3, ge=1, description="Times a failed generation is tried before its group is dropped."
+        default=3, ge=1, description="Of a fleet: times a failed generation is tried before its group is dropped."
     )
     partial: bool = Field(
         default=False,

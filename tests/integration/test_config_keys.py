@@ -33,6 +33,7 @@ NOT_READ_BY_A_RUN = {
     "data.train.columns.response": "by supervised fine-tuning",
     "rollout.engine_tolerance": "with engines of a fleet",
     "rollout.fleet.": "with engines of a fleet",
+    "rollout.max_attempts": "with engines of a fleet: the embedded engine does not fail single requests",
     "weight_sync.folder": "with engines of a fleet",
     "weight_sync.full_every": "with engines of a fleet",
     "weight_sync.in_flight": "with engines of a fleet",
