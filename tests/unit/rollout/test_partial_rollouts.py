@@ -246,3 +246,33 @@ def test_a_group_that_fails_while_a_checkpoint_is_written_is_counted_or_asked_ag
     assert resumed.collect(1)[1]["rollout/dropped_groups"] == 0
     assert 8 * SIZE in again.submitted
     assert subject.collect(1)[1]["rollout/dropped_groups"] == 1
+
+
+@settings(max_examples=50, deadline=None, phases=[Phase.reuse, Phase.generate])
+@given(
+    seed=st.integers(0, 2**16),
+    order=ORDERS,
+    generation_groups=st.sampled_from([8, 12, 24]),
+    max_staleness=st.integers(1, 3),
+    shares=SHARES,
+    killed_after=st.sets(st.integers(0, 11)),
+)
+def test_after_a_kill_no_token_that_is_trained_on_is_older_than_allowed(
+    seed, order, generation_groups, max_staleness, shares, killed_after
+):
+    rng, config = random.Random(seed), run_of(generation_groups, max_staleness)
+    engines = Engines(every_other, rng, order)
+    subject = collector(engines, config)
+    for step, share in enumerate(shares):
+        groups, _ = subject.collect(step)
+        responses = [scored.response for group in groups for scored in group.responses]
+        versions = {v for r in responses for v in (r.weight_version, *(version for version, _ in r.version_spans))}
+        assert min(versions) >= step - max_staleness
+        engines.version += 1
+        engines.go_on(share)
+        if step in killed_after:
+            values, arrays = subject.state()
+            engines = Engines(every_other, rng, order)
+            engines.version = step + 1
+            subject = collector(engines, config)
+            subject.load_state(json.loads(json.dumps(values)), arrays)
