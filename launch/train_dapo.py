@@ -34,7 +34,7 @@ def main() -> None:
 
         print_dry_run(config)
         return
-    from dapo_mega.megatron import cpu_accelerator
+    from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
     from dapo_mega.training.run import run_training

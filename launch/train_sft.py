@@ -17,7 +17,7 @@ def main() -> None:
     from dapo_mega.config import SftConfig, load_config
 
     config = load_config(SftConfig, arguments.config, arguments.overrides)
-    from dapo_mega.megatron import cpu_accelerator
+    from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
     from dapo_mega.training.sft import run_sft

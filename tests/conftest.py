@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmark_processes import barrier_timed, run_processes
 
 from dapo_mega.config import ModelConfig, ParallelConfig
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 
 _TIMEOUT_S = 300
 _LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -31,7 +31,7 @@ import torch
 
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.errors import InputError
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 
 _BYTES_PER_PARAMETER = 18
 """bf16 weight, float32 gradient, main weight and two moments."""

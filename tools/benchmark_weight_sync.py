@@ -37,7 +37,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group

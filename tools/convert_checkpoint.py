@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name."""
     options = _parser().parse_args(argv)
     quiet_libraries()
-    from dapo_mega.megatron import cpu_accelerator
+    from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
     _join_processes(options.command)

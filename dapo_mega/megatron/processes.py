@@ -14,7 +14,7 @@ from dapo_mega.config import ParallelConfig
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.distributed.stores import open_store
 from dapo_mega.errors import InputError
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 
 # Ranks wait here while rank 0 drives rollouts, which may take hours.
 _CONTROL_TIMEOUT = timedelta(hours=12)

@@ -3,7 +3,7 @@
 import pytest  # noqa: F401
 import torch
 
-from dapo_mega.megatron import cpu_accelerator
+from dapo_mega.megatron.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from dapo_mega.megatron import cpu_accelerator
+    from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
     import torch
