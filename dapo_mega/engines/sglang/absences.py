@@ -46,7 +46,7 @@ def _state(member: Member, health: EngineHealth) -> str:
     if member.state == "refused":
         return f"refused, {member.reason}"
     match health.state:
-        case "healthy" | "slow":
+        case "healthy":
             return f"is taken up, {member.reason}" if member.reason else "is taken up"
         case "starting":
             return f"has not answered a probe for {health.silence_s:.0f} s ({health.reason})"

@@ -158,10 +158,6 @@ class Dispatcher:
     def engines(self) -> list[EngineSnapshot]:
         return [slot.snapshot() for slot in self._slots.values()]
 
-    def speeds(self) -> dict[str, float]:
-        """Tokens per second that one response gets, by URL, of the engines where that is known."""
-        return {engine.url: engine.tokens_per_s for engine in self.engines() if engine.tokens_per_s is not None}
-
     # ---- requests ----
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

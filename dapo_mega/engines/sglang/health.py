@@ -1,8 +1,8 @@
-"""Tells apart engines that work, that lag behind, that hang, that are gone and that are not there yet.
+"""Tells apart engines that work, that hang, that are gone and that are not there yet.
 
 ::
 
-    starting -> healthy <-> slow        answers probes; slow is far slower than the other engines
+    starting -> healthy                 answers probes
         ^          |
         |          +-----> hung         connected, but no answer for `hung_after_s`
         +-- dead <-+                    no connection, twice in a row
@@ -19,7 +19,7 @@ import contextlib
 import logging
 import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Literal
@@ -36,12 +36,10 @@ from dapo_mega.engines.sglang.event_loop import report_fault
 
 logger = logging.getLogger(__name__)
 
-State = Literal["starting", "healthy", "slow", "hung", "dead", "foreign"]
+State = Literal["starting", "healthy", "hung", "dead", "foreign"]
 OnChange = Callable[[str, State, State, str], Awaitable[None]]
 
 _SECOND_LOOK_S = 0.2
-# Far slower than the median of the others, and no longer so.
-_SLOW, _RECOVERED = 4.0, 2.0
 _NUM_LATENCIES = 3
 
 
@@ -77,7 +75,7 @@ class _Watch:
 
     @property
     def latency_s(self) -> float | None:
-        """The median of the last probes: one slow probe does not make a slow engine."""
+        """The median of the last probes, so that one late answer does not count."""
         return statistics.median(self.latencies) if len(self.latencies) == _NUM_LATENCIES else None
 
 
@@ -90,14 +88,11 @@ class HealthMonitor:
         heartbeat_s: float,
         hung_after_s: float,
         on_change: OnChange,
-        speeds: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe.
-        `speeds` gives tokens per second of one response by URL, of the engines where that is known."""
+        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe."""
         self._heartbeat_s = heartbeat_s
         self._hung_after_s = hung_after_s
         self._on_change = on_change
-        self._speeds = speeds
         self._loop = asyncio.get_running_loop()
         self._watches: dict[str, _Watch] = {}
 
@@ -137,13 +132,13 @@ class HealthMonitor:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Engines by state, and the worst probe."""
+        """The number of healthy engines, the slowest engine's probe, and how many times the median probe it takes."""
         watches = self._watches.values()
         latencies = [watch.latency_s for watch in watches if watch.latency_s is not None]
         return {
             "fleet/engines_healthy": float(sum(watch.state == "healthy" for watch in watches)),
-            "fleet/engines_slow": float(sum(watch.state == "slow" for watch in watches)),
             "fleet/probe_latency_max_s": max(latencies, default=0.0),
+            "fleet/slowest_probe_ratio": max(latencies) / max(statistics.median(latencies), 1e-9) if latencies else 1.0,
         }
 
     async def close(self) -> None:
@@ -183,7 +178,8 @@ class HealthMonitor:
         if error is None:
             watch.last_answer = self._loop.time()
             watch.latencies.append(seconds)
-            await self._answered(watch)
+            if watch.state != "healthy":
+                await self._change(watch, "healthy", await self._arrival(watch))
         elif is_gone:
             if watch.failed_connections > 1:
                 await self._change(watch, "dead", str(error))
@@ -195,16 +191,6 @@ class HealthMonitor:
             raise error
         elif self._loop.time() - watch.last_answer >= self._hung_after_s:
             await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
-
-    async def _answered(self, watch: _Watch) -> None:
-        if watch.state not in ("healthy", "slow"):
-            await self._change(watch, "healthy", await self._arrival(watch))
-            return
-        lag, reason = self._lag(watch)
-        if watch.state == "healthy" and lag >= _SLOW:
-            await self._change(watch, "slow", reason)
-        elif watch.state == "slow" and lag < _RECOVERED:
-            await self._change(watch, "healthy", "it is as fast as the others again")
 
     async def _arrival(self, watch: _Watch) -> str:
         """Who it is that answers (again)."""
@@ -220,23 +206,6 @@ class HealthMonitor:
         watch.restarts += 1
         return "it answers again, and is a new process"
 
-    def _lag(self, watch: _Watch) -> tuple[float, str]:
-        """How many times as slow as the median of the other engines, with a sentence on that."""
-        others = [w for w in self._watches.values() if w is not watch and w.state in ("healthy", "slow")]
-        latencies = [other.latency_s for other in others if other.latency_s is not None]
-        lags = [(1.0, "")]
-        if latencies and watch.latency_s is not None:
-            usual = statistics.median(latencies)
-            text = f"its probes take {watch.latency_s:.2f} s where those of the others take {usual:.2f} s"
-            lags.append((watch.latency_s / max(usual, 1e-9), text))
-        speeds = self._speeds()
-        peers = [speeds[other.client.url] for other in others if other.client.url in speeds]
-        if peers and watch.client.url in speeds:
-            own, usual = speeds[watch.client.url], statistics.median(peers)
-            text = f"a response gets {own:.1f} tokens/s where those of the others get {usual:.1f}"
-            lags.append((usual / max(own, 1e-9), text))
-        return max(lags)
-
     async def _change(self, watch: _Watch, new: State, reason: str) -> None:
         old, watch.state, watch.reason = watch.state, new, reason
         if old != new:
@@ -247,7 +216,7 @@ class HealthMonitor:
 
 async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
     """Return when the engine has shown that it generates. Raises EngineError."""
-    if state not in ("healthy", "slow"):
+    if state != "healthy":
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)
     await client.probe(timeout_s)

@@ -112,7 +112,6 @@ class Membership:
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
             on_change=self._changed,
-            speeds=self.dispatcher.speeds,
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
@@ -231,7 +230,7 @@ class Membership:
                 self._apply_registrations(self._registry.poll())
                 self._registry.report_hung(self._hung_for_long())
             for url, health in self.monitor.engines().items():
-                if health.state in ("healthy", "slow") and self.members[url].state == "away":
+                if health.state == "healthy" and self.members[url].state == "away":
                     self._start_join(url)
             await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
 
@@ -267,9 +266,7 @@ class Membership:
         elif new == "foreign":
             self.leave(url, reason)
             self._refuse(self.members[url], _no_engine(reason))
-        elif new == "slow":
-            logger.warning("engine %s is slow: %s", url, reason)
-        elif new == "healthy" and old != "slow" and self.members[url].state not in ("stale", "serving"):
+        elif new == "healthy" and self.members[url].state not in ("stale", "serving"):
             self._start_join(url)
 
     def _start_join(self, url: str) -> None:

@@ -226,42 +226,17 @@ def test_an_engine_that_hangs_after_its_suspension_is_found():
     within_deadline(body)
 
 
-def test_an_engine_whose_probes_lag_far_behind_is_slow_and_recovers():
+def test_an_engine_whose_probes_lag_far_behind_shows_in_the_metrics():
     async def body():
         engines = [ScriptedEngine() for _ in range(3)]
         for engine in engines:
             engine.health_delay_s = 0.1
+        engines[1].health_delay_s = 0.8
         async with watching(*engines, hung_after_s=5.0) as (monitor, changes):
-            await until(lambda: len(changes) == 3)
-            engines[1].health_delay_s = 0.8
-            await until(lambda: len(changes) == 4)
-            assert changes[3][:3] == (engines[1].url, "healthy", "slow")
-            assert "probes take" in changes[3][3]
-            assert monitor.metrics()["fleet/engines_slow"] == 1
-            assert monitor.metrics()["fleet/probe_latency_max_s"] >= 0.5
-            engines[1].health_delay_s = 0.1
-            await until(lambda: len(changes) == 5)
-            assert changes[4][:3] == (engines[1].url, "slow", "healthy")
-
-    within_deadline(body)
-
-
-def test_an_engine_that_generates_far_slower_is_slow():
-    async def body():
-        engines = [ScriptedEngine() for _ in range(3)]
-        speeds = {}
-        for engine in engines:
-            engine.health_delay_s = 0.1
-        async with watching(*engines, speeds=lambda: speeds, hung_after_s=5.0) as (_, changes):
-            await until(lambda: len(changes) == 3)
-            speeds.update({engine.url: 100.0 for engine in engines}, **{engines[2].url: 30.0})
-            probes = engines[2].calls["/health"]
-            await until(lambda: engines[2].calls["/health"] > probes + 2)
+            await until(lambda: monitor.metrics()["fleet/probe_latency_max_s"] >= 0.5)
+            await until(lambda: monitor.metrics()["fleet/slowest_probe_ratio"] > 2)
+            assert monitor.metrics()["fleet/engines_healthy"] == 3
             assert len(changes) == 3
-            speeds[engines[2].url] = 20.0
-            await until(lambda: len(changes) == 4)
-            assert changes[3][:3] == (engines[2].url, "healthy", "slow")
-            assert "20.0 tokens/s" in changes[3][3]
 
     within_deadline(body)
 
