@@ -24,7 +24,7 @@ from dapo_mega.errors import FleetError, StopRequested
 from dapo_mega.models.families import find_family
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 from tests.distributed.launching import free_port
-from tests.unit.engines.sglang.scripted_server import serve
+from tests.unit.engines.sglang.scripted_server import assert_exact, serve
 from tools.scripted_engine import ScriptedEngine
 
 KEY = "secret"
@@ -550,6 +550,50 @@ def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(se
     assert [target.url for target in driver.targets(only_outdated=False)] == [group.urls[1]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "finish"])
+def test_an_update_under_thousands_of_requests_loses_and_doubles_none(servers, drive, mode):
+    """Half of them are in flight and half wait. `mode` is weight_sync.pause, or weight_sync.in_flight=finish."""
+    num_requests = 2400
+    sync = {"in_flight": "finish"} if mode == "finish" else {"in_flight": "continue", "pause": mode}
+    group = servers(3, tokens_per_s=1)  # None ends before the update.
+    for engine in group.engines:
+        engine.settings = {"disable_radix_cache": True}
+        engine.release_at = num_requests // 6
+    limits = {"requests_per_engine": num_requests // 6, "hung_after_s": 60.0, "wait_limit_s": 60.0}
+    driver = drive(group.urls, weight_sync=sync, min_engines=3, **limits)
+    give_weights(driver, 0)
+    asked = requests(num_requests, length=48)
+    driver.submit(asked)
+    wait_until(lambda: sum(engine.in_flight for engine in group.engines) == num_requests // 2, 60)
+
+    def hurry():
+        for engine in group.engines:
+            engine.tokens_per_s = 1e6
+
+    if mode == "finish":
+        hurry()
+    update = threading.Thread(target=give_weights, args=(driver, 1), daemon=True)
+    update.start()
+    update.join(30)
+    assert not update.is_alive(), "the update did not end"
+    hurry()
+    found = answers(driver, num_requests, timeout_s=60)
+    assert driver.next_answer(0) is None
+    by_id = {answer.request_id: answer for answer in found}
+    assert len(by_id) == num_requests, "answered twice"
+    for request in asked:
+        assert_exact(by_id[request.request_id], request)
+    metrics = driver.pop_metrics()
+    assert metrics["rollout/requests_submitted"] == metrics["rollout/requests_answered"] == num_requests
+    assert metrics["rollout/requests_taken_back"] == (num_requests // 2 if mode == "abort" else 0)
+    assert not any(metrics[f"rollout/requests_{state}"] for state in ("open", "in_flight", "waiting", "failed"))
+    ended_with = [answer.version_spans[-1][0] if answer.version_spans else answer.weight_version for answer in found]
+    num_old = ended_with.count(0)
+    assert ended_with[num_old:] == [1] * (num_requests - num_old), "old weights after the update"
+    assert num_requests // 2 <= num_old < num_requests if mode == "finish" else num_old == 0
+
+
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause):
     group = servers(1, tokens_per_s=50)
@@ -594,16 +638,6 @@ def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(se
     group.start_again(1)
     wait_until(driver.has_outdated)
     assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
-
-
-def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):
-    group = servers(1, tokens_per_s=100)
-    driver = drive(group.urls)
-    give_weights(driver, 0)
-    driver.submit(requests(4, length=50))
-    wait_until(lambda: group.engines[0].in_flight == 4)
-    give_weights(driver, 1)
-    assert [(a.weight_version, a.version_spans) for a in answers(driver, 4, timeout_s=0.5)] == [(0, ())] * 4
 
 
 def test_colocated_engines_sleep_until_the_next_update(servers, drive):
