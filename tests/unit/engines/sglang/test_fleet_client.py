@@ -127,7 +127,7 @@ def answers(driver, count, timeout_s=20):
 
 
 def num_serving(driver):
-    return len(driver._membership.in_state("serving"))
+    return driver.pop_metrics()["fleet/engines_serving"]
 
 
 def wait_until(condition, timeout_s=20):
@@ -217,7 +217,7 @@ def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_ref
     for engine in group.engines:
         engine.version = "1"
     for number_of_tries in (1, 2):
-        wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("stale")) == 2)
+        wait_until(lambda: len(driver.targets(only_outdated=False)) == 2)
         targets = driver.pause_generation(driver.targets(only_outdated=False))
         assert len(targets) == 2
         driver.resume_generation(targets)
@@ -234,7 +234,7 @@ def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_a
     driver = drive(group.urls)
     targets = driver.pause_generation(driver.targets(only_outdated=False))
     driver.resume_generation(targets)
-    driver._on_loop(lambda: driver._membership.leave(group.urls[0], "scripted"))
+    driver.failed(group.urls[0], "scripted")
     wait_until(driver.has_outdated)
     driver.synced(group.urls[0], 1)
     driver.disagrees(group.urls[0], "scripted")
@@ -285,9 +285,11 @@ def test_a_web_server_is_refused_at_once_in_one_line(drive, caplog, answers, mes
 
 def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, caplog, monkeypatch):
     monkeypatch.setattr(fleet_driver, "_REMIND_EVERY_S", 0.4)
-    group = servers(2)
-    driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=3, wait_limit_s=600.0)
-    wait_until(lambda: len(driver._membership.in_state("stale")) == 2)
+    group = servers(3)
+    lost = group.urls[2]
+    group.stop(2)
+    driver = drive(group.urls, min_engines=3, wait_limit_s=600.0)
+    wait_until(lambda: driver.pop_metrics()["fleet/engines_away"] == 1)
 
     def told(*parts):
         def is_told():
@@ -298,19 +300,17 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
 
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(driver.wait_for_engines)
-        wait_until(
-            told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since ", "s): dead for ")
-        )
+        wait_until(told("pauses: 2 of at least 3 engines are there, ", f"missing: {lost} since ", "s): dead for "))
         group.engines[0].health = "silent"
         hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
-        wait_until(told(*hung, "http://127.0.0.1:9 since", "start those without connection again"))
+        wait_until(told(*hung, f"{lost} since", "start those without connection again"))
         group.engines[0].health = "ok"
-        wait_until(told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since "))
+        wait_until(told("pauses: 2 of at least 3 engines are there, ", f"missing: {lost} since "))
         assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
-        monkeypatch.setattr(driver, "_fleet", driver._fleet.model_copy(update={"min_engines": 2}))
+        group.start_again(2)
         waiting.result(10)
     assert driver.pop_metrics()["fleet/pauses"] == 1
-    assert caplog.records[-1].getMessage() == "the run goes on with 2 engines"
+    assert caplog.records[-1].getMessage() == "the run goes on with 3 engines"
 
 
 def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
@@ -378,13 +378,15 @@ def test_of_two_trainers_at_the_same_step_none_uses_the_others_samples_and_one_e
                     give_weights(driver, 5, run)
                 first = 1000 * number + 100 * round_
                 driver.submit(requests(6, first=first))
-                deadline = time.monotonic() + 20
-                while time.monotonic() < deadline and driver._answers.qsize() != 6:
+                num_open, deadline = 6, time.monotonic() + 40
+                while num_open:
+                    assert time.monotonic() < deadline
                     driver.wait_for_engines()
                     if driver.has_outdated():
                         give_weights(driver, 5, run)
-                    time.sleep(0.02)
-                accepted += [(run, answer) for answer in answers(driver, 6)]
+                    if answer := driver.next_answer(0.02):
+                        accepted.append((run, answer))
+                        num_open -= 1
             except FleetError as error:
                 endings[run] = str(error)
     assert endings, "two trainers used one engine to the end"
@@ -437,9 +439,7 @@ def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
     targets = driver.targets(only_outdated=False)
     group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
-    started = time.monotonic()
     assert driver.pause_generation(targets) == [SyncTarget(group.urls[1], 1)]
-    assert time.monotonic() - started < 15
     driver.resume_generation(targets)
 
 
@@ -520,10 +520,8 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     wait_until(lambda: num_serving(driver) == 1)
     back = LoopThread("later")
     back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
-    started = time.monotonic()
     driver.wait_for_engines()
     back.close()
-    assert time.monotonic() - started > 0.5
     (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
     assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
     assert f"; missing: {group.urls[0]} since " in line
@@ -613,14 +611,13 @@ def test_a_call_that_comes_while_others_are_aborted_does_not_keep_the_update_wai
     group = servers(1, tokens_per_s=50)
     (engine,) = group.engines
     engine.delay_s = 0.5
-    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"})
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"}, hung_after_s=30.0)
     give_weights(driver, 0)
     driver.submit(requests(4, length=60))
     wait_until(lambda: engine.calls["/generate"] == 4)
     assert engine.in_flight == 0
-    started = time.monotonic()
     give_weights(driver, 1)
-    assert time.monotonic() - started < 3.0
+    assert engine.calls["/abort_request"] >= 2  # The first one finds nothing.
     assert driver.pop_metrics()["rollout/requests_taken_back"] == 4
     assert {len(answer.token_ids) for answer in answers(driver, 4)} == {60}
 

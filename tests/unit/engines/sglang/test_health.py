@@ -276,7 +276,7 @@ def test_a_wrong_key_is_told_as_the_reason():
     async def body():
         engine = ScriptedEngine(api_key="other")
         async with serving(engine) as (client,):
-            client._headers["Authorization"] = "Bearer wrong"
+            engine.api_key = "yet another"
             changes = []
 
             async def on_change(*change):
