@@ -75,9 +75,7 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
 
 
 @pytest.mark.parametrize("moment", ["some time", "after an update", "in the last evaluation"])
-def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(
-    task, uninterrupted, monkeypatch, moment
-):
+def test_a_run_continues_after_sigterm_as_if_nothing_had_happened(task, uninterrupted, monkeypatch, moment):
     """It reaches one process, which tells the others. The run ends with the status that asks to be continued."""
     folder, config = task
     output = folder / f"terminated {moment}"

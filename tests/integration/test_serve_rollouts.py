@@ -113,7 +113,7 @@ def test_engines_listen_on_the_given_interface_and_hide_their_key(two_engines):
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_a_killed_engine_comes_back_as_a_new_instance_and_a_trainer_learns_of_it(two_engines):
+def test_a_trainer_learns_that_a_killed_engine_is_a_new_instance(two_engines):
     launcher = two_engines.launcher
     killed, other = launcher.urls
     trainer = EngineRegistry(two_engines.rendezvous, API_KEY)

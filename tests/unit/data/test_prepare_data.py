@@ -67,7 +67,7 @@ def test_arithmetic_is_prepared_end_to_end(tool: Tool, tmp_path: Path) -> None:
     assert list(out.parent.iterdir()) == [out], "no temporary folder stays behind"
 
 
-def test_careful_and_verbose_demonstrations_are_right_and_qualities_are_named(tool: Tool, tmp_path: Path) -> None:
+def test_demonstrations_are_right_and_qualities_are_named(tool: Tool, tmp_path: Path) -> None:
     assert tool("arithmetic", "--output", tmp_path / "x", *SMALL) == 0
     rows = pq.read_table(tmp_path / "x" / "demonstrations.parquet").to_pylist()
     assert {row["quality"] for row in rows} == {"careful", "verbose", "careless"}

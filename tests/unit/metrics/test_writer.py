@@ -84,7 +84,7 @@ def test_restarts_within_one_second_keep_their_order_in_tensorboard(tmp_path):
     assert scalars(tmp_path, "policy/loss") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 100.0)]
 
 
-def test_event_files_ahead_of_the_clock_are_warned_about_and_not_waited_for(tmp_path, caplog):
+def test_event_files_ahead_of_the_clock_are_warned_of_not_awaited(tmp_path, caplog):
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / f"events.out.tfevents.{int(time.time()) + 600}.other-host.1.0").touch()
     start = time.monotonic()

@@ -108,7 +108,7 @@ def holders(fleet, policy):
     return [url for url, engine in fleet.engines.items() if is_exact(engine.weights)]
 
 
-def test_every_engine_ends_with_the_exact_weights_and_the_version_comes_with_the_last_bucket(sync, fleet):
+def test_every_engine_gets_the_exact_weights_and_the_version_last(sync, fleet):
     policy = Policy().advance()
     metrics = sync.push(policy, 7)
     assert holders(fleet, policy) == URLS
@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_be_compared_fails_the_update(agreeing, fleet, fau
     assert not fleet.disagreeing
 
 
-def test_the_call_for_a_bucket_waits_in_an_engine_that_loads_the_one_before(sync, fleet):
+def test_a_call_waits_in_an_engine_that_loads_the_bucket_before(sync, fleet):
     engine = fleet.engines[URLS[0]]
     receive = engine.update_weights_from_distributed
 
@@ -217,7 +217,7 @@ def watched_groups(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_nothing_of_a_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
+def test_no_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)  # Engines receive one piece at a time.
     sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
     fleet.without_plugin = set()
@@ -267,7 +267,7 @@ def test_the_group_of_an_engine_that_dies_is_given_up(sync, fleet, watched_group
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_engines_with_the_plugin_get_pieces_and_all_get_one_when_one_engine_has_it_not(sync, fleet):
+def test_engines_get_pieces_only_if_all_of_them_have_the_plugin(sync, fleet):
     policy = Policy().advance()
     fleet.without_plugin = set()
     sync.push(policy, 1)
@@ -322,7 +322,7 @@ def test_between_full_updates_engines_get_only_what_has_changed(delta_sync, flee
 
 
 @pytest.mark.parametrize("call", [("update", 1), "end"])
-def test_an_engine_that_missed_a_change_gets_everything_before_it_gets_changes_again(delta_sync, fleet, call):
+def test_an_engine_that_missed_a_change_gets_everything_first(delta_sync, fleet, call):
     policy = SlowlyChanging()
     delta_sync.push(policy.advance(), 1)
     fleet.engines[URLS[1]].faults[call] = "die"
@@ -336,7 +336,7 @@ def test_an_engine_that_missed_a_change_gets_everything_before_it_gets_changes_a
     assert holders(fleet, policy) == URLS
 
 
-def test_after_an_update_in_sglangs_own_form_changes_start_from_everything(delta_sync, fleet):
+def test_after_an_update_in_sglangs_form_everything_is_sent_again(delta_sync, fleet):
     policy = SlowlyChanging()
     delta_sync.push(policy.advance(), 1)
     fleet.without_plugin = {URLS[0]}
@@ -349,7 +349,7 @@ def test_after_an_update_in_sglangs_own_form_changes_start_from_everything(delta
 
 @pytest.mark.parametrize("fault", ["die", "hang", "refuse"])
 @pytest.mark.parametrize("call", ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"])
-def test_an_engine_that_fails_is_reported_and_the_others_end_with_the_new_weights(sync, fleet, call, fault):
+def test_an_engine_that_fails_is_reported_and_the_others_are_updated(sync, fleet, call, fault):
     if (call, fault) == ("begin", "refuse"):
         fault = "refuse twice"  # One refusal may be a session of an earlier trainer.
     fleet.engines[URLS[1]].faults[call] = fault
@@ -390,7 +390,7 @@ def test_a_session_that_an_earlier_trainer_left_open_is_closed_first(sync, fleet
     assert holders(fleet, policy) == URLS
 
 
-def test_a_push_is_repeated_while_no_engine_took_it_and_gives_up_with_one_sentence(sync, fleet):
+def test_a_push_that_no_engine_took_is_repeated_and_then_given_up(sync, fleet):
     policy = Policy().advance()
 
     def come_back(url, reason):

@@ -54,7 +54,7 @@ def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
     assert "--device" not in command(NODE, 0, KEY_FILE)
 
 
-def test_engines_on_the_cpu_have_cores_of_their_own_where_there_are_enough(monkeypatch):
+def test_engines_on_the_cpu_have_cores_of_their_own_if_there_are_enough(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     node = replace(NODE, gpus=(), dtype="fp32")
     bound = [environment(node, engine, {})["SGLANG_CPU_OMP_THREADS_BIND"] for engine in (0, 1)]
@@ -72,7 +72,7 @@ def test_a_colocated_engine_numbers_its_gpus_as_the_trainer_does():
     assert options(command(node, 1, KEY_FILE))["--base-gpu-id"] == "2"
 
 
-def test_the_router_listens_on_the_nodes_interface_only_and_reaches_all_engines():
+def test_the_router_listens_on_one_interface_and_reaches_all_engines():
     arguments = json.loads(router_command(NODE, 8000)[-1])
     assert (arguments["host"], arguments["prometheus_host"]) == (NODE.host, NODE.host)
     assert arguments["worker_urls"] == ["http://10.0.0.7:30000", "http://10.0.0.7:30001"]

@@ -199,7 +199,7 @@ QWEN2 = {
         ({"hidden_size": None}, None),
     ],
 )
-def test_an_engine_that_describes_another_model_than_the_policys_is_refused(servers, drive, changes, difference):
+def test_an_engine_with_another_model_than_the_policys_is_refused(servers, drive, changes, difference):
     group = servers(1)
     described = {**QWEN2, **changes}
     group.engines[0].settings = {"internal_states": [{MODEL_FIELD: json.dumps(described)}]}
@@ -211,7 +211,7 @@ def test_an_engine_that_describes_another_model_than_the_policys_is_refused(serv
         driver.targets(only_outdated=False)
 
 
-def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_refused_then(servers, drive):
+def test_an_engine_that_computes_otherwise_twice_is_refused(servers, drive):
     group = servers(2)
     driver = drive(group.urls, min_engines=1)
     for engine in group.engines:
@@ -229,7 +229,7 @@ def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_ref
     assert not group.engines[1].payloads
 
 
-def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_again(servers, drive):
+def test_an_engine_back_while_being_compared_gets_the_weights_again(servers, drive):
     group = servers(1)
     driver = drive(group.urls)
     targets = driver.pause_generation(driver.targets(only_outdated=False))
@@ -323,7 +323,7 @@ def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive
     )
 
 
-def test_launchers_are_told_of_engines_that_hang_for_longer_than_an_update(servers, drive):
+def test_launchers_are_told_of_engines_that_hang_longer_than_an_update(servers, drive):
     group = servers(1)
     address = f"127.0.0.1:{free_port()}"
     driver = drive([], weight_sync={"timeout_s": 0.5}, rendezvous=address)
@@ -354,7 +354,7 @@ def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers,
 
 
 @pytest.mark.parametrize("reports_spans", [True, False])
-def test_of_two_trainers_at_the_same_step_none_uses_the_others_samples_and_one_ends(servers, drive, reports_spans):
+def test_two_trainers_use_only_their_own_samples_and_one_ends(servers, drive, reports_spans):
     (engine,) = (group := servers(1)).engines
     sampled_by = {}
     answer_one = engine._answer
@@ -416,7 +416,7 @@ def test_what_a_killed_trainer_left_in_an_engine_ends_no_run(servers, drive, com
     driver.wait_for_engines()
 
 
-def test_an_engine_that_another_run_updated_while_nothing_was_asked_is_found_at_the_next_update(servers, drive):
+def test_an_update_finds_an_engine_that_another_run_has_updated(servers, drive):
     (engine,) = (group := servers(1)).engines
     driver = drive(group.urls, run="mine")
     give_weights(driver, 0, "mine")
@@ -496,7 +496,7 @@ def test_a_hung_engines_work_moves(servers, drive):
     assert driver.pop_metrics()["fleet/engines_hung"] == 1
 
 
-def test_an_engine_with_another_copy_of_the_plugin_is_named_with_the_way_to_install_it(servers, drive, caplog):
+def test_an_engine_with_another_plugin_is_told_how_to_install_it(servers, drive, caplog):
     group = servers(3)
     for engine, protocol in zip(group.engines, (PROTOCOL, PROTOCOL - 1, None), strict=True):
         states = [{PROTOCOL_FIELD: protocol}] if protocol else [{}]
@@ -535,7 +535,7 @@ def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive
         driver.targets(only_outdated=False)
 
 
-def test_an_engine_that_keeps_failing_updates_is_tried_again_and_then_refused(servers, drive):
+def test_an_engine_that_keeps_failing_updates_is_refused_in_the_end(servers, drive):
     group = servers(2)
     driver = drive(group.urls, min_engines=1)
     give_weights(driver)
@@ -607,7 +607,7 @@ def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause
         assert answer.weight_version == 0
 
 
-def test_a_call_that_comes_while_others_are_aborted_does_not_keep_the_update_waiting(servers, drive):
+def test_a_call_that_comes_during_aborts_does_not_delay_the_update(servers, drive):
     group = servers(1, tokens_per_s=50)
     (engine,) = group.engines
     engine.delay_s = 0.5
@@ -622,7 +622,7 @@ def test_a_call_that_comes_while_others_are_aborted_does_not_keep_the_update_wai
     assert {len(answer.token_ids) for answer in answers(driver, 4)} == {60}
 
 
-def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(servers, drive, caplog):
+def test_an_engine_that_stays_paused_leaves_and_joins_again(servers, drive, caplog):
     group = servers(2)
     driver = drive(group.urls, min_engines=2)
     give_weights(driver)
