@@ -1,4 +1,4 @@
-"""Tells apart engines that work, that lag behind, that hang, that are gone and that are not there yet.
+"""Probes engines and tells apart which are starting, healthy, slow, hung, dead or no SGLang server.
 
 ::
 
@@ -8,8 +8,9 @@
         +-- dead <-+                    no connection, twice in a row
         +- foreign <                    what answers is no SGLang server
 
-Foreign, hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation
-is paused answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
+Foreign, hung and dead engines are still probed, and become `healthy` when they answer. A paused engine answers no
+probe, and a trainer that was killed may have left one paused: engines that are not in use are resumed before each
+probe.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ State = Literal["starting", "healthy", "slow", "hung", "dead", "foreign"]
 OnChange = Callable[[str, State, State, str], Awaitable[None]]
 
 _SECOND_LOOK_S = 0.2
-# Far slower than the median of the others, and no longer so.
+# Times the median of the others: from here on an engine is slow, and below here no longer slow.
 _SLOW, _RECOVERED = 4.0, 2.0
 _NUM_LATENCIES = 3
 
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """The latest verdict on an engine, `state_s` seconds old; `silence_s` is how long ago it last answered a probe, or
-    was first asked. `restarts` counts the new processes that were met behind its URL, `probe_latency_s` is None before
-    some probes were answered."""
+    """The latest verdict on an engine, `state_s` seconds old. `silence_s` is the time since its last answer, or since
+    the first probe. `restarts` counts new processes behind its URL. `probe_latency_s` is None before enough answers."""
 
     state: State
     reason: str
@@ -77,12 +77,12 @@ class _Watch:
 
     @property
     def latency_s(self) -> float | None:
-        """The median of the last probes: one slow probe does not make a slow engine."""
+        """The median of the last probes, so that one slow probe does not count."""
         return statistics.median(self.latencies) if len(self.latencies) == _NUM_LATENCIES else None
 
 
 class HealthMonitor:
-    """Probes every engine that it watches; made and used on one running event loop."""
+    """Probes every watched engine; made and used on one running event loop."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class HealthMonitor:
         speeds: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe.
-        `speeds` gives tokens per second of one response by URL, of the engines where that is known."""
+        `speeds` gives tokens per second of one response, by URL, for the engines where it is known."""
         self._heartbeat_s = heartbeat_s
         self._hung_after_s = hung_after_s
         self._on_change = on_change
@@ -110,7 +110,7 @@ class HealthMonitor:
         watch.loop.add_done_callback(report_fault)
 
     async def suspend(self, url: str) -> None:
-        """Do not judge the engine until `resume`: while its weights are replaced, or asleep, it cannot answer."""
+        """Ignore the engine until `resume`: it cannot answer during an update or while its memory is freed."""
         watch = self._watches[url]
         watch.probed.clear()
         if watch.probe:
@@ -118,14 +118,14 @@ class HealthMonitor:
             await asyncio.wait([watch.probe])
 
     def resume(self, url: str) -> None:
-        """Judge the engine again, by what it does from now on."""
+        """Judge the engine again, by its answers from now on."""
         watch = self._watches[url]
         watch.last_answer = self._loop.time()
         watch.failed_connections = 0
         watch.probed.set()
 
     def check_now(self, url: str) -> None:
-        """Probe the engine without waiting for the next heartbeat; to be called when a request met trouble."""
+        """Probe the engine now, without waiting for the next heartbeat; for a request whose connection failed."""
         self._watches[url].wanted.set()
 
     def engines(self) -> dict[str, EngineHealth]:
@@ -137,7 +137,7 @@ class HealthMonitor:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Engines by state, and the worst probe."""
+        """The number of engines by state, and the longest probe latency."""
         watches = self._watches.values()
         latencies = [watch.latency_s for watch in watches if watch.latency_s is not None]
         return {
@@ -173,7 +173,7 @@ class HealthMonitor:
             pass
 
     def _probe_timeout_s(self, watch: _Watch) -> float:
-        """As long as silence is no reason to call the engine hung; a hung one gets the whole time."""
+        """The time until the engine's silence makes it hung; the full limit for an engine that is hung already."""
         remaining = watch.last_answer + self._hung_after_s - self._loop.time()
         return remaining if remaining > self._heartbeat_s else self._hung_after_s
 
@@ -207,7 +207,7 @@ class HealthMonitor:
             await self._change(watch, "healthy", "it is as fast as the others again")
 
     async def _arrival(self, watch: _Watch) -> str:
-        """Who it is that answers (again)."""
+        """Whether the answering engine is the same process as before, as text."""
         known = watch.process
         try:
             watch.process = (await watch.client.info()).process
@@ -221,7 +221,7 @@ class HealthMonitor:
         return "it answers again, and is a new process"
 
     def _lag(self, watch: _Watch) -> tuple[float, str]:
-        """How many times as slow as the median of the other engines, with a sentence on that."""
+        """(times as slow as the median of the other engines, a sentence about it)."""
         others = [w for w in self._watches.values() if w is not watch and w.state in ("healthy", "slow")]
         latencies = [other.latency_s for other in others if other.latency_s is not None]
         lags = [(1.0, "")]
@@ -246,7 +246,7 @@ class HealthMonitor:
 
 
 async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
-    """Return when the engine has shown that it generates. Raises EngineError."""
+    """Return once the engine has generated a token. Raises EngineError."""
     if state not in ("healthy", "slow"):
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)
