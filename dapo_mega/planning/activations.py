@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of a micro-batch between its forward and its backward pass.
+"""Computes the bytes that autograd keeps of a micro-batch between its forward and backward pass.
 
 There is one set of formulas for each implementation of the layers. Those of the local layers are compared with real
 allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine are derived from what its modules save
