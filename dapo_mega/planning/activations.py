@@ -335,7 +335,7 @@ def peak_activations(model: ActivationModel, stage: int, num_micro_batches: int)
     extra = [model.recomputed_peak(chunk) for chunk in chunks]
     peak = (0.0, 0.0)
     for held in model.placement.held_forwards(stage, num_micro_batches):
-        # The chunk of the next backward pass is one whose forward pass waits; the dearest bounds them all.
+        # The chunk of the next backward pass is one whose forward pass waits; the largest is the bound.
         recompute = max(e for e, count in zip(extra, held, strict=True) if count)
         total = sum(count * size for count, size in zip(held, kept, strict=True)) + recompute
         beside = sum(count * size for count, size in zip(held, handed, strict=True))
