@@ -1,12 +1,12 @@
-"""Serve rollouts: starts the SGLang engines of one machine and keeps them running until SIGTERM or Ctrl-C.
+"""Serve rollouts: start the SGLang engines of one machine and keep them running until SIGTERM or Ctrl-C.
 
     export DAPO_MEGA_API_KEY=...           # the same secret for the trainer and all engines
     python launch/serve_rollouts.py --model MODEL_FOLDER --num-engines 4 --tensor-parallel 2 --host 10.0.0.7 \\
         --rendezvous 10.0.0.1:21600 -- --context-length 32768
 
-With `--rendezvous` (the trainer's rollout.fleet.rendezvous) the trainer finds the engines by itself, also after either
-starts anew; without, give it the URLs that are printed. Arguments after `--` go to SGLang as they are. An engine's
-tensor parallelism stays within its machine. Without a GPU the engines run on the CPU.
+With `--rendezvous` (the trainer's rollout.fleet.rendezvous) the trainer finds the engines by itself, also after a
+restart of trainer or engines. Otherwise give the trainer the URLs that are printed. Arguments after `--` go to SGLang
+unchanged. Tensor parallelism stays within a machine. Without a GPU the engines run on the CPU.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from dapo_mega.cli import quiet_libraries, run_command
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Options, and in `extra` what stands after `--`."""
+    """The options; `extra` has the arguments after `--`."""
     ours, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
         description="Start this machine's SGLang rollout engines.",
-        epilog="Arguments after -- go to SGLang as they are.",
+        epilog="Arguments after -- go to SGLang unchanged.",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the Hugging Face checkpoint to start from")
     parser.add_argument("--num-engines", type=_at_least_one, default=1)
     parser.add_argument("--tensor-parallel", type=_at_least_one, default=1, help="GPUs of one engine")
     parser.add_argument("--gpus", metavar="0,1,...", help="GPUs to use, by default all")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at, on one interface")
-    parser.add_argument("--port", type=_at_least_one, default=30000, help="of engine 0; engine i has this + i")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, of one interface")
+    parser.add_argument("--port", type=_at_least_one, default=30000, help="port of engine 0; engine i gets this + i")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp8"), help="default: bf16 on GPUs, fp32 on the CPU")
     parser.add_argument("--memory-fraction", type=float, help="share of a GPU's memory for weights and cache")
-    parser.add_argument("--colocated", action="store_true", help="let the trainer on the same GPUs take their memory")
+    parser.add_argument(
+        "--colocated", action="store_true", help="share the GPUs with the trainer, which frees the engines' memory"
+    )
     parser.add_argument("--with-text", action="store_true", help="also serve text, for clients besides the trainer")
     parser.add_argument(
-        "--router", type=_at_least_one, metavar="PORT", help="start sglang-router before these engines, with text"
+        "--router", type=_at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text"
     )
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the trainer's rollout.fleet.rendezvous")
     parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")

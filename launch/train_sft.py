@@ -11,7 +11,9 @@ from dapo_mega.cli import quiet_libraries, run_command
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a model on demonstrations with Megatron-Core.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
     arguments = parser.parse_args()
     quiet_libraries()
     from dapo_mega.config import SftConfig, load_config

@@ -37,7 +37,7 @@ EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name."""
+    """Run one command."""
     options = _parser().parse_args(argv)
     quiet_libraries()
     from dapo_mega.megatron.repairs import cpu_accelerator
@@ -109,7 +109,7 @@ def _join_processes(command: str) -> None:
 
 
 def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
-    """Experts that are not spread are cut as the other parameters are, unless something else is asked for."""
+    """Expert tensor parallelism defaults to --tensor unless experts are sharded over ranks."""
     expert_tensor = options.expert_tensor
     if expert_tensor is None:
         expert_tensor = options.tensor if arch.experts and options.expert == 1 else 1
@@ -136,14 +136,14 @@ def _parser() -> argparse.ArgumentParser:
         ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),
         ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer and loop state"),
         ("verify", "compare two checkpoints: tensors, then log-probs of a few prompts"),
-        ("inspect", "say what a checkpoint is"),
+        ("inspect", "describe a checkpoint"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("--model", type=Path, help=model)
         if name == "verify":
             command.add_argument("other", type=Path)
-            command.add_argument("--tensors-only", action="store_true", help="leave out the log-probs")
+            command.add_argument("--tensors-only", action="store_true", help="compare tensors only")
         elif name == "inspect":
             command.add_argument("--tensors", action="store_true", help="list every tensor")
         else:
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
                 command.add_argument(
                     f"--{size.replace('_', '-')}", type=int, default=1, help="as parallel.* of a run (default 1)"
                 )
-            command.add_argument("--expert-tensor", type=int, help="default: 1 if experts are spread, else --tensor")
+            command.add_argument("--expert-tensor", type=int, help="default: 1 with expert parallelism, else --tensor")
     return parser
 
 

@@ -19,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate a Hugging Face checkpoint on held-out prompts.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of a run")
     parser.add_argument("--output", type=Path, help="also write the metrics to this JSON file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
     arguments = parser.parse_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config

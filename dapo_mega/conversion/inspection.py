@@ -1,4 +1,4 @@
-"""What a checkpoint of either format is, as text."""
+"""Describes a checkpoint of either format as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = "copy or save it again"
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
-    """Lines on the model, its files and, of a Megatron checkpoint, the layout they are cut for."""
+    """Lines on the model, its files and, for a Megatron checkpoint, its parallel layout."""
     arch, is_megatron = checkpoint.arch, isinstance(checkpoint.source, MegatronCheckpoint)
     specs = {name: checkpoint.source.spec(name) for name in checkpoint.names}
     num_parameters = sum(spec.numel for spec in specs.values())
@@ -63,7 +63,7 @@ def _megatron_lines(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _damage_named(file: Path) -> Iterator[Path]:
-    """Reading `file` in this block raises InputError with its name if it does not hold what was written."""
+    """In this block, an error from reading the damaged `file` becomes an InputError with its name."""
     try:
         yield file
     except (OSError, EOFError, ValueError, KeyError, LookupError, zipfile.BadZipFile) as error:

@@ -1,4 +1,4 @@
-"""Prepared data on disk: folders that appear complete or not at all, and tables with the columns of DAPO-Math-17k."""
+"""Writes prepared data: folders atomically, and tables with the columns of DAPO-Math-17k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of tensors under their Hugging Face names: the safetensors checkpoint, and what any source must hold."""
+"""Reads tensors by Hugging Face name from safetensors checkpoints, and checks that a source has all tensors."""
 
 from __future__ import annotations
 

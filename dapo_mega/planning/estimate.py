@@ -1,4 +1,4 @@
-"""Everything that is estimated for one layout."""
+"""Estimates memory, traffic and time of one layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bytes of parameters, gradients and optimizer state, as Megatron's DDP and distributed optimizer lay them out."""
+"""Computes the bytes of parameters, gradients and optimizer state, as Megatron's DDP and distributed optimizer store
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a number of GPUs that fit into memory, by estimated time."""
+"""Proposes layouts of a number of GPUs that fit into memory, fastest first."""
 
 from __future__ import annotations
 

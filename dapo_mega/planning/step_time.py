@@ -1,4 +1,4 @@
-"""How long a rollout step takes, by arithmetic: floating-point operations over a rate, bytes over a bandwidth."""
+"""Estimates the time of a rollout step: floating-point operations / rate, bytes / bandwidth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU is assumed to do. Rates in units per second; bandwidths are of one GPU, one way."""
+    """The assumed speeds of a GPU. Rates are in units per second; bandwidths are per GPU and direction."""
 
     flops: float
     flops_share: float

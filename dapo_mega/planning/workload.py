@@ -55,7 +55,7 @@ class Workload:
         return tokens / self.micro_batches(self.mean_length)
 
     def full_micro_batch(self) -> MicroBatchShape:
-        """The dearest micro-batch: its budget full of the longest samples, every position scored."""
+        """The most expensive micro-batch: its budget full of the longest samples, every position scored."""
         budget = self.config.batch.tokens_per_microbatch
         lengths = [self.longest] * (budget // self.longest)
         if budget % self.longest:

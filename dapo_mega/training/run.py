@@ -28,17 +28,17 @@ from dapo_mega.training.run_status import RunStatus
 
 
 def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
-    """Train until `num_steps`, continuing from the newest checkpoint when there is one.
+    """Train until `num_steps`, from the newest checkpoint if there is one.
 
-    Raises InputError when the run's folder belongs to another configuration, unless changes are accepted, or is in use
-    by another trainer; StopRequested after SIGTERM, when what is done is saved.
+    Raises InputError if another trainer uses the run's folder, or if the folder belongs to another configuration and
+    changes are not accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
     with ProcessWatch(config.checkpoint.grace_s) as watch:
         newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
         step = step_of(newest) if newest else 0
-        status.completed_step = lambda: step  # Known before a peer's failure may end this process.
+        status.completed_step = lambda: step  # Set before a peer's failure may end this process.
         watch.follow_peers(group_is_up=False)
         if not _is_finished(config, status, accept_changes):
             _train(config, status, watch)
@@ -46,7 +46,8 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
 
 
 def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
-    """Whether there is nothing to do, which is said. Reads only; raises InputError where the run cannot start."""
+    """Whether the run is finished already; prints so. Writes nothing else. Raises InputError if the run cannot
+    start."""
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
     if not Path(config.model.path).is_dir():
@@ -117,10 +118,10 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 @contextlib.contextmanager
 def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
-    """Rank 0 holds the folder's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+    """Hold the folder's lock on rank 0. Raises InputError, on all ranks, if another trainer holds it."""
 
     def lost(reason: str) -> None:
-        status.has_lock = False  # The new holder's record stays.
+        status.has_lock = False  # Do not overwrite the new holder's status.
         leave(reason, EXIT_INPUT_ERROR)
 
     with contextlib.ExitStack() as held:
@@ -137,7 +138,7 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     except StopRequested:
         raise StopRequested(_save_for_later(run)) from None
     except (StarvedError, FleetError):
-        # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
+        # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)
         raise
     run.store.finish(run.policy)
@@ -146,7 +147,7 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
 
 
 def _save_for_later(run: TrainingRun) -> str:
-    """Complete the checkpoint of the last completed step; returns what to say about it."""
+    """Complete the checkpoint of the last completed step; returns the message for the user."""
     store, step = run.store, run.step
     if step > 0 and store.last_step != step:
         store.save(run.policy, lambda: loop_state(run), step)
@@ -156,7 +157,7 @@ def _save_for_later(run: TrainingRun) -> str:
 
 
 def close(run: TrainingRun) -> None:
-    """Release the engines and what rank 0 holds open."""
+    """Close the weight sync, the fleet, and rank 0's verifier and writer."""
     run.weight_sync.close()
     run.fleet.close()
     if run.controller:
@@ -185,7 +186,7 @@ def _refuse_changes(config: RunConfig, folder: Path) -> None:
 
 def _is_free(name: str, config: RunConfig) -> bool:
     if name == "model.path" and config.algorithm.kl.coefficient > 0:
-        return False  # The reference of the KL penalty is read from there.
+        return False  # The KL penalty's reference model is loaded from model.path.
     if name == "num_steps" and config.optimizer.schedule != "constant":
         return False  # The learning rate depends on it.
     return may_change_at_resume(RunConfig, name)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with the same policy: the cold start that DeepSeek-R1 puts before RL."""
+"""Supervised fine-tuning with the same policy class: the cold start before RL, as in DeepSeek-R1."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run import held_folder
 from dapo_mega.training.run_status import RunStatus
 
-_STOPPED = "fine-tuning was stopped by SIGTERM and has no checkpoints; the same command begins it again"
+_STOPPED = "fine-tuning was stopped by SIGTERM and has no checkpoints; the same command starts it from the beginning"
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
 
 def run_sft(config: SftConfig) -> None:
-    """Imitate the demonstrations for `num_steps` updates and write the result to `output_dir/hf`.
+    """Train on the demonstrations for `num_steps` updates and write the result to `output_dir/hf`.
 
-    A finished output is left as it is. Every process draws the same order of demonstrations from the seed. Raises
-    InputError while another trainer works in the folder.
+    A finished output is kept. Every rank draws the same order of demonstrations from the seed. Raises InputError if
+    another trainer works in the folder.
     """
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
@@ -71,9 +71,9 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
             replace_file(folder / "config.yaml", dump_config(config))
             status.running()
             with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
-                _imitate(policy, config, demonstrations, writer, progress)
+                _train(policy, config, demonstrations, writer, progress)
         else:
-            _imitate(policy, config, demonstrations, None, None)
+            _train(policy, config, demonstrations, None, None)
         save_hf_checkpoint(policy, folder / "hf")
         status.completed_step = lambda: config.num_steps
         if is_rank_zero():
@@ -98,7 +98,7 @@ def _refuse_changes(config: SftConfig, folder: Path) -> None:
         )
 
 
-def _imitate(
+def _train(
     policy: MegatronPolicy,
     config: SftConfig,
     demonstrations: Sequence[Demonstration],

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint outside a training run."""
+"""Evaluates a checkpoint outside of a training run."""
 
 from __future__ import annotations
 

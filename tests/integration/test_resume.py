@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted, nam
     finish(start(config, 2, output, *EXPORTS), output)
     log = (folder / "damaged_logs" / "rank_0.log").read_text()
     (warning,) = (line for line in log.splitlines() if "damaged checkpoint" in line)
-    assert f"step_00000006 ({name} holds other bytes" in warning
+    assert f"step_00000006 ({name} has a wrong checksum" in warning
     assert "continuing after step 4" in warning
     assert_equal_runs(uninterrupted, output)
 

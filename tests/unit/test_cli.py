@@ -58,7 +58,7 @@ def raised(error, cause=None):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (RuntimeError("unexpected pos 704 vs 598"), "the disk took a part only"),
+        (RuntimeError("unexpected pos 704 vs 598"), "only a part was written to the disk"),
         (
             raised(RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")),
             "No space",

@@ -372,7 +372,7 @@ def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_ask
 def test_groups_in_flight_are_not_dropped_by_a_run_that_cannot_go_on_with_them():
     subject = collector(ScriptedEngine(every_other), partial())
     subject.collect(0)
-    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true goes on with"):
+    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true can continue"):
         collector(ScriptedEngine(every_other), config()).load_state(*subject.state())
 
 

@@ -244,7 +244,7 @@ def test_an_engine_that_came_back_while_it_was_compared_has_to_get_the_weights_a
 def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):
     group = servers(1)
     group.engines[0].api_key = "another"
-    with pytest.raises(FleetError, match="does not take the API key in DAPO_MEGA_API_KEY"):
+    with pytest.raises(FleetError, match="rejects the API key in DAPO_MEGA_API_KEY"):
         drive(group.urls).targets(only_outdated=False)
 
 
@@ -256,7 +256,7 @@ PAGE = "<!DOCTYPE html>\n<html><body>It works!</body></html>\n"
     [
         ({"/health": ""}, r"HTTP 404: /server_info: a page"),
         ({}, r"HTTP 404: /health: a page"),
-        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"/server_info answered what is not JSON: a"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"the answer to /server_info is not JSON: a"),
         (dict.fromkeys(("/health", "/server_info", "/model_info"), "{}"), r"are not SGLang's: KeyError"),
         ({"/health": "", "/server_info": web.HTTPFound("/login")}, r"HTTP 302: /server_info: redirects to /login"),
         ({"/health": web.HTTPForbidden(text=PAGE)}, r"HTTP 403: /health: a page"),
@@ -291,31 +291,29 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
 
     def told(*parts):
         def is_told():
-            lines = [record.getMessage() for record in caplog.records if "run pauses" in record.getMessage()]
+            lines = [record.getMessage() for record in caplog.records if "run is paused" in record.getMessage()]
             return lines and all(part in lines[-1] for part in parts)
 
         return is_told
 
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(driver.wait_for_engines)
-        wait_until(
-            told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since ", "s): dead for ")
-        )
+        wait_until(told("paused: 2 of 3 required engines", "missing: http://127.0.0.1:9 since ", "s): dead for "))
         group.engines[0].health = "silent"
-        hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
-        wait_until(told(*hung, "http://127.0.0.1:9 since", "start those without connection again"))
+        hung = (f"missing: {group.urls[0]} since", "1 of 3 required", "hung for ", "restart the hung engines")
+        wait_until(told(*hung, "http://127.0.0.1:9 since", "restart the dead engines"))
         group.engines[0].health = "ok"
-        wait_until(told("pauses: 2 of at least 3 engines are there, ", "missing: http://127.0.0.1:9 since "))
-        assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
+        wait_until(told("paused: 2 of 3 required engines", "missing: http://127.0.0.1:9 since "))
+        assert "hung" not in [r.getMessage() for r in caplog.records if "run is paused" in r.getMessage()][-1]
         monkeypatch.setattr(driver, "_fleet", driver._fleet.model_copy(update={"min_engines": 2}))
         waiting.result(10)
     assert driver.pop_metrics()["fleet/pauses"] == 1
-    assert caplog.records[-1].getMessage() == "the run goes on with 2 engines"
+    assert caplog.records[-1].getMessage() == "the run continues with 2 engines"
 
 
 def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
     driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
-    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*no others are known"):
+    with pytest.raises(FleetError, match=r"1 of 2 required engines .*no others are known"):
         driver.targets(only_outdated=False)
     assert (
         "missing: no others are known; what to do: start engines with launch/serve_rollouts.py and name them in "
@@ -524,8 +522,8 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     driver.wait_for_engines()
     back.close()
     assert time.monotonic() - started > 0.5
-    (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
-    assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
+    (line,) = (record.getMessage() for record in caplog.records if "the run is paused" in record.getMessage())
+    assert line.startswith("the run is paused: 1 of 2 required engines are reachable, ")
     assert f"; missing: {group.urls[0]} since " in line
     assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
 
@@ -533,7 +531,7 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
     group = servers(1)
     driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
-    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*min_engines.*serve_rollouts\.py.*start the run"):
+    with pytest.raises(FleetError, match=r"1 of 2 required engines .*min_engines.*serve_rollouts\.py.*same command"):
         driver.targets(only_outdated=False)
 
 
