@@ -21,9 +21,9 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
-from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.plan import describe_run, find_architecture
 from dapo_mega.planning.proposals import propose
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.report import proposal_lines, report
 from dapo_mega.planning.step_time import Machine
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_mega.files import checksum, replace_file
+from dapo_mega.atomic_files import checksum, replace_file
 
 _STEP = re.compile(r"step_(\d+)")
 MANIFEST_FILE = "manifest.json"

@@ -26,12 +26,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
-from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process

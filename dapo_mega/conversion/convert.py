@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dapo_mega.atomic_files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, find_damage, write_manifest
 from dapo_mega.config import ParallelConfig
 from dapo_mega.conversion.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
 from dapo_mega.errors import InputError
-from dapo_mega.files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.megatron.weights import ChunkLayout
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, load_architecture, take_shard
 from dapo_mega.models.families import PlacedTensor

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dapo_mega.atomic_files import check_regular, read_json_object
 from dapo_mega.conversion.convert import Checkpoint
 from dapo_mega.conversion.resumable_folder import RECORD_FILE
 from dapo_mega.errors import InputError
-from dapo_mega.files import check_regular, read_json_object
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
 
 _REMEDY = "copy or save it again"

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from dapo_mega.atomic_files import errors_naming, read_json_object, replace_file
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import InputError
-from dapo_mega.files import errors_naming, read_json_object, replace_file
 
 logger = logging.getLogger(__name__)
 

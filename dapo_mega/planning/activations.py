@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.planning.parameters import DTYPE_BYTES
-from dapo_mega.planning.placement import Chunk, RankLayout
+from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8

@@ -21,7 +21,7 @@ from dapo_mega.planning.memory import (
     trainer_memory,
 )
 from dapo_mega.planning.parameters import num_parameters
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import Generation, Machine, StepTime, generation, step_time
 from dapo_mega.planning.workload import Workload
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dapo_mega.config import ComputeConfig, RunConfig
 from dapo_mega.planning.activations import ActivationModel, LayerKind, peak_activations
 from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, stage_bytes
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:

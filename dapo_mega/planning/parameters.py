@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
-from dapo_mega.planning.placement import Chunk, RankLayout
+from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture

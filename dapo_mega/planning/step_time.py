@@ -12,7 +12,7 @@ from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
 from dapo_mega.planning.parameters import attention_matrices
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import MicroBatchShape
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.config import RunConfig, dump_config
@@ -24,7 +25,6 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError, StopRequested
-from dapo_mega.files import replace_file
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes

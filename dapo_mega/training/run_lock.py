@@ -24,9 +24,9 @@ from typing import Self
 
 import psutil
 
+from dapo_mega.atomic_files import errors_naming
 from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.errors import InputError
-from dapo_mega.files import errors_naming
 
 LOCK_FILE = "run.lock"
 _TOUCH_EVERY_S = 5.0

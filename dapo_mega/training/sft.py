@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dapo_mega.atomic_files import replace_file
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, print_once
 from dapo_mega.config import SftConfig, dump_config, load_config
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
-from dapo_mega.files import replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes

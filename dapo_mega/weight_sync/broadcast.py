@@ -196,7 +196,7 @@ class BroadcastTransport(Transport):
 
     def _join_groups(self, update: Update, session: UpdateCalls | None) -> None:
         """Create the groups of all stages with the engines that have none yet."""
-        lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
+        lacking = [t for t in update.targets if t.url in update.outdated or t.url not in self._joined]
         if not lacking:
             return
         old_names = {target.url: self._group_names.get(target.url) for target in lacking}

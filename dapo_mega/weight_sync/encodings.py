@@ -92,7 +92,7 @@ class Encodings:
         if self._full_every == 1:
             return self._piecewise
         self._since_full += 1
-        if update.stale or self._since_full >= self._full_every:
+        if update.outdated or self._since_full >= self._full_every:
             self._delta.start_over()
             self._since_full = 0
         return self._delta

@@ -93,7 +93,7 @@ class FleetWeightSync(WeightSync):
         started = time.perf_counter()
         num_bytes = self._transport.send(policy, update, session) if update.targets else 0
         seconds = time.perf_counter() - started
-        expected = self._agreement.expected(version) if self._agreement and update.stale else None
+        expected = self._agreement.expected(version) if self._agreement and update.outdated else None
         outcome = self._end(update, session, expected)
         return {
             "weight_sync/bytes": float(num_bytes),
@@ -110,9 +110,9 @@ class FleetWeightSync(WeightSync):
         with raise_on_all_ranks(self._processes.control):
             if self._fleet:
                 targets = self._fleet.pause_generation(self._fleet.targets(only_outdated))
-                stale = frozenset(target.url for target in targets if target.is_stale)
+                outdated = frozenset(target.url for target in targets if target.is_outdated)
                 label = str(WeightVersion(self._run, version))
-                box[0] = Update(self._num_updates, version, label, tuple(targets), stale, self._flush_cache)
+                box[0] = Update(self._num_updates, version, label, tuple(targets), outdated, self._flush_cache)
                 session = UpdateCalls(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)
@@ -127,7 +127,7 @@ class FleetWeightSync(WeightSync):
         if self._fleet and session:
             if self._transport.uses_sessions:
                 session.call(_end_session)
-            joined = [t for t in session.targets if t.url in update.stale] if expected is not None else []
+            joined = [t for t in session.targets if t.url in update.outdated] if expected is not None else []
             for target in session.targets:
                 if target not in joined:
                     self._fleet.synced(target.url, update.version)

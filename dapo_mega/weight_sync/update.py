@@ -48,7 +48,7 @@ class EngineFleet(Protocol):
 class Update:
     """One update; every rank has the same.
 
-    `number` is unique within a run. `label` names `version` in the engines' answers. `stale` has the URLs of engines
+    `number` is unique within a run. `label` names `version` in the engines' answers. `outdated` has the URLs of engines
     that joined or came back since the last update.
     """
 
@@ -56,7 +56,7 @@ class Update:
     version: int
     label: str
     targets: tuple[SyncTarget, ...]
-    stale: frozenset[str]
+    outdated: frozenset[str]
     flush_cache: bool
 
 

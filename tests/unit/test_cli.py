@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_mega.atomic_files import disk_refusal, replace_file
 from dapo_mega.cli import printable
-from dapo_mega.files import disk_refusal, replace_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"files", "rewards"},
+    {"atomic_files", "rewards"},
     {"cli", "config", "metrics", "distributed"},
     {"algorithms", "data", "models"},
     {"batching"},

@@ -77,7 +77,6 @@ class _Attempt:
     work: _Request
     slot: EngineSlot
     version: int
-    started: float
     task: asyncio.Task[None] | None = None
 
 
@@ -259,7 +258,7 @@ class Dispatcher:
         work.num_calls += 1
         # Engines abort every call whose rid has the given prefix: the dot ends the prefix.
         rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
-        attempt = _Attempt(rid, work, slot, slot.version, self._loop.time())
+        attempt = _Attempt(rid, work, slot, slot.version)
         self._attempts[rid] = work.attempt = attempt
         slot.in_flight += 1
         self._idle.clear()
@@ -289,7 +288,7 @@ class Dispatcher:
         if len(completion.token_ids):
             work.parts.append(completion)
         if completion.finish != "abort":
-            attempt.slot.succeeded(len(completion.token_ids), self._loop.time() - attempt.started)
+            attempt.slot.succeeded()
             self._end(work, "answered", joined(work.id, work.parts))
         elif self._is_held:
             self.counters.taken_back()

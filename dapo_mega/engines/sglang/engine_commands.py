@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dapo_mega.atomic_files import read_json_object
 from dapo_mega.errors import InputError
-from dapo_mega.files import read_json_object
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
 

@@ -42,12 +42,12 @@ _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", 
 
 @dataclass(frozen=True)
 class SyncTarget:
-    """An engine to update, with `tp_size` ranks. `is_stale`: the engine joined or came back since the last update.
+    """An engine to update, with `tp_size` ranks. `is_outdated`: the engine joined or came back since the last update.
     `has_plugin`: the engine has `dapo_mega.sglang_plugin`."""
 
     url: str
     tp_size: int
-    is_stale: bool = False
+    is_outdated: bool = False
     has_plugin: bool = False
 
 
@@ -104,7 +104,7 @@ class FleetClient:
 
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
-        return bool(self._membership.in_state("stale"))
+        return bool(self._membership.in_state("outdated"))
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
@@ -133,11 +133,13 @@ class FleetClient:
         """
         self.wait_for_engines()
         members = self._membership
-        return self._targets(members.in_state("stale") if only_outdated else members.in_state("stale", "serving"))
+        return self._targets(members.in_state("outdated") if only_outdated else members.in_state("outdated", "serving"))
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]
-        return [SyncTarget(url, m.info.tp_size, m.state == "stale", m.info.has_plugin) for url, m in members if m.info]
+        return [
+            SyncTarget(url, m.info.tp_size, m.state == "outdated", m.info.has_plugin) for url, m in members if m.info
+        ]
 
     def wait_for_engines(self) -> None:
         """Return when at least `min_engines` are reachable; see `targets`. Also raises FleetError when another trainer
@@ -185,7 +187,7 @@ class FleetClient:
             raise FleetError(self._membership.conflict)
 
     def _num_reachable(self) -> int:
-        return len(self._membership.in_state("stale", "serving"))
+        return len(self._membership.in_state("outdated", "serving"))
 
     def _raise_if_all_refused(self) -> None:
         members = dict(self._members)
@@ -233,7 +235,7 @@ class FleetClient:
             await self._drain_or_pause(serving)
             await self._ask_for_versions(serving)
         # Probes find hung engines up to here; a paused engine cannot answer probes.
-        for url in (present := self._present(urls, "stale", "serving")):
+        for url in (present := self._present(urls, "outdated", "serving")):
             await self._monitor.suspend(url)
         await self._wake(present, frozenset({"weights"}))
         for url in present:
@@ -280,7 +282,7 @@ class FleetClient:
 
     async def _resume_generation(self, urls: Sequence[str]) -> None:
         await self._wake(urls, _ALL_MEMORY)
-        present = self._targets(self._present(urls, "stale", "serving"))
+        present = self._targets(self._present(urls, "outdated", "serving"))
         self._remove_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
         for url in urls:
             self._monitor.resume(url)
@@ -314,7 +316,7 @@ class FleetClient:
     async def _sleep(self) -> None:
         self._dispatcher.hold()
         await self._dispatcher.drain()
-        urls = self._membership.in_state("stale", "serving")
+        urls = self._membership.in_state("outdated", "serving")
         for url in urls:
             await self._monitor.suspend(url)
         results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)

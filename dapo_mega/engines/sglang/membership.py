@@ -2,7 +2,7 @@
 
 An engine passes through these states::
 
-    joining -> stale -> serving          answers probes -> its settings fit -> holds the current weights
+    joining -> outdated -> serving          answers probes -> its settings fit -> holds the current weights
        ^         |         |
        +------ away <------+             dead or hung: its work moves to others at once
 
@@ -41,7 +41,7 @@ _MAX_FAILED_UPDATES = 3
 _LATE_UPDATES = 1
 _NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-State = Literal["joining", "stale", "serving", "away", "refused"]
+State = Literal["joining", "outdated", "serving", "away", "refused"]
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Membership:
         member = self.members[url]
         if member.state == "serving":
             self.dispatcher.remove_engine(url, reason)
-        if member.state in ("serving", "stale"):
+        if member.state in ("serving", "outdated"):
             member.missing_since = time.monotonic()
             logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
         member.changes += 1
@@ -138,7 +138,7 @@ class Membership:
         member = self.members[url]
         if member.changes != member.update_began_at:
             return
-        if member.state == "stale":
+        if member.state == "outdated":
             assert member.info
             self.dispatcher.add_engine(member.client, version)
         elif member.state == "serving":
@@ -250,7 +250,7 @@ class Membership:
                 self._watch(registration.url, registration.instance)
             elif known.instance != registration.instance:
                 known.instance = registration.instance
-                if known.state in ("stale", "serving"):
+                if known.state in ("outdated", "serving"):
                     self.leave(registration.url, "it was restarted")
 
     def _watch(self, url: str, instance: str) -> None:
@@ -266,7 +266,7 @@ class Membership:
         elif new == "foreign":
             self.leave(url, reason)
             self._refuse(self.members[url], _no_engine(reason))
-        elif new == "healthy" and self.members[url].state not in ("stale", "serving"):
+        elif new == "healthy" and self.members[url].state not in ("outdated", "serving"):
             self._start_join(url)
 
     def _start_join(self, url: str) -> None:
@@ -309,7 +309,7 @@ class Membership:
                 member.state, member.reason = "away", str(error)
             return
         if member.changes == change:
-            member.state, member.version, member.reason = "stale", -1, ""
+            member.state, member.version, member.reason = "outdated", -1, ""
             self.counts["engines_joined"] += 1
             logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
             self._warn_about_plugin(url, info)
@@ -329,8 +329,9 @@ class Membership:
             )
         if self._config.weight_sync.full_every > 1:
             logger.warning(
-                "engine %s lacks the plugin, so all engines get all weights at every update: weight_sync.full_every=%d "
-                "needs dapo_mega installed in every engine's environment (in the project folder: %s)",
+                "engine %s lacks this version of the plugin, so all engines get all weights at every update: "
+                "weight_sync.full_every=%d needs dapo_mega installed in every engine's environment (in the project "
+                "folder: %s)",
                 url,
                 self._config.weight_sync.full_every,
                 INSTALL_PLUGIN,

@@ -9,20 +9,15 @@ from dapo_mega.engines.sglang.engine_client import EngineClient
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
-_SPEED_MEMORY = 0.95
-_MIN_ANSWERS_FOR_SPEED = 8
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """An engine's load and work so far. `tokens_per_s` is the speed of one response, None while unknown."""
+    """An engine in use: the weights that it has and its load."""
 
     url: str
     version: int
     in_flight: int
-    finished: int
-    tokens: int
-    tokens_per_s: float | None
 
 
 @dataclass(eq=False)
@@ -33,10 +28,6 @@ class EngineSlot:
     version: int
     in_flight: int = 0
     paused_until: float = 0.0
-    _finished: int = 0
-    _tokens: int = 0
-    _recent_tokens: float = 0.0
-    _recent_seconds: float = 0.0
     _failures_in_row: int = 0
     _pauses_in_row: int = 0
 
@@ -45,19 +36,11 @@ class EngineSlot:
         return self.client.url
 
     def snapshot(self) -> EngineSnapshot:
-        speed = self._recent_tokens / max(self._recent_seconds, 1e-9)
-        known = self._finished >= _MIN_ANSWERS_FOR_SPEED
-        return EngineSnapshot(
-            self.url, self.version, self.in_flight, self._finished, self._tokens, speed if known else None
-        )
+        return EngineSnapshot(self.url, self.version, self.in_flight)
 
-    def succeeded(self, num_tokens: int, seconds: float) -> None:
-        """Count a call that generated this many tokens in this time."""
+    def succeeded(self) -> None:
+        """A call was answered: what failed before no longer counts."""
         self._failures_in_row = self._pauses_in_row = 0
-        self._finished += 1
-        self._tokens += num_tokens
-        self._recent_tokens = _SPEED_MEMORY * self._recent_tokens + num_tokens
-        self._recent_seconds = _SPEED_MEMORY * self._recent_seconds + seconds
 
     def failed(self, now: float, first_pause_s: float, is_unreachable: bool) -> float | None:
         """Count a failed call. Returns for how many seconds the engine pauses after repeated failures, else None: an

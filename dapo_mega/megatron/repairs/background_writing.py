@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 
-from dapo_mega.files import checksum
+from dapo_mega.atomic_files import checksum
 
 
 class BackgroundWriting(AsyncCallsQueue):

@@ -629,20 +629,6 @@ def test_metrics_are_counted_since_the_last_time():
     within_deadline(body)
 
 
-def test_an_engines_speed_is_known_after_some_answers():
-    async def body():
-        (engine,) = engines(1, tokens_per_s=200)
-        async with fleet_of(engine) as fleet:
-            await fleet.ask(*(make_request() for _ in range(7)))
-            assert fleet.dispatcher.engines()[0].tokens_per_s is None
-            await fleet.ask(make_request())
-            (snapshot,) = fleet.dispatcher.engines()
-            assert 20 < snapshot.tokens_per_s <= 220
-            assert (snapshot.finished, snapshot.tokens, snapshot.in_flight) == (8, 64, 0)
-
-    within_deadline(body)
-
-
 def test_a_dispatcher_is_made_on_a_running_loop():
     with pytest.raises(RuntimeError, match="no running event loop"):
         Dispatcher(

@@ -217,7 +217,7 @@ def test_an_engine_that_computes_otherwise_gets_the_weights_once_more_and_is_ref
     for engine in group.engines:
         engine.version = "1"
     for number_of_tries in (1, 2):
-        wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("stale")) == 2)
+        wait_until(lambda: num_serving(driver) + len(driver._membership.in_state("outdated")) == 2)
         targets = driver.pause_generation(driver.targets(only_outdated=False))
         assert len(targets) == 2
         driver.resume_generation(targets)
@@ -287,7 +287,7 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
     monkeypatch.setattr(fleet_driver, "_REMIND_EVERY_S", 0.4)
     group = servers(2)
     driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=3, wait_limit_s=600.0)
-    wait_until(lambda: len(driver._membership.in_state("stale")) == 2)
+    wait_until(lambda: len(driver._membership.in_state("outdated")) == 2)
 
     def told(*parts):
         def is_told():
@@ -348,7 +348,7 @@ def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers,
     found = answers(driver, 20)
     assert {answer.weight_version for answer in found} == {4}
     wait_until(driver.has_outdated)
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_outdated=True)]
 
 
 @pytest.mark.parametrize("reports_spans", [True, False])
@@ -478,7 +478,7 @@ def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers
     driver.submit(requests(6, first=100, length=2))
     answers(driver, 6)
     assert len(group.engines[1].payloads) == asked
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_outdated=True)]
     metrics = driver.pop_metrics()
     assert metrics["fleet/engines_dead"] == 1
     assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
@@ -525,7 +525,7 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     (line,) = (record.getMessage() for record in caplog.records if "the run is paused" in record.getMessage())
     assert line.startswith("the run is paused: 1 of 2 required engines are reachable, ")
     assert f"; missing: {group.urls[0]} since " in line
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_outdated=True)]
 
 
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
@@ -591,7 +591,7 @@ def test_an_engine_that_does_not_go_on_after_an_update_leaves_and_joins_again(se
     assert "has left the fleet (no connection for /continue_generation" in caplog.text
     group.start_again(1)
     wait_until(driver.has_outdated)
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_outdated=True)]
 
 
 def test_responses_in_flight_finish_before_an_update_that_says_so(servers, drive):
