@@ -18,7 +18,7 @@ BEGIN, END = "<!-- file tree: tools/file_tree.py -->", "<!-- end of the file tre
 _ROOMS = (
     "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "training",
+    "sglang_plugin", "training", "commands", "__main__",
 )  # fmt: skip
 
 
