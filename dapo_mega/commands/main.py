@@ -33,8 +33,8 @@ def usage() -> str:
     listed = "\n".join(f"  {name:10s}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: dapo-mega COMMAND ...\n\n{listed}\n\n"
-        "dapo-mega COMMAND --help lists a command's arguments. train and sft run in one process, with --processes N as\n"
-        "their first argument in N processes of this machine, and on several machines under torchrun:\n"
+        "dapo-mega COMMAND --help lists a command's arguments. train and sft run in one process, with --processes N\n"
+        "as their first argument in N processes of this machine, and on several machines under torchrun:\n"
         "  torchrun --nnodes M --nproc-per-node N --node-rank R --master-addr A --master-port P \\\n"
         "    -m dapo_mega train ...\n"
     )

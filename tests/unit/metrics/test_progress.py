@@ -87,7 +87,7 @@ def test_time_left_follows_the_steps_of_this_run():
     with progress:
         for step in (91, 92):
             clock.now += 60.0
-            progress.update(step, {})
+            progress.update(step, METRICS)
     # 8 steps are left at 60 seconds each.
     assert stream.getvalue().splitlines()[-1].endswith("ETA=0:08:00")
 
