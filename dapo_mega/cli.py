@@ -1,4 +1,4 @@
-"""What every command line of the project shares: one-line errors, exit statuses, quiet libraries, logging."""
+"""Shared by all commands: one-line errors, exit statuses, quiet libraries, logging."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAUNCHER = os.getppid()
 """The process that started this one, which is torchrun's where RANK is set by it."""
 
 Reason = tuple[str, int]
-"""Why a process leaves: what to say, and the exit status."""
+"""Why a process exits: the message, and the exit status."""
 
 _before_leaving: list[Callable[[str, int], None]] = []
 _agreeing: list[tuple[Callable[[Reason], Reason], float]] = []
@@ -43,11 +43,10 @@ _leaving = threading.Lock()
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run `main`; a mistake of the user's becomes one line on standard error and a non-zero exit status.
+    """Run `main`; a user error becomes one line on standard error and a non-zero exit status.
 
-    Where torchrun started several processes, one of each machine speaks, and the line is repeated when torchrun has
-    written its own report, so that it is the last one on the screen. torchrun's own exit status is 1 whatever that of
-    its processes is.
+    Under torchrun one process per machine prints the line, and prints it again after torchrun's report, so that it is
+    the last line on the screen. torchrun's own exit status is 1 whatever its processes' is.
     """
     try:
         main()
@@ -74,12 +73,12 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def leave_at_sigterm(message: str) -> None:
-    """From now on SIGTERM ends this process with a line and the status that asks to be continued."""
+    """From now on SIGTERM ends this process with this line and EXIT_CONTINUE."""
     signal.signal(signal.SIGTERM, lambda *_: leave(message, EXIT_CONTINUE))
 
 
 def before_leaving(action: Callable[[str, int], None]) -> None:
-    """Have `leave` call `action` with its message and status, in the thread that leaves. It must not raise."""
+    """Make `leave` call `action(message, status)`, in its own thread. `action` must not raise."""
     _before_leaving.append(action)
 
 
@@ -89,26 +88,26 @@ def forget_before_leaving(action: Callable[[str, int], None]) -> None:
 
 
 def agree_before_leaving(agree: Callable[[Reason], Reason] | None, linger_s: float = 0.0) -> None:
-    """Have `leave` ask `agree` which reason counts: that of the process which was first to leave. It must not raise.
+    """Make `leave` call `agree`, which returns the reason of the process that exits first and must not raise.
 
-    When all is said and done the process stays for `linger_s`, so that others can read its reason.
+    Before it exits the process stays for `linger_s`, so that others can read its reason.
     """
     _agreeing[:] = [(agree, linger_s)] if agree else []
 
 
 def leave(message: str, status: int) -> None:
-    """End this process at once, from any thread, with one line that says why.
+    """Exit at once, from any thread, with one line that gives the reason.
 
-    Other processes may wait in a collective that this one will never join, so groups are not torn down.
+    Does not destroy process groups, as other processes may wait in a collective that this one will never join.
     """
     if not _leaving.acquire(blocking=False):
-        threading.Event().wait()  # Another thread is leaving already.
+        threading.Event().wait()  # Another thread is exiting already.
     for agree, _ in _agreeing:
         message, status = agree((message, status))
     line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {printable(' '.join(message.split()))}"
     if _speaks_for_machine():
         for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
-            with contextlib.suppress(OSError):  # Nobody may read on.
+            with contextlib.suppress(OSError):  # The reader may be gone.
                 stream.write(text)
                 stream.flush()
         _repeat_after_launcher(line)
@@ -122,7 +121,7 @@ def leave(message: str, status: int) -> None:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for the run, as torchrun numbers them."""
+    """Whether this process has rank 0, according to torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -132,7 +131,7 @@ def is_started_by_torchrun() -> bool:
 
 
 def print_once(text: str) -> None:
-    """Print once per run; leave without a word when nobody reads on, as after `| head`."""
+    """Print once per run; exit silently if the reader is gone, as after `| head`."""
     if is_rank_zero():
         try:
             print(printable(text), flush=True)
@@ -141,12 +140,12 @@ def print_once(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with everything that would move a terminal's cursor or colours spelled out: names come from files."""
+    """The text with terminal control characters escaped, because names may come from files."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _fail_by_fault(error: Exception) -> None:
-    """A fault of the program keeps its traceback; where there are other processes, they end with it."""
+    """Print the traceback of an unexpected exception and, in a run of several processes, end them all."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     reason = f"{type(error).__name__}: {first_line}; see the traceback above, or in this process's log"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -164,7 +163,7 @@ _PEER_PATIENCE_S = 3.0
 
 
 def _speaks_for_machine() -> bool:
-    """Whether this process prints for its machine: the first that leaves does, as torchrun ends the others then."""
+    """Whether this process prints for its machine: the first one that exits does, as torchrun then ends the others."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -220,7 +219,7 @@ def _repeat_after_launcher(line: str) -> None:
 
 
 class CurrentStandardError(logging.Handler):
-    """Writes to what standard error is at the moment: a progress bar puts itself there to stay below all lines."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces to stay below all lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -233,6 +232,7 @@ def quiet_libraries() -> None:
     """Silence warnings about optional GPU libraries; keep ours. Call before heavy imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)(\.|$)")
     logging.basicConfig(

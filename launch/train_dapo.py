@@ -1,6 +1,6 @@
 """Train with DAPO: `torchrun --nproc-per-node N launch/train_dapo.py --config configs/quickstart.yaml [key=value ...]`.
 
-Also starts as a plain single process. Resumes by itself when the run's folder holds a checkpoint.
+Also runs as a single process without torchrun. Resumes if the run's folder has a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
     return parser.parse_args()
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dapo_mega.cli import quiet_libraries, run_command
+from dapo_mega.cli import leave_at_sigterm, quiet_libraries, run_command
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a model on demonstrations with Megatron-Core.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
+    )
     arguments = parser.parse_args()
+    leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
     quiet_libraries()
     from dapo_mega.config import SftConfig, load_config
 
@@ -22,7 +28,7 @@ def main() -> None:
     cpu_accelerator.install()
     from dapo_mega.training.sft import run_sft
 
-    run_sft(config)
+    run_sft(config, accept_changes=arguments.accept_changes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python tools/benchmark_packing.py --budget 32768 --hidden-size 5120
 Lengths are log-normal, drawn again where over the longest and scaled to the mean. `efficiency` is real tokens over
 micro-batches x tokens of the longest one: nothing is padded, shorter ones wait. `budget fill` is real tokens over
 micro-batches x budget; its bound is that of as few micro-batches as the tokens need, equally many on every rank.
-`imbalance` is the dearest rank's estimated cost over the mean, less 1. `seconds` are CPU time.
+`imbalance` is the most loaded rank's estimated cost / the mean, minus 1. `seconds` are CPU time.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _OneEngine:
         self._is_stale = True
 
     def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        return [replace(self._target, is_stale=self._is_stale)] if self._is_stale or not only_outdated else []
+        return [replace(self._target, is_outdated=self._is_stale)] if self._is_stale or not only_outdated else []
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float

@@ -16,9 +16,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dapo_mega"
 PAGE = PACKAGE / "README.md"
 BEGIN, END = "<!-- file tree: tools/file_tree.py -->", "<!-- end of the file tree -->"
 _ROOMS = (
-    "types", "errors", "files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data", "models",
-    "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "training",
+    "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
+    "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
+    "sglang_plugin", "training", "commands", "__main__",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def main() -> None:
         sys.exit(f"error: {PAGE} has no lines '{BEGIN}' and '{END}'")
     after = f"{head}{BEGIN}\n\n{tree()}\n\n{END}{tail}"
     if arguments.check:
-        sys.exit(0 if after == before else f"error: the file tree in {PAGE} is stale; run python tools/file_tree.py")
+        sys.exit(0 if after == before else f"error: the file tree in {PAGE} is outdated; run python tools/file_tree.py")
     PAGE.write_text(after)
 
 

@@ -1,4 +1,4 @@
-"""What a configuration's layout costs in GPU memory, communication and time, before a GPU is touched.
+"""Plan a run: estimate GPU memory, communication and time of a configuration's layout, without a GPU.
 
 python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml
 python tools/plan_run.py configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
@@ -21,15 +21,15 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
-from dapo_mega.planning.placement import RankLayout
 from dapo_mega.planning.plan import describe_run, find_architecture
 from dapo_mega.planning.proposals import propose
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.report import proposal_lines, report
 from dapo_mega.planning.step_time import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of the configuration that the arguments name."""
+    """Print the plan of a configuration."""
     options = _parser().parse_intermixed_args(argv)
     config = load_config(RunConfig, options.config, options.overrides)
     if options.gpus is not None:
@@ -62,24 +62,26 @@ def _architecture(config: RunConfig) -> Architecture:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="What a configuration's layout costs, before a GPU is touched.")
+    parser = argparse.ArgumentParser(
+        description="Estimate memory, communication and time of a configuration's layout, without a GPU."
+    )
     parser.add_argument("config", type=Path, help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
     parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
         ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
-        ("--reserve-gib", float, 5.0, "of it, left to CUDA, NCCL and fragmentation"),
+        ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
         ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
         ("--mean-response-tokens", float, None, "default: a quarter of rollout.max_response_tokens"),
         ("--peak-tflops", float, 989.0, "dense bf16 rate of a GPU"),
-        ("--mfu", float, 0.4, "share of it that the trainer reaches"),
+        ("--mfu", float, 0.4, "share of that rate that the trainer reaches"),
         ("--intra-node-gbps", float, 350.0, "GB/s of a GPU within a node, one way"),
         ("--inter-node-gbps", float, 45.0, "GB/s of a GPU between nodes, one way"),
         ("--gpus-per-node", int, 8, "GPUs of a node"),
-        ("--memory-gbps", float, 3350.0, "GB/s of a GPU's own memory"),
-        ("--memory-share", float, 0.6, "share of it that decoding reaches"),
-        ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: what rollout.fleet asks for)"),
+        ("--memory-gbps", float, 3350.0, "GB/s of a GPU's memory"),
+        ("--memory-share", float, 0.6, "share of that bandwidth that decoding reaches"),
+        ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: from rollout.fleet)"),
         ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
     )
     for name, kind, default, text in numbers:

@@ -1,4 +1,4 @@
-"""Prepare what a run starts from: data, tokenizers and a model with random weights.
+"""Prepare a run's inputs: data, tokenizers and a model with random weights.
 
 python tools/prepare_data.py arithmetic --output data/arithmetic --num-train 2000 --num-eval 200
 python tools/prepare_data.py init-model --output models/tiny --tokenizer character --hidden-size 128
@@ -122,7 +122,7 @@ def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """What decides the content of the output."""
+    """The options that determine the output."""
     return {key: value for key, value in vars(options).items() if key not in ("run", "output", "force")}
 
 
@@ -166,7 +166,7 @@ def _model_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFas
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Prepare what a run starts from: data, tokenizer, model.")
+    parser = argparse.ArgumentParser(description="Prepare a run's inputs: data, tokenizer, model.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
     _add_init_model(commands.add_parser("init-model", help="a small Qwen2 checkpoint with random weights"))
@@ -206,16 +206,14 @@ def _add_init_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kv-heads", type=int, default=2)
     command.add_argument("--intermediate-size", type=int, default=384)
     command.add_argument("--max-positions", type=int, default=512)
-    command.add_argument("--untied", action="store_true", help="an output layer apart from the embedding")
+    command.add_argument("--untied", action="store_true", help="an output layer separate from the embedding")
     command.set_defaults(run=init_model)
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, required=True, help="folder to write")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument(
-        "--force", action="store_true", help="replace what an earlier call wrote with other parameters"
-    )
+    command.add_argument("--force", action="store_true", help="replace an earlier call's output with other parameters")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ fi
 export CUDA_VISIBLE_DEVICES=
 if [ -n "$quick" ]; then
     set -- -m "not integration and not slow" "$@"
-    # Without arguments of the caller's: two files at a time, and what takes long first.
-    [ $# -gt 2 ] || set -- "$@" -n 2 --dist loadfile --no-loadscope-reorder tests/distributed tests/numerics tests/unit
+    # Without arguments of the caller's: three files at a time, as tests often wait, and what takes long first.
+    [ $# -gt 2 ] || set -- "$@" -n 3 --dist loadfile --no-loadscope-reorder tests/distributed tests/numerics tests/unit
 elif [ $# -eq 0 ]; then
     # (Not loadgroup: xdist 3.8 does not group under pytest 9.2.)
     set -- -n 2 --dist loadfile --no-loadscope-reorder \

@@ -1,6 +1,6 @@
 """Advantages, losses and aggregation of the policy-gradient family, as pure functions of tensors.
 
-No processes, no model, no state: every number here can be derived by hand.
+No processes, no model, no state: every number can be computed by hand.
 """
 
 from dapo_mega.algorithms.advantages import group_advantages

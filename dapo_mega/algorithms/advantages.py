@@ -9,7 +9,7 @@ from dapo_mega.config import AdvantageKind
 
 
 def group_advantages(rewards: npt.ArrayLike, kind: AdvantageKind) -> npt.NDArray[np.float64]:
-    """One advantage per response, [G] float64, held by every token of it.
+    """One advantage per response, [G] float64; all tokens of a response share it.
 
     - `group_norm`: (R_i - mean) / (std + 1e-6) with the unbiased std (DAPO eq. 9, as in its public code).
     - `group_mean`: R_i - mean (Dr. GRPO).
@@ -22,8 +22,8 @@ def group_advantages(rewards: npt.ArrayLike, kind: AdvantageKind) -> npt.NDArray
         raise ValueError(f"rewards must be one-dimensional with at least 2 entries, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
-    # Equal rewards: the mean of equal numbers may differ from them in the last bit, which the division by 1e-6
-    # would blow up into an advantage.
+    # The mean of equal rewards may differ from them in the last bit, and the division by 1e-6 would turn that
+    # into an advantage.
     if (values == values[0]).all():
         return np.zeros_like(values)
     centred = values - values.mean()

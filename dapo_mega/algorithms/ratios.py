@@ -1,4 +1,4 @@
-"""What is made of two log-probabilities of one token: importance weights, KL estimates, sums over responses."""
+"""Functions of two log-probabilities per token: importance weights, KL estimates, sums over responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dapo_mega.config import KlKind
 
-# exp() of a larger difference overflows float32; ratios this far out are clipped anyway.
+# exp() of a larger difference overflows float32; such ratios are clipped anyway.
 MAX_LOG_RATIO = 20.0
 
 
@@ -26,8 +26,8 @@ def segment_sums(log_ratios: Tensor, segment_ids: Tensor, num_segments: int) -> 
 def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Which segments' geometric mean ratio exp(sum / tokens) lies in [low, high], [n] bool, from `segment_sums`.
 
-    Segments without tokens do. Sequence-level masking against a mismatch between trainer and engine: per-token caps
-    let pass a response that is off by a little in every token.
+    Segments without tokens count as inside. This masks whole responses on a mismatch between trainer and engine:
+    per-token caps do not catch a response with a small mismatch in every token.
     """
     low, high = bounds
     means = (sums[0] / sums[1].clamp(min=1)).exp()
@@ -48,5 +48,5 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> T
 
 
 def mean_over(total: float, count: float) -> float:
-    """`total` / `count`, and 0 where there is nothing to count."""
+    """`total` / `count`, or 0 if `count` is 0."""
     return total / count if count else 0.0

@@ -1,1 +1,1 @@
-"""Groups of scored responses become packed micro-batches on the processes that train on them. No model, no engine."""
+"""Turns groups of scored responses into packed micro-batches on the ranks that train on them. No model, no engine."""

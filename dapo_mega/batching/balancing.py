@@ -1,4 +1,4 @@
-"""Divides items over parts of even load: longest first into the emptiest part, then one local search.
+"""Partitions items into bins of even load: longest first into the emptiest bin, then one local search.
 
 Loads may have several dimensions (tokens and cost).
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# The penalty of a load is its 128th power: about the inverse of the unevenness that matters.
+# The penalty of a load is its 128th power; the exponent is about the inverse of the unevenness that matters.
 _NUM_SQUARINGS = 7
 _NUM_PARTNERS = 8
 _MAX_ROUNDS = 800
@@ -23,8 +23,8 @@ _MAX_COLUMNS = 32
 
 
 def best_fit_count(sizes: Ints, capacity: int) -> int:
-    """Bins of `capacity` that best-fit decreasing needs: each item, the largest first, goes to the fullest bin that
-    still has room. Every size is at most `capacity`."""
+    """The number of bins of `capacity` that best-fit decreasing needs: each item, the largest first, goes to the
+    fullest bin with room. Every size is at most `capacity`."""
     rooms: list[int] = []
     for size in np.sort(sizes)[::-1].tolist():
         k = bisect.bisect_left(rooms, size)
@@ -47,7 +47,7 @@ def partition(sizes: Ints, num_parts: int) -> list[list[int]]:
 def partition_equal_count(sizes: Floats, num_parts: int) -> list[list[int]]:
     """Assign n items with `sizes` [n] to parts of n / `num_parts` items each; `num_parts` divides n.
 
-    Round by round, every part gets one item: the part with the least load the largest of the round.
+    In each round every part gets one item; the part with the least load gets the round's largest.
     """
     order = np.argsort(-sizes, kind="stable").reshape(-1, num_parts)
     loads = np.zeros(num_parts)
@@ -66,14 +66,12 @@ def rebalance(
 ) -> list[list[int]]:
     """Local search: while some bin exceeds a limit, make the swap or move of an item that reduces the overload most.
 
-    `sizes` [n, d] are the items' loads in d dimensions and `limits` [d] what a bin may hold. Each `bins_per_rank`
-    consecutive bins share their loads in all dimensions but the first: a limit on tokens is per bin, one on cost per
-    rank.
+    `sizes` [n, d] are the items' loads in d dimensions and `limits` [d] the limits. The limit of the first dimension
+    (tokens) is per bin, the others (cost) per rank of `bins_per_rank` consecutive bins.
 
-    The bin furthest over its limits exchanges one item with one of the few bins that have most room where it has
-    least. The sum of the two bins' penalties, load ** 128, falls with every exchange, so the search cannot go in
-    circles. A bin that no exchange helps is left alone until another exchange changes it. The number of rounds is
-    bounded.
+    The bin furthest over its limits exchanges one item with one of the few bins that have most room in its worst
+    dimension. Each exchange lowers the sum of the two bins' penalties, load ** 128, so the search cannot cycle. A bin
+    that no exchange helps is skipped until another exchange changes it. The number of rounds is bounded.
     """
     scaled = np.vstack([sizes / limits, np.zeros(len(limits))])
     empty = len(sizes)
@@ -93,7 +91,7 @@ def rebalance(
             break
         columns = np.arange(round_ % stride, width, stride)
         if columns[-1] != width - 1:
-            columns = np.append(columns, width - 1)  # An empty slot: to swap with it is to move.
+            columns = np.append(columns, width - 1)  # An empty slot: a swap with it is a move.
         partner = _exchange(slots, loads, scaled, worst, columns, bins_per_rank)
         if partner is None:
             stuck[worst] = True
@@ -103,7 +101,7 @@ def rebalance(
 
 
 def _exchange(slots: Ints, loads: Floats, scaled: Floats, worst: int, columns: Ints, bins_per_rank: int) -> int | None:
-    """Make the best exchange of one item between bin `worst` and another; the other bin, or None for no gain."""
+    """Make the best exchange of one item between bin `worst` and another; returns the other bin, None without gain."""
     reference = loads[worst].max()
     others = np.argsort((loads * _penalties(loads[worst] / reference)).sum(axis=1), kind="stable")[:_NUM_PARTNERS]
     others = others[others != worst]

@@ -18,11 +18,11 @@ class MicroBatch:
     """One packed micro-batch of T positions and n segments; position t predicts the token after it.
 
     `tokens`, `positions`, `segment_ids` [T] int64; `cu_seqlens` [n + 1] int32. `targets` are the columns of the token
-    that each position predicts: `targets.token_ids[t]` is that token, `targets.response_mask[t]` whether it is scored.
+    that each position predicts: `targets.token_ids[t]` is the token, `targets.response_mask[t]` whether to score it.
     The last position of a segment predicts nothing: its columns have the value `outside` (see `Sample`), like those of
     padding. `token_weights` [T] float32 are the weights of the tokens' losses, 0 outside the loss. `denominator` is
-    this micro-batch's share of the mini-batch's. Padding, at the end of samples and as a last segment of its own, has
-    token 0 and does not count in `num_tokens`.
+    this micro-batch's share of the mini-batch's. Padding, at the end of samples and as an extra last segment, has token
+    0 and does not count in `num_tokens`.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class MicroBatch:
     num_tokens: int
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """The micro-batch on another device."""
         return replace(
             self,
             tokens=self.tokens.to(device),
@@ -72,7 +72,7 @@ def pack(
     tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
     tokens[rows] = samples.columns.token_ids.long()
     targets = _targets(samples.columns, rows, bounds)
-    # Masks end where samples do, and their first tokens are never in the loss: sums over segments are the samples'.
+    # Padding and first tokens are never in the loss, so sums over segments are the samples' sums.
     segment_ids = torch.arange(len(segments)).repeat_interleave(segments)
     counts = torch.zeros(len(segments), dtype=torch.int64).index_add_(0, segment_ids, targets.loss_mask.long())
     weights = [response_weight(count, aggregation, max_response_tokens) for count in counts.tolist()]
@@ -90,14 +90,15 @@ def pack(
 
 
 def _targets(columns: Sample, rows: Tensor, bounds: Tensor) -> Sample:
-    """Columns of the T positions: each holds the row of the token after it. `rows` [N] are the samples' positions."""
+    """Columns of the T positions; each holds the row of the next token. `rows` [N] are the positions of the samples'
+    rows."""
     packed = {}
     for f in fields(columns):
         values = getattr(columns, f.name)
         shape = (int(bounds[-1]) + 1, *values.shape[1:])
         of_tokens = torch.full(shape, f.metadata["outside"], dtype=values.dtype)
         of_tokens[rows] = values
-        of_tokens[bounds[:-1]] = f.metadata["outside"]  # Nothing predicts a segment's first token.
+        of_tokens[bounds[:-1]] = f.metadata["outside"]  # No position predicts a segment's first token.
         packed[f.name] = of_tokens[1:]
     return type(columns)(**packed)
 
@@ -106,7 +107,7 @@ def context_positions(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """Positions [T / size] int64 of a packed micro-batch that context-parallel `rank` of `size` holds.
 
     Every segment is cut into 2 * size equal chunks; rank r holds chunks r and 2 * size - 1 - r, in that order, segment
-    after segment. So causal attention costs every rank the same. This is the order of Transformer Engine's
+    by segment. This gives every rank the same cost of causal attention. This is the order of Transformer Engine's
     `thd_get_partitioned_indices` and of Megatron's rotary embedding for packed sequences.
     """
     bounds = cu_seqlens.cpu().long()
@@ -118,10 +119,10 @@ def context_positions(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 
 
 def context_slice(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """What context-parallel `rank` of `size` computes on, in the order of `context_positions`.
+    """The slice of context-parallel `rank` of `size`, in the order of `context_positions`.
 
-    `cu_seqlens` and `max_seqlen` stay those of the whole micro-batch, as attention needs them. Rank 0 alone keeps
-    `denominator` and `num_tokens`; on the others they are 0, so that sums over ranks are the whole's.
+    `cu_seqlens` and `max_seqlen` stay the whole micro-batch's, as attention needs them. Only rank 0 keeps `denominator`
+    and `num_tokens`; they are 0 on the other ranks, so that sums over ranks are right.
     """
     if size == 1:
         return micro_batch

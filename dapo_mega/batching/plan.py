@@ -1,4 +1,4 @@
-"""Plans a step: which samples go into which micro-batch of which rank. Only rank 0 plans; the others are told."""
+"""Plans a step: assigns samples to ranks and micro-batches. Only rank 0 plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapo_mega.batching.balancing import best_fit_count, partition, partition_eq
 from dapo_mega.errors import InputError
 
 Lengths = npt.NDArray[np.int64]
-"""[S] tokens of each sample."""
+"""The number of tokens of each sample [S]."""
 
 Plan = list[list[list[int]]]
 """One mini-batch: `plan[rank][micro_batch]` lists the indices of its samples, ascending."""
@@ -22,11 +22,11 @@ _MICRO_BATCH_TOKENS, _RANK_COST = 0.02, 0.012
 
 @dataclass(frozen=True)
 class PackingLayout:
-    """What the model's layout asks of micro-batches.
+    """The parallel layout's constraints on micro-batches.
 
-    `data_size` replicas; lengths that are multiples of `multiple_of`, samples padded to multiples of
-    `segment_multiple`, which divides `multiple_of`; counts that are multiples of `count_multiple`; a sample of L tokens
-    costs L * (1 + attention_cost * L).
+    There are `data_size` replicas. Micro-batch lengths are multiples of `multiple_of`. Samples are padded to multiples
+    of `segment_multiple`, which divides `multiple_of`. Micro-batch counts are multiples of `count_multiple`. A sample
+    of L tokens costs L * (1 + attention_cost * L).
     """
 
     data_size: int = 1
@@ -40,16 +40,16 @@ class PackingLayout:
 class PackingStats:
     """How well a step's micro-batches are filled: ratios of totals over its mini-batches.
 
-    Micro-batches run side by side on the ranks, and ranks wait for each other at every update.
+    Ranks run micro-batches in parallel, and wait for each other at every update.
     """
 
     packing_efficiency: float
-    """Real tokens over number of micro-batches of all ranks x tokens of the mini-batch's longest micro-batch. There is
-    no padding between samples: what is lost is that shorter micro-batches wait for the longest."""
+    """Real tokens / (micro-batches of all ranks x tokens of the mini-batch's longest micro-batch). The loss is waiting
+    for the longest micro-batch; there is no padding between samples."""
     budget_fill: float
-    """Real tokens over number of micro-batches of all ranks x token budget."""
+    """Real tokens / (micro-batches of all ranks x token budget)."""
     rank_imbalance: float
-    """Estimated cost of each mini-batch's dearest rank over the ranks' mean cost, less 1."""
+    """Estimated cost of each mini-batch's most loaded rank / the ranks' mean cost, minus 1."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepPlan:
     stats: PackingStats
 
     def samples_of(self, rank: int) -> list[int]:
-        """The samples of one rank, in the order in which its micro-batches hold them."""
+        """The samples of one rank, in the order of its micro-batches."""
         return [i for plan in self.mini_batches for indices in plan[rank] for i in indices]
 
 
@@ -69,12 +69,12 @@ def plan_step(
 ) -> StepPlan:
     """Cut the step's samples, of `lengths` [S] tokens, into mini-batches and plan each one.
 
-    All samples make one mini-batch unless `samples_per_update` is given. Raises InputError when they do not make whole
-    mini-batches or a sample is over the token budget.
+    All samples form one mini-batch unless `samples_per_update` is given. Raises InputError if they do not fill whole
+    mini-batches or a sample exceeds the token budget.
     """
     per_update = samples_per_update or len(lengths)
     if len(lengths) % per_update:
-        raise InputError(f"{len(lengths)} samples do not make whole mini-batches of {per_update}")
+        raise InputError(f"{len(lengths)} samples do not fill whole mini-batches of {per_update}")
     sizes = padded_lengths(lengths, layout.segment_multiple)
     costs = sample_costs(sizes, layout.attention_cost)
     plans = []
@@ -108,7 +108,7 @@ def sample_costs(lengths: Lengths, attention_cost: float) -> npt.NDArray[np.floa
 
 
 def fewest_micro_batches(num_tokens: int, num_ranks: int, token_budget: int, count_multiple: int = 1) -> int:
-    """Micro-batches per rank that `num_tokens` need at least: a multiple of `count_multiple`, 1 or more."""
+    """The least number of micro-batches per rank for `num_tokens`: a positive multiple of `count_multiple`."""
     fewest = max(1, -(-num_tokens // (token_budget * num_ranks)))
     return -(-fewest // count_multiple) * count_multiple
 
@@ -116,20 +116,19 @@ def fewest_micro_batches(num_tokens: int, num_ranks: int, token_budget: int, cou
 def plan_micro_batches(lengths: Lengths, layout: PackingLayout, token_budget: int) -> Plan:
     """Assign samples to ranks and micro-batches: `plan[rank][micro_batch]` lists sample indices, ascending.
 
-    Every rank gets the same number of micro-batches, a multiple of `count_multiple`, each within `token_budget`
-    tokens. Every sample counts with its length rounded up to `segment_multiple`, and so does the budget.
-    Micro-batches may be empty when there are fewer samples than micro-batches. Raises InputError for a sample over
-    the budget.
+    Every rank gets the same number of micro-batches, a multiple of `count_multiple`, each of at most `token_budget`
+    tokens. Sample lengths and the budget are rounded up to `segment_multiple`. Micro-batches may be empty if there are
+    fewer samples than micro-batches. Raises InputError for a sample over the budget.
 
     1. Samples go into as few micro-batches as best fit needs, the longest sample first, each into the emptiest.
-    2. Micro-batches are dealt to ranks, equally many to each, so that the ranks' costs are even.
-    3. A local search exchanges samples between micro-batches that are too long or of ranks that cost too much.
+    2. Each rank gets the same number of micro-batches, so that the ranks' costs are even.
+    3. A local search exchanges samples of micro-batches that are too long and of ranks that cost too much.
 
-    Where a micro-batch is over the budget after that, every rank gets one step more in the count.
+    If a micro-batch still exceeds the budget, the count rises by `count_multiple` and the plan is made again.
 
-    A rank's cheapest micro-batches come first and last and the dearest in the middle, each next to its likes.
-    Pipeline stages work on neighbours at the same time and the slower one sets the pace; the filling and draining
-    of the pipeline, where stages idle, take as long as the first and last micro-batches do.
+    A rank's cheapest micro-batches come first and last and the most expensive in the middle, each next to similar ones:
+    pipeline stages work on neighbours at the same time, and stages idle while the first and last micro-batches fill and
+    drain the pipeline.
     """
     longest = int(lengths.max())
     if longest > token_budget:

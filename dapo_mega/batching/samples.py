@@ -1,7 +1,7 @@
-"""Samples: one row per token, from the response of an engine to the packed micro-batch.
+"""Samples to train on, with one row per token.
 
-A per-token column is a field of `Sample` and is filled where samples are made. Planning, scattering and packing carry
-whatever fields `Sample`, or a class derived from it, has.
+Every per-token column is a field of `Sample`, filled where samples are made. Planning, scattering and packing carry all
+fields of `Sample` or of a class derived from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dapo_mega.types import Group, LogProbs, Prompt, Response, TokenIds
 
 
 def column(dtype: torch.dtype, *, outside: float = 0) -> dict[str, Any]:
-    """Metadata of a per-token field of `Sample`; `outside` is the value where no token is predicted."""
+    """Metadata of a per-token field of `Sample`; `outside` is its value at positions that predict no token."""
     return {"dtype": dtype, "outside": outside}
 
 
@@ -31,12 +31,12 @@ class Sample:
     """One sequence to train on, a row per token: every column is a CPU tensor [L], or [L, ...].
 
     - `token_ids` int32.
-    - `response_mask`: tokens that the policy sampled, which the trainer scores. The first token cannot be one.
-    - `loss_mask`: those that count in the loss, a part of `response_mask`.
-    - `fresh_mask`: those sampled with the weights the step starts from.
-    - `engine_ids` int16: number of the engine that sampled the token (see `FlatSamples.engines`), -1 if not known.
+    - `response_mask`: tokens that the policy sampled and the trainer scores; never the first token.
+    - `loss_mask`: response tokens that count in the loss.
+    - `fresh_mask`: response tokens sampled with the weights that the step starts from.
+    - `engine_ids` int16: number of the engine that sampled the token (see `FlatSamples.engines`), -1 if unknown.
     - `advantages` float32.
-    - `rollout_logprobs` float32, in nats: of the sampled tokens, as the engine computed them.
+    - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
 
     A prompt of three tokens and a response of two, the first of them sampled with older weights, by engine 4::
 
@@ -100,9 +100,9 @@ def single_turn(
 
 @dataclass(frozen=True, eq=False)
 class FlatSamples:
-    """S samples, one after the other: `columns` has the rows of all, `lengths` [S] int64 the number of rows of each.
+    """S concatenated samples: `columns` has the rows of all, `lengths` [S] int64 the number of rows of each.
 
-    `engines` are the URLs of engines by the numbers that `columns.engine_ids` has.
+    `engines[i]` is the URL of the engine with number i in `columns.engine_ids`.
     """
 
     columns: Sample
@@ -119,14 +119,14 @@ class FlatSamples:
         starts, stops = (ends - self.lengths)[chosen].tolist(), ends[chosen].tolist()
 
         def join(column: Tensor) -> Tensor:
-            # Slices are copied far faster than rows by their numbers.
+            # Copying slices is far faster than indexing rows.
             runs = [column[start:stop] for start, stop in zip(starts, stops, strict=True)]
             return torch.cat(runs) if runs else column[:0]
 
         return FlatSamples(self.columns.map(join), self.lengths[chosen], self.engines)
 
     def split(self, counts: Sequence[int]) -> list[FlatSamples]:
-        """Consecutive parts of so many samples each, without copying; `counts` add up to S."""
+        """Consecutive parts of `counts[i]` samples each, without copying; `counts` add up to S."""
         parts = []
         first = start = 0
         for count in counts:
@@ -158,8 +158,8 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> FlatSamples:
     """One sample per response, groups in order, advantages within each group.
 
-    Overlong filtering keeps truncated responses out of the loss, while their rewards stay in the group's statistics.
-    `version` is that of the weights the step starts from.
+    Overlong filtering keeps truncated responses out of the loss; their rewards stay in the group's statistics.
+    `version` is the version of the weights that the step starts from.
     """
     samples = []
     engines = engines_of(scored.response for group in groups for scored in group.responses)
@@ -204,6 +204,6 @@ def engines_of(responses: Iterable[Response]) -> tuple[str, ...]:
 
 
 def off_policy_tokens(response: Response, version: int) -> int:
-    """Number of tokens, from the start, that weights older than `version` sampled."""
+    """The number of leading tokens that weights older than `version` sampled."""
     spans = response.version_spans or ((response.weight_version, len(response.token_ids)),)
     return max((end for sampled_by, end in spans if sampled_by < version), default=0)

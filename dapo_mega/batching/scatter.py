@@ -1,8 +1,8 @@
-"""Scatters samples from rank 0 to the replicas that train on them, as bytes.
+"""Scatters samples from rank 0 to the replicas that train on them.
 
-Rank 0 tells all processes how many samples each micro-batch has. Each replica's leader then gets its replica's samples
-in one message, in the order of the plan, and passes it on within the replica. Columns of few distinct runs, such as
-masks and advantages of whole responses, travel as runs.
+Rank 0 broadcasts how many samples each micro-batch has. It then sends each replica's samples in one message, in the
+order of the plan, to the replica's leader, which broadcasts it within the replica. Columns with few runs of equal
+values, such as masks and advantages of whole responses, are run-length encoded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ScatterGroups:
-    """gloo groups: `control` of all processes, `leaders` of the replicas' leaders in the order of replicas (used by
-    leaders only), `replica` of this replica's processes, its leader first. Rank 0 leads replica 0; `data_rank` is the
-    number of this process's replica."""
+    """gloo groups: `control` of all ranks, `leaders` of the replicas' leaders in the order of replicas (used by leaders
+    only), `replica` of this replica's ranks, its leader first. Rank 0 leads replica 0; `data_rank` is the number of
+    this rank's replica."""
 
     control: dist.ProcessGroup
     leaders: dist.ProcessGroup
@@ -45,7 +45,7 @@ class ScatteredSamples:
 
 @dataclass(frozen=True)
 class _Announcement:
-    """What every process knows before the samples come.
+    """The metadata that every rank gets before the samples.
 
     `kind` is the class of the samples and `shapes` the shapes of a row of its columns; `counts[replica][mini_batch]`
     lists the number of samples of each micro-batch.
@@ -59,8 +59,7 @@ class _Announcement:
 
 
 def scatter(samples: FlatSamples | None, plan: StepPlan | None, groups: ScatterGroups) -> ScatteredSamples:
-    """Give each replica the samples that it trains on, all columns bit by bit. Rank 0 gives samples and plan, the
-    others None."""
+    """Send each replica the samples that it trains on, bit for bit. Rank 0 passes samples and plan, the others None."""
     box: list[_Announcement | None] = [None]
     if samples is not None and plan is not None:
         box = [_announcement(samples, plan)]
@@ -94,7 +93,7 @@ def _announcement(samples: FlatSamples, plan: StepPlan) -> _Announcement:
 
 
 def _send(samples: FlatSamples, plan: StepPlan, groups: ScatterGroups) -> tuple[Tensor, Tensor]:
-    """Rank 0: send every other leader its replica's share; pass on and return that of replica 0, like `_receive`."""
+    """Rank 0: send every other leader its replica's samples; broadcast and return replica 0's, like `_receive`."""
     # Buffers must live until their sends are done.
     in_flight: deque[tuple[dist.Work | None, Tensor]] = deque()
     for replica in range(1, len(plan.mini_batches[0])):
@@ -112,7 +111,7 @@ def _send(samples: FlatSamples, plan: StepPlan, groups: ScatterGroups) -> tuple[
 
 
 def _receive(num_columns: int, groups: ScatterGroups) -> tuple[Tensor, Tensor]:
-    """What `encode` made of this replica's share: a leader gets it from rank 0, the others from their leader."""
+    """The encoded samples of this replica: a leader gets them from rank 0, the other ranks from their leader."""
     sizes = torch.empty(1 + num_columns, dtype=torch.int64)
     is_leader = dist.get_rank(groups.replica) == 0
     if is_leader:
@@ -136,8 +135,8 @@ def _pass_on(tensor: Tensor, groups: ScatterGroups) -> None:
 
 
 def encode(samples: FlatSamples) -> tuple[Tensor, Tensor]:
-    """[1 + columns] int64: number of bytes, then of each column's values; and the bytes: lengths, then of each column
-    its values and, where there are fewer of these than rows, how many rows each stands for."""
+    """(sizes, bytes). Sizes [1 + columns] int64: the number of bytes, then the number of values of each column. Bytes:
+    the lengths, then each column's values and, if there are fewer values than rows, the rows of each value."""
     parts, num_values = [samples.lengths], []
     for f in fields(samples.columns):
         encoded = _as_runs(getattr(samples.columns, f.name))
@@ -152,10 +151,10 @@ def encode(samples: FlatSamples) -> tuple[Tensor, Tensor]:
 
 
 def _as_runs(column: Tensor) -> list[Tensor]:
-    """[values, rows of each int32] where that is smaller than [column]."""
+    """[values, rows of each int32] if that is smaller than [column], else [column]."""
     if column.ndim > 1 or len(column) < 2:
         return [column]
-    bits = column.view(_BITS[column.element_size()])  # -0.0 is another value than 0.0.
+    bits = column.view(_BITS[column.element_size()])  # Compare bits, because -0.0 must stay -0.0.
     changes = bits[1:] != bits[:-1]
     if (1 + int(changes.count_nonzero())) * (column.element_size() + 4) >= column.nbytes:
         return [column]
@@ -164,7 +163,7 @@ def _as_runs(column: Tensor) -> list[Tensor]:
 
 
 def decode(sizes: Tensor, body: Tensor, num_samples: int, announcement: _Announcement) -> FlatSamples:
-    """The inverse of `encode`; columns are views of `body` where they did not travel as runs."""
+    """The inverse of `encode`; columns that are not run-length encoded are views of `body`."""
     start = 0
 
     def take(dtype: torch.dtype, *shape: int) -> Tensor:

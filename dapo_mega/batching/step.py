@@ -1,4 +1,4 @@
-"""From samples on rank 0 to every process's mini-batches of packed micro-batches."""
+"""Turns samples on rank 0 into every rank's mini-batches of packed micro-batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StepBatch:
 
     mini_batches: tuple[tuple[MicroBatch, ...], ...]
     stats: PackingStats
-    """The same on every rank."""
+    """The whole step's statistics, the same on every rank."""
     engines: tuple[str, ...] = ()
-    """URLs by the numbers that `MicroBatch.targets.engine_ids` has."""
+    """The engines' URLs by their numbers in `MicroBatch.targets.engine_ids`."""
 
 
 def pack_step(
@@ -33,9 +33,9 @@ def pack_step(
     max_response_tokens: int,
     samples_per_update: int | None = None,
 ) -> StepBatch:
-    """Plan, scatter and pack the samples that rank 0 gives, on all processes; the others pass None.
+    """Plan, scatter and pack rank 0's samples. Collective; the other ranks pass None.
 
-    Raises InputError, on all processes, for what `plan_step` refuses.
+    Raises `plan_step`'s InputError on all ranks.
     """
     plan = None
     with raise_on_all_ranks(groups.control):

@@ -1,1 +1,1 @@
-"""The state of a run, saved so that it is whole or not there, and found again. Files without a run: `conversion`."""
+"""Saves and restores the state of a run atomically. For checkpoint files without a run see `conversion`."""

@@ -1,8 +1,8 @@
-"""The folders of a run's checkpoints: which is the newest complete one, and which may go.
+"""Manages the folders of a run's checkpoints: writes them atomically, finds the newest complete one, deletes old ones.
 
-A checkpoint is written into `.step_N.partial`. When everything else is on disk, `manifest.json` with the name, size and
+A checkpoint is written into `.step_N.partial`. When all its files are on disk, `manifest.json` with the name, size and
 checksum of every file is added, the folder is renamed to `step_N`, the file `latest` is replaced, and old checkpoints
-go. A crash at any moment leaves the checkpoints before as they were.
+are deleted. A crash at any moment leaves the earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_mega.files import checksum, replace_file
+from dapo_mega.atomic_files import checksum, replace_file
 
 _STEP = re.compile(r"step_(\d+)")
 MANIFEST_FILE = "manifest.json"
@@ -23,7 +23,7 @@ _LATEST = "latest"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file; checkpoints of older versions have no checksums. `crc32` is zlib's."""
+    """A file's entry in a manifest; older checkpoints have no checksums. `crc32` is zlib's."""
 
     size: int
     crc32: int | None = None
@@ -42,8 +42,8 @@ class CheckpointFolders:
         return next(self._complete(), None)
 
     def skipped(self) -> list[str]:
-        """What a resuming run passes over on the way to `newest()`: a sentence for each damaged checkpoint, and one
-        where `latest` names another than the newest that was completed."""
+        """Warnings about what a resuming run skips before `newest()`: a sentence for each damaged checkpoint, and one
+        if `latest` does not name the newest completed one."""
         newest = self.newest()
         sentences = [
             f"skipping the damaged checkpoint {folder} ({problem})"
@@ -56,11 +56,11 @@ class CheckpointFolders:
         return sentences
 
     def complete_ones(self) -> list[Path]:
-        """The folders whose files are all there with their sizes, the newest first. Their contents are not read."""
+        """The folders whose files all exist with the right sizes, the newest first. Does not read their contents."""
         return list(self._complete())
 
     def discard_partials(self) -> None:
-        """Remove what killed runs left of checkpoints that they were writing; no other run may be writing."""
+        """Remove killed runs' partial checkpoints; no other run may be writing."""
         for partial in self.root.glob(".step_*.partial"):
             if partial.is_dir():
                 shutil.rmtree(partial)
@@ -72,18 +72,18 @@ class CheckpointFolders:
         return self.root / f".{_name(step)}.partial"
 
     def begin(self, step: int) -> None:
-        """Make the folder to write the checkpoint of `step` into, empty."""
+        """Make an empty folder for writing the checkpoint of `step`."""
         self.discard(step)
         self.partial(step).mkdir(parents=True)
 
     def discard(self, step: int) -> None:
-        """Remove what was written of the checkpoint of `step`."""
+        """Remove the partial checkpoint of `step`."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def complete(self, step: int, checksums: Mapping[str, int] | None = None) -> None:
-        """Give the checkpoint of `step` its name, all its files being on disk, and remove those no longer kept.
+        """Rename the checkpoint of `step`, whose files are all on disk, to its final name, and remove old checkpoints.
 
-        `checksums` are those of files that whoever wrote them has read again, by name; the others are read here.
+        `checksums` has the checksums, by name, of files that their writers have read back; other files are read here.
         """
         partial = self.partial(step)
         write_manifest(partial, checksums)
@@ -98,8 +98,8 @@ class CheckpointFolders:
         self._rotate(step)
 
     def _rotate(self, step: int) -> None:
-        """Remove what is no longer kept. Newer folders than that of `step` were passed over: they hold other bytes than
-        were written, and count for nothing until their steps come again."""
+        """Remove checkpoints that are no longer kept. Folders newer than `step` were skipped as damaged: they do not
+        count until their steps are saved again."""
         of_this_run = (folder for folder in self._complete() if step_of(folder) <= step)
         last = [folder for folder, _ in zip(of_this_run, range(self._keep_last), strict=False)]
         for folder in self._steps():
@@ -125,7 +125,7 @@ class CheckpointFolders:
 
 
 def write_manifest(folder: Path, checksums: Mapping[str, int] | None = None) -> None:
-    """List what is in the folder of a checkpoint, whose other files are all on disk. `checksums` as in `complete`."""
+    """Write the manifest of a checkpoint folder whose other files are all on disk. `checksums` as in `complete`."""
     known = checksums or {}
     files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
     records = {
@@ -136,7 +136,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, int] | None = None) -> 
 
 
 def find_damage(folder: Path) -> str | None:
-    """Why the folder is not a complete checkpoint; None where every file has the size it was written with."""
+    """Why the folder is not a complete checkpoint; None if every file has the size in the manifest."""
     try:
         records = read_manifest(folder)
     except FileNotFoundError:
@@ -155,21 +155,21 @@ def find_damage(folder: Path) -> str | None:
 
 
 def find_changed_bytes(folder: Path, names: Sequence[str]) -> str | None:
-    """Which of these files of a complete checkpoint does not hold what was written; None where all do, as far as there
-    are checksums. Reads the files whole."""
+    """An error text for the first of these files whose checksum is wrong; None if all checksums are right or missing.
+    Reads the whole files."""
     records = read_manifest(folder)
     for name in names:
         expected = records[name].crc32
         try:
             if expected is not None and checksum(folder / name) != expected:
-                return f"{name} holds other bytes than were written"
+                return f"{name} has a wrong checksum"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """What the manifest says, by file name. Raises OSError, and ValueError for what no checkpoint's manifest is."""
+    """The manifest's entries by file name. Raises OSError, and ValueError for an invalid manifest."""
     content = json.loads((folder / MANIFEST_FILE).read_text())
     if not isinstance(content, dict) or not content:
         raise ValueError("lists no files")
@@ -182,7 +182,7 @@ def _file_record(name: str, values: object) -> FileRecord:
     match values:
         case {"size": int(size), "crc32": int(crc32)}:
             return FileRecord(size, crc32)
-    raise ValueError(f"says of {name} neither size nor checksum")
+    raise ValueError(f"has neither size nor checksum of {name}")
 
 
 def _name(step: int) -> str:

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face checkpoint that transformers and inference engines load as it is."""
+"""Writes the policy as a Hugging Face checkpoint that transformers and inference engines can load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUCKET_BYTES = 512 * 2**20
 def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
     """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model.
 
-    Written beside `folder` and renamed, replacing an earlier export. Raises InputError when the disk refuses.
+    Writes beside `folder` and renames, replacing an earlier export. Raises InputError if writing fails.
     """
     writing = policy.processes.rank == 0
     partial = folder.with_name(f".{folder.name}.partial")

@@ -1,7 +1,7 @@
 """Checkpoints of a run: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
 
-The files are written in the background from a snapshot while training goes on, and the checkpoint is completed by all
-processes together at the end of a later step; see `checkpoint_folders` for what makes it complete.
+Files are written in the background from a snapshot while training continues. All ranks complete the checkpoint together
+at the end of a later step; `folders.py` describes a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
-from dapo_mega.files import disk_refusal, read_json_object, replace_file
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
@@ -48,7 +48,7 @@ from dapo_mega.models.megatron_format.pickles import check_pickles
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-# The optimizer's shards are stored per parameter, so that any TP x PP x DP can read them.
+# Stores the optimizer's shards per parameter, so that any TP x PP x DP can read them.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 _FULL_BYTES = 2**24
@@ -56,7 +56,7 @@ _FULL_BYTES = 2**24
 
 @dataclass(frozen=True)
 class LoopState:
-    """What the loop needs beside the policy: JSON values and arrays; `step` is the last completed one."""
+    """The loop's state beside the policy: JSON values and arrays; `step` is the last completed step."""
 
     step: int
     values: Mapping[str, Any]
@@ -64,7 +64,7 @@ class LoopState:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `root/step_N`. Methods are collective over all processes unless they say so."""
+    """The checkpoints of one run, `root/step_N`. Methods are collective over all ranks unless marked as local."""
 
     def __init__(
         self, root: Path, keep_last: int, keep_every: int | None = None, *, asynchronous: bool = False
@@ -97,11 +97,10 @@ class CheckpointStore:
         return self._folders.skipped()
 
     def newest_intact(self, processes: Processes) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint whose files hold what was written, and a sentence for each that is passed over.
+        """The newest checkpoint whose checksums are right, and a sentence for each skipped one.
 
-        The processes share the reading among them; all see the same result. Removes what killed runs left of
-        checkpoints in writing: the run's lock must be held. Raises InputError, on all processes, where they see
-        different files.
+        The ranks share the reading and get the same result. Removes killed runs' partial checkpoints, so the run's lock
+        must be held. Raises InputError on all ranks if they see different files.
         """
         with raise_on_all_ranks(processes.control):
             if processes.rank == 0:
@@ -130,8 +129,8 @@ class CheckpointStore:
             return False
 
     def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
-        """Write `step_{step}`; `state` is asked on rank 0 only. Saving asynchronously, this returns when everything is
-        copied and the policy may change; `finish` completes the checkpoint. Raises InputError when the disk refuses.
+        """Write `step_{step}`; calls `state` on rank 0 only. An asynchronous save returns once everything is copied and
+        the policy may change; `finish` completes the checkpoint. Raises InputError if writing fails.
         """
         self.finish(policy)
         rng = _gather_rng(policy)
@@ -142,7 +141,7 @@ class CheckpointStore:
         self._check(policy, failure, step)
         failure = _attempt(lambda: self._write_megatron(policy, partial))
         if failure is not None:
-            # The others may be in collectives of Megatron's: they learn of it when this process leaves.
+            # The other ranks may be in Megatron's collectives: they learn of the failure when this process exits.
             raise self._refusal(policy, failure, step)
         if policy.processes.rank == 0:
             failure = _attempt(lambda: _write_beside(partial, policy, state(), rng))
@@ -152,8 +151,8 @@ class CheckpointStore:
             self.finish(policy)
 
     def finish(self, policy: MegatronPolicy, *, wait: bool = True) -> None:
-        """Complete the checkpoint that is being written, if any: once its files are written, or not yet, unless `wait`.
-        Raises InputError when the disk refused."""
+        """Complete the pending checkpoint, if any. Without `wait`, do nothing if its files are not written yet. Raises
+        InputError if writing failed."""
         step = self._unfinished_step
         if step is None:
             return
@@ -167,7 +166,7 @@ class CheckpointStore:
         self._check(policy, failure, step)
 
     def _write_megatron(self, policy: MegatronPolicy, folder: Path) -> None:
-        """Start writing Megatron's part, or with synchronous saving leave it to `finish` to wait for."""
+        """Start writing Megatron's files; `finish` waits for them."""
         content = _sharded_content(policy)
         live = _storages(content)
         keep_results_in_process()
@@ -177,7 +176,7 @@ class CheckpointStore:
         self._writing.schedule_async_request(from_snapshot(request, live, self._checksums))
 
     def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
-        """Restore the policy in place, in any layout, and return the loop's state on every process."""
+        """Restore the policy in place, in any layout, and return the loop's state on every rank."""
         with raise_on_all_ranks(policy.processes.control):
             if policy.processes.rank == 0:
                 check_pickles(path)
@@ -213,8 +212,8 @@ class CheckpointStore:
         return LoopState(step, values, arrays)
 
     def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> dict[str, int]:
-        """Leave together when any process failed; what was written goes, earlier checkpoints stay. Returns the
-        checksums of all processes' files."""
+        """Raise on all ranks if one failed, and remove the partial checkpoint. Returns the checksums of all ranks'
+        files."""
         outcomes: list[Any] = [None] * policy.processes.world_size
         dist.all_gather_object(outcomes, (failure, self._checksums), group=policy.processes.control)
         reason = next((failure for failure, _ in outcomes if failure), None)
@@ -225,7 +224,7 @@ class CheckpointStore:
     def _refusal(self, policy: MegatronPolicy, reason: str, step: int) -> InputError:
         is_full = self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES
         if is_full and (no_space := os.strerror(errno.ENOSPC)) not in reason:
-            reason = f"{no_space}: {reason}"  # Writers of files in C++ do not say so.
+            reason = f"{no_space}: {reason}"  # C++ writers of files do not raise OSError.
         if policy.processes.rank == 0:
             self._folders.discard(step)
         return InputError(
@@ -248,7 +247,7 @@ def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
 
 
 def _attempt(action: Callable[[], object]) -> str | None:
-    """None, or why the file system refused. Raises what is no refusal: another process has ended."""
+    """None, or why the file system failed. Re-raises other errors, such as the end of another process."""
     try:
         action()
     except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
@@ -259,13 +258,13 @@ def _attempt(action: Callable[[], object]) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The last line: errors gathered from several processes are whole tracebacks."""
+    """The last line of an error; errors gathered from several ranks are whole tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 
 
 def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
-    """Megatron's description of everything that the policy keeps in a checkpoint."""
+    """Megatron's sharded state dict of the policy and its optimizer."""
     allocate_adam_state(policy.optimizer)
     keep_bucket_padding(policy.optimizer)
     policy.finish_param_gather()
@@ -278,36 +277,37 @@ def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
 
 
 def _storages(content: Mapping[str, Any]) -> frozenset[int]:
-    """Addresses of the memory that the tensors of a checkpoint's content lie in."""
+    """Addresses of the storages of the checkpoint's tensors."""
     shards = (value for value in nested_values(content) if isinstance(value, ShardedTensor | ShardedTensorFactory))
     return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
 
 
 def _sharded_model(policy: MegatronPolicy) -> dict[str, Any]:
-    """Megatron's description of each model chunk's shards, under the names it gives chunks."""
+    """Megatron's sharded state dict of each model chunk, under Megatron's chunk names."""
     names = ["model"] if len(policy.chunks) == 1 else [f"model{index}" for index in range(len(policy.chunks))]
     return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in zip(names, policy.chunks, strict=True)}
 
 
 def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
-    """Under expert parallelism Megatron keeps the optimizer of the experts apart, also in the checkpoint."""
+    """Raises InputError for a checkpoint with or without expert parallelism, unlike this run: with it, Megatron saves a
+    separate optimizer for experts."""
     here = len(policy.optimizer.chained_optimizers)
     try:
         there = read_json_object(path / "loop.json").get("num_optimizers", here)
     except (OSError, ValueError):
-        return  # Loading will say what is wrong with the file.
+        return  # Loading reports what is wrong with the file.
     if here != there:
         raise InputError(
             f"checkpoint {path} was written {'with' if there > 1 else 'without'} expert parallelism and cannot be "
             f"loaded {'with' if here > 1 else 'without'} it; resume with parallel.expert "
-            f"{'of 2 or more' if there > 1 else '= 1'}, or put what tools/convert_checkpoint.py reshard makes of it in "
-            f"its place"
+            f"{'of 2 or more' if there > 1 else '= 1'}, or replace it by the output of tools/convert_checkpoint.py "
+            f"reshard"
         )
 
 
 def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: Arrays) -> None:
-    """What rank 0 adds to Megatron's files: the loop's state, and the configuration and tokenizer of the model, by
-    which other programs read the folder."""
+    """Write rank 0's files beside Megatron's: the loop's state, and the model's configuration and tokenizer for other
+    programs."""
     copy_config_and_tokenizer(policy.path, folder, {policy.config.params_dtype})
     write_vocabulary(folder, policy.arch.vocab_size)
     with (folder / "loop.npz").open("wb") as file:
@@ -322,7 +322,7 @@ def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: A
 
 
 def _gather_rng(policy: MegatronPolicy) -> Arrays:
-    """Every process's random-number streams, on rank 0."""
+    """Every rank's random-number states, gathered on rank 0."""
     states = {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
     mine = {name: state.cpu().numpy() for name, state in states.items() if isinstance(state, torch.Tensor)}
     gathered: list[Any] = [None] * policy.processes.world_size
@@ -333,9 +333,10 @@ def _gather_rng(policy: MegatronPolicy) -> Arrays:
 
 
 def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
-    """Continue this process's streams. In another layout they have no counterpart: the fresh, seeded ones stay.
+    """Restore this rank's random-number states. In another layout there are none for this rank, and the seeded ones
+    stay.
 
-    No result depends on them as long as there is no dropout; sampling draws from streams named by the request.
+    Without dropout no result depends on these states; sampling uses seeds of its own per request.
     """
     prefix = f"rng/{_layout(policy)}/{policy.processes.rank}/"
     mine = {name.removeprefix(prefix): torch.from_numpy(s) for name, s in arrays.items() if name.startswith(prefix)}

@@ -1,6 +1,6 @@
-"""What a run may be told: one YAML file, frozen sections, a file a section; unknown keys are refused.
+"""The configuration of a run: one YAML file with frozen sections, one module per section; unknown keys are errors.
 
-Kinds (of losses, advantages, ...) are defined here once. Nothing here imports torch or reads more than the file.
+Kinds (of losses, advantages, ...) are defined here once. Nothing here imports torch or reads any other file.
 """
 
 from dapo_mega.config.algorithm import (

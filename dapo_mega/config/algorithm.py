@@ -18,7 +18,7 @@ KlKind = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the objective computes, with nothing left to be decided: `AlgorithmConfig` with every "auto" replaced.
+    """The settings of the objective: `AlgorithmConfig` with every "auto" resolved.
 
     The defaults are DAPO's. `importance_cap` None is off, as is `sequence_mask` None.
     """
@@ -35,9 +35,9 @@ class LossSettings:
 
 
 class KlConfig(Section):
-    """KL penalty against a frozen copy of the starting model; 0 (DAPO) holds no reference model.
+    """KL penalty against a frozen copy of the starting model; with coefficient 0 (DAPO) there is no reference model.
 
-    As a term of the loss k1 has no gradient in expectation; it is there to be watched. k2 and k3 pull.
+    As a loss term k1 has no gradient in expectation and only serves as a metric; k2 and k3 do have one.
     """
 
     coefficient: float = Field(default=0.0, ge=0)
@@ -45,7 +45,7 @@ class KlConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective. `preset` fills in what is not written."""
+    """The policy-gradient objective. `preset` sets the defaults of the other keys."""
 
     preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = "dapo"
     advantage: AdvantageKind = "group_norm"
@@ -61,13 +61,13 @@ class AlgorithmConfig(Section):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     importance_cap: float | Literal["auto"] | None = Field(
         default="auto",
-        description="Truncated importance sampling: cap of trainer over rollout probability per token. null is off; "
-        "auto is 2 where the engine computes in another dtype than the trainer, else off.",
+        description="Truncated importance sampling: cap of trainer / rollout probability per token. null: off; "
+        "auto: 2 if engine and trainer compute in different dtypes, else off.",
     )
     sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
         default="auto",
-        description="Leave a response out of the loss whose geometric mean of trainer over rollout probability lies "
-        "outside of [low, high]; null is off, auto is [0.5, 2] where importance_cap's auto is on.",
+        description="Leave a response out of the loss if its geometric mean of trainer / rollout probability is "
+        "outside of [low, high]. null: off; auto: [0.5, 2] if importance_cap's auto is on, else off.",
     )
     kl: KlConfig = KlConfig()
 
@@ -83,8 +83,8 @@ class AlgorithmConfig(Section):
         return self
 
     def loss_settings(self, *, engine_differs: bool) -> LossSettings:
-        """The settings of the loss. `engine_differs`: the engine computes in another precision than the trainer, which
-        turns on what is "auto"."""
+        """The loss's settings. `engine_differs`: the engine computes in another precision than the trainer, which turns
+        on what is "auto"."""
         cap, bounds = self.importance_cap, self.sequence_mask
         return LossSettings(
             clip_low=self.clip_low,
@@ -116,4 +116,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "rloo": {"clip_high": 0.2, "dual_clip": None, "dynamic_sampling": False, "advantage": "leave_one_out"},
 }
-"""What each preset changes against `AlgorithmConfig`'s defaults, which are DAPO."""
+"""Each preset's changes to `AlgorithmConfig`'s defaults, which are DAPO."""

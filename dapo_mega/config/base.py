@@ -1,4 +1,4 @@
-"""What every configuration section is, and small arithmetic that several need."""
+"""The base class of configuration sections, and helpers that several sections use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.config import JsonDict
 
 FREE: JsonDict = {"resume": "free"}
-"""`json_schema_extra` of a field whose value may differ between a run and its continuation without changing what is
-learnt; of a section it counts for all that is in it. All other fields may not."""
+"""`json_schema_extra` of a field or section that may change when a run resumes, because it does not change the training
+result. All other fields may not."""
 
 
 class Section(BaseModel):
-    """Base of every configuration section: immutable, and a typing mistake is an error."""
+    """Base of every configuration section: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -31,7 +31,7 @@ def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
-    """Whether the field with this dotted name is marked `FREE`, or a section that it lies in."""
+    """Whether the field with this dotted name, or a section that contains it, is marked `FREE`."""
     first, _, rest = name.partition(".")
     field = section.model_fields.get(first)
     if field is None:

@@ -13,7 +13,7 @@ class BatchConfig(Section):
     groups_per_step: int = Field(default=512, ge=1, description="N of the paper's Algorithm 1.")
     group_size: int = Field(default=16, ge=2, description="G: responses per prompt.")
     generation_groups: int | None = Field(
-        default=None, ge=1, description="Prompts asked per generation round; groups_per_step when null."
+        default=None, ge=1, description="Prompts per generation round; null: groups_per_step."
     )
     mini_batch_groups: int = Field(default=32, ge=1, description="Groups per optimizer update.")
     epochs: int = Field(default=1, ge=1, description="mu: passes over the step's groups.")

@@ -1,4 +1,4 @@
-"""What a run saves, when, and how long it is kept."""
+"""What a run saves, when, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CheckpointConfig(Section):
         default=None, ge=1, description="Checkpoints of steps that are a multiple of this are never removed."
     )
     asynchronous: bool = Field(
-        default=True, description="Write the files while training goes on, from a copy in host memory."
+        default=True, description="Write the files while training continues, from a copy in host memory."
     )
     hf_every: int = Field(
         default=0, ge=0, description="Steps between Hugging Face exports to output_dir/hf_step_N, all kept; 0 is off."
@@ -24,8 +24,8 @@ class CheckpointConfig(Section):
     grace_s: float = Field(
         default=25.0,
         ge=0,
-        description="Seconds after SIGTERM in which the step under way and its checkpoint are seen through. torchrun "
-        "kills its processes after 30 s, or what its --shutdown-timeout says.",
+        description="Seconds after SIGTERM in which the run may complete its step and a checkpoint. torchrun kills its "
+        "processes after 30 s, or after its --shutdown-timeout.",
     )
     save_hf_at_end: bool = Field(default=True, description="Export the trained model to output_dir/hf.")
 

@@ -14,14 +14,14 @@ class Fp8Config(Section):
     """FP8 matrix products of Transformer Engine (Hopper and newer)."""
 
     scaling: Literal["none", "delayed", "tensorwise", "blockwise"] = Field(
-        default="none", description="How factors between FP8 and real values are found; none computes in model.dtype."
+        default="none", description="How FP8 scaling factors are computed; none: no FP8, compute in model.dtype."
     )
     format: Literal["hybrid", "e4m3"] = Field(default="hybrid", description="hybrid: gradients in E5M2.")
-    params: bool = Field(default=False, description="Keep weights in FP8 and gather them as such.")
+    params: bool = Field(default=False, description="Keep and gather weights in FP8.")
     bf16_layers_at_ends: int = Field(
         default=0, ge=0, description="First and last layers that stay in bf16 (not with delayed scaling)."
     )
-    amax_history: int = Field(default=1024, ge=1, description="Updates that delayed scaling looks back.")
+    amax_history: int = Field(default=1024, ge=1, description="Length of delayed scaling's history, in updates.")
 
     @property
     def enabled(self) -> bool:
@@ -52,7 +52,7 @@ class MoeConfig(Section):
     aux_loss_coefficient: float = Field(default=0.0, ge=0, description="Load balancing over experts.")
     z_loss_coefficient: float = Field(default=0.0, ge=0, description="Keeps router logits small.")
     router_bias_update_rate: float = Field(
-        default=0.0, ge=0, description="DeepSeek-V3's balancing bias: its change per update; 0 has no bias."
+        default=0.0, ge=0, description="Change per update of DeepSeek-V3's balancing bias; 0: no bias."
     )
 
 
@@ -64,7 +64,7 @@ class ComputeConfig(Section):
     fused_output_layer: bool = Field(
         json_schema_extra=FREE,
         default=True,
-        description="Log-probs without ever holding the logits of a whole micro-batch.",
+        description="Compute log-probs without holding the logits of a whole micro-batch.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         json_schema_extra=FREE,
@@ -72,13 +72,15 @@ class ComputeConfig(Section):
         description="Activations computed again in the backward pass instead of kept.",
     )
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...] = Field(
-        json_schema_extra=FREE, default=("core_attn",), description="What selective recompute leaves out of memory."
+        json_schema_extra=FREE,
+        default=("core_attn",),
+        description="Modules that selective recompute does not keep in memory.",
     )
     recompute_layers: int = Field(
         json_schema_extra=FREE,
         default=1,
         ge=1,
-        description="Full recompute: layers between two activations that are kept.",
+        description="Full recompute: layers between two kept activations.",
     )
     overlap_grad_reduce: bool = Field(
         json_schema_extra=FREE, default=False, description="Reduce gradients during the backward pass."
@@ -107,13 +109,13 @@ class ComputeConfig(Section):
 
 
 def check_precision(model: ModelConfig, compute: ComputeConfig) -> None:
-    """Refuse FP8 around a model that is not in bf16, or with layers that have none."""
+    """Raises InputError for FP8 with a model that is not in bf16, or with layers without FP8."""
     if not compute.fp8.enabled:
         return
     if model.dtype != "bf16":
         raise ValueError(
-            f"compute.fp8.scaling={compute.fp8.scaling} needs model.dtype=bf16, in which all but the FP8 products is "
-            f"computed, not {model.dtype}"
+            f"compute.fp8.scaling={compute.fp8.scaling} needs model.dtype=bf16 for all other operations, not "
+            f"{model.dtype}"
         )
     if model.layer_implementation == "local":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is asked during training and evaluation, and what supervised training imitates."""
+"""The datasets: prompts for training and evaluation, demonstrations for supervised training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dapo_mega.config.base import FREE, Section
 
 
 class ColumnsConfig(Section):
-    """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`). All other columns
-    of a row stay with its prompt, for rewards."""
+    """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`). The other columns
+    of a row stay with its prompt for rewards."""
 
     prompt: str = Field(default="prompt", description="Text, or a list of {role, content} messages.")
     ground_truth: str = "reward_model.ground_truth"
     data_source: str | None = None
-    response: str = Field(default="response", description="Demonstration to imitate; read by supervised training.")
+    response: str = Field(default="response", description="Demonstration; only supervised training reads it.")
 
 
 class DatasetConfig(Section):
@@ -24,7 +24,8 @@ class DatasetConfig(Section):
 
     path: str = Field(json_schema_extra=FREE)
     split: str = Field(
-        default="train", description="Of a Hugging Face dataset, or of a folder whose file names begin with splits."
+        default="train",
+        description="Split of a Hugging Face dataset, or of a folder whose file names begin with splits.",
     )
     columns: ColumnsConfig = ColumnsConfig()
     template: str = Field(
@@ -34,14 +35,14 @@ class DatasetConfig(Section):
     )
     chat_template: bool = Field(default=False, description="Wrap the prompt in the tokenizer's chat template.")
     ground_truth_style: Literal["verbatim", "boxed", "gsm8k"] = Field(
-        default="verbatim", description="How the final answer stands in the ground-truth column."
+        default="verbatim", description="The form of the final answer in the ground-truth column."
     )
     deduplicate: bool = Field(default=True, description="Keep one row per distinct prompt (DAPO-Math-17k repeats).")
     max_rows: int | None = Field(default=None, ge=1, description="Rows read at most, before deduplication.")
 
 
 class DataConfig(Section):
-    """What is asked during training and evaluation."""
+    """Prompts for training and evaluation."""
 
     train: DatasetConfig
     evaluation: DatasetConfig | None = None

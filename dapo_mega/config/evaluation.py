@@ -10,7 +10,7 @@ from dapo_mega.config.base import Section
 class EvaluationConfig(Section):
     """Held-out evaluation through the same engine: avg@k, pass@k, maj@k."""
 
-    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 evaluates only as asked below.")
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at_start and at_end.")
     at_start: bool = False
     at_end: bool = False
     samples_per_prompt: int = Field(default=32, ge=1, description="k.")

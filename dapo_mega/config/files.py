@@ -1,4 +1,4 @@
-"""Reads configuration files with overrides, and says in one line what is wrong with them."""
+"""Reads configuration files with overrides, and reports each problem in one line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _yaml_value(text: str, override: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"the value of override {override!r} is not valid YAML") from error
-    # YAML 1.1 reads 1e-4 (no dot) as text; people write it for learning rates.
+    # YAML 1.1 reads 1e-4 (no dot) as text, but people write learning rates this way.
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
@@ -74,7 +74,7 @@ def _yaml_value(text: str, override: str) -> Any:
 
 
 def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
-    """Whether the value is taken as it is written: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
+    """Whether to take the value verbatim: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
     section: type[Section] | None = kind
     for part in parts[:-1]:
         section = _section_of(section, part) if section else None
@@ -108,7 +108,7 @@ def _explain(kind: type[Section], detail: Any) -> str:
 
 
 def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
-    """Valid keys of the section at `location`; every section's keys are those of its model."""
+    """The valid keys of the section at `location`."""
     section: type[Section] | None = kind
     for part in location:
         section = _section_of(section, part) if section else None

@@ -1,4 +1,4 @@
-"""The rollout fleet: where SGLang engines are, and how their health is judged."""
+"""The rollout fleet: addresses of SGLang engines, request limits and health checks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ class FleetConfig(Section):
     """SGLang engines behind HTTP. Every call carries the API key; times are in seconds."""
 
     urls: tuple[str, ...] = Field(
-        default=(), description="Engines that run already, such as http://10.0.0.7:30000; a list, or with commas."
+        default=(), description="URLs of running engines, such as http://10.0.0.7:30000; a list, or comma-separated."
     )
     rendezvous: str | None = Field(
         default=None,
         description=(
-            "host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; a port that neither "
-            "engines (22000 to 29999) nor the system (on Linux from 32768) take for themselves."
+            "host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts. Choose a port that "
+            "neither engines (22000 to 29999) nor the system (on Linux from 32768) use."
         ),
     )
     api_key_env: str = Field(
         default="DAPO_MEGA_API_KEY", description="Environment variable that holds the engines' API key."
     )
-    min_engines: int = Field(default=1, ge=1, description="With fewer healthy engines the run pauses.")
+    min_engines: int = Field(default=1, ge=1, description="With fewer healthy engines the run is paused.")
     wait_limit_s: float = Field(
         default=3600.0, gt=0, description="How long the run waits for min_engines before it ends with an error."
     )
-    requests_per_engine: int = Field(default=256, ge=1, description="Requests in flight on one engine at most.")
-    request_timeout_s: float = Field(default=3600.0, gt=0, description="Deadline of one attempt at one request.")
-    heartbeat_s: float = Field(default=5.0, gt=0, description="Between two health probes of an engine.")
+    requests_per_engine: int = Field(
+        default=256, ge=1, description="Largest number of requests in flight on one engine."
+    )
+    request_timeout_s: float = Field(default=3600.0, gt=0, description="Time limit of one attempt at a request.")
+    heartbeat_s: float = Field(default=5.0, gt=0, description="Time between two health probes of an engine.")
     hung_after_s: float = Field(
-        default=60.0, gt=0, description="An engine that answers no probe for this long is hung; its work moves on."
+        default=60.0,
+        gt=0,
+        description="An engine that answers no probe for this long is hung; its requests move to others.",
     )
 
     @field_validator("urls", mode="before")

@@ -19,9 +19,9 @@ class ModelConfig(Section):
     architecture: str | None = Field(
         json_schema_extra=FREE,
         default=None,
-        description="A config.json to check sizes against where model.path is not at hand (--dry-run).",
+        description="A config.json to check sizes with if model.path is not on this machine (--dry-run).",
     )
     dtype: Literal["fp32", "bf16"] = "bf16"
     layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto", description="auto: Transformer Engine on a GPU where it is installed, else local layers."
+        default="auto", description="auto: Transformer Engine if it is installed and there is a GPU, else local layers."
     )

@@ -18,5 +18,5 @@ class OptimizerConfig(Section):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
-    clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
+    clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
     schedule: Literal["constant", "linear", "cosine"] = "constant"

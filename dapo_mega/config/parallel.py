@@ -8,7 +8,7 @@ from dapo_mega.config.base import Section, divisors
 
 
 class ParallelConfig(Section):
-    """Megatron's layout. The data-parallel size is what remains of the world size."""
+    """Megatron's parallel layout. The data-parallel size is the world size divided by the other sizes."""
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
@@ -20,7 +20,7 @@ class ParallelConfig(Section):
     expert_tensor: int = Field(default=1, ge=1, description="Tensor parallelism within an expert.")
     sequence: bool = Field(default=False, description="Sequence parallelism along with tensor parallelism.")
     world_size: int | None = Field(
-        default=None, ge=1, description="Number of processes the file is meant for; checked against torchrun's."
+        default=None, ge=1, description="Number of processes that the file is made for; checked against torchrun's."
     )
 
     @model_validator(mode="after")

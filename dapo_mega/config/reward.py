@@ -1,4 +1,4 @@
-"""What a response is worth."""
+"""The reward of a response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RewardConfig(Section):
     """Rule reward and overlong shaping (DAPO section 2.4, 3.4)."""
 
     source: Literal["verifier", "random"] = Field(
-        default="verifier", description="random: a fair coin, the control experiment that must not learn."
+        default="verifier", description="random: a fair coin, as a control experiment that must not learn."
     )
     extraction: Literal["dapo", "boxed", "none"] = "dapo"
     correct: float = 1.0

@@ -21,48 +21,46 @@ class RolloutConfig(Section):
     )
     fleet: FleetConfig = Field(default=FleetConfig(), json_schema_extra=FREE)
     dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
-        default="policy", description="What the engines compute in; those of a fleet that say otherwise are refused."
+        default="policy", description="The engines' dtype; fleet engines with another dtype are refused."
     )
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     max_response_tokens: int = Field(default=20480, ge=1)
     max_batch_rows: int = Field(
-        json_schema_extra=FREE, default=512, ge=1, description="Rows the embedded engine decodes at once."
+        json_schema_extra=FREE, default=512, ge=1, description="Rows that the embedded engine decodes at once."
     )
-    max_attempts: int = Field(
-        default=3, ge=1, description="Of a fleet: times a failed generation is tried before its group is dropped."
-    )
+    max_attempts: int = Field(default=3, ge=1, description="Fleet: attempts at a request before its group is dropped.")
     partial: bool = Field(
         default=False,
-        description="Of a fleet: leave the responses that are still in flight when a step has its groups, and go on "
-        "with them in the next step. Which groups a step trains on then depends on which finish first.",
+        description="Fleet: when a step has its groups, continue unfinished responses in the next step. The groups "
+        "of a step then depend on which responses finish first.",
     )
     mismatch_warning: float | None = Field(
         json_schema_extra=FREE,
         default=None,
         gt=0,
         description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
-        "null means 0.001 where both compute in fp32 and 0.05 otherwise.",
+        "null: 0.001 if both compute in fp32, else 0.05.",
     )
     mismatch_stop: float | None = Field(
         json_schema_extra=FREE,
         default=0.5,
         gt=0,
-        description="End the run at such a mean difference, in nats; null never does.",
+        description="End the run at this mean difference, in nats; null: never.",
     )
     engine_tolerance: float | None = Field(
         json_schema_extra=FREE,
         default=None,
         gt=0,
-        description="An engine of a fleet that joins is refused when it gives a fixed sequence log-probs that differ "
-        "from the trainer's by more than this many nats on average; null means 0.001 where both compute in fp32, 0.5 "
-        "where the engine computes in fp8 and 0.15 otherwise.",
+        description="Fleet: refuse a joining engine if its log-probs of a fixed sequence differ from the trainer's by "
+        "more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if the engine computes in "
+        "fp8, else 0.15.",
     )
 
 
 def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
-    """Refuse settings of a fleet that the placement contradicts."""
+    """Raises ValueError for fleet settings that contradict the placement."""
     fleet = rollout.fleet
     if rollout.placement == "embedded":
         given = [

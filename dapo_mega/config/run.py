@@ -1,5 +1,5 @@
 """The sections of a whole run. Values that depend on each other are checked here, before any process group, model or
-file is touched, so that `--dry-run` on a laptop accepts exactly what a cluster would."""
+file is used, so that `--dry-run` on a laptop accepts the same files as a cluster."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class RunConfig(Section):
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
             raise ValueError(
-                f"weight_sync.full_every={self.weight_sync.full_every} broadcasts changes to bf16 engines, and those "
-                f"are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, "
+                f"weight_sync.full_every={self.weight_sync.full_every} broadcasts changes to bf16 engines, but "
+                f"these are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, "
                 f"rollout.dtype=bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
             )
         if self.rollout.partial and self.algorithm.max_staleness == 0:
             raise ValueError(
-                "rollout.partial=true goes on with responses that older weights began, but algorithm.max_staleness=0 "
+                "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; set it to at least 1"
             )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
@@ -92,14 +92,14 @@ class RunConfig(Section):
 
     @property
     def mismatch_warning(self) -> float:
-        """Mean |log-prob difference| between engine and trainer, in nats, that is worth a warning."""
+        """Mean |log-prob difference| between engine and trainer, in nats, above which the run warns."""
         if self.rollout.mismatch_warning is not None:
             return self.rollout.mismatch_warning
         return 0.001 if self.model.dtype == self.engine_dtype == "fp32" else 0.05
 
     @property
     def engine_tolerance(self) -> float:
-        """Mean |log-prob difference| on a fixed sequence, in nats, over which an engine that joins is refused."""
+        """Mean |log-prob difference| on a fixed sequence, in nats, above which a joining engine is refused."""
         if self.rollout.engine_tolerance is not None:
             return self.rollout.engine_tolerance
         if self.model.dtype == self.engine_dtype == "fp32":
@@ -108,19 +108,19 @@ class RunConfig(Section):
 
     @property
     def engine_dtype(self) -> str:
-        """What the rollout engines compute in: fp32, bf16 or fp8."""
+        """The rollout engines' dtype: fp32, bf16 or fp8."""
         return self.model.dtype if self.rollout.dtype == "policy" else self.rollout.dtype
 
     @property
     def sync_transport(self) -> Literal["distributed", "disk", "tensor"]:
-        """How weights travel to a fleet's engines."""
+        """The transport of weights to a fleet's engines."""
         if self.weight_sync.transport != "auto":
             return self.weight_sync.transport
         return "tensor" if self.rollout.placement == "colocated" else "distributed"
 
     @property
     def loss_settings(self) -> LossSettings:
-        """What the objective computes, decided for this run's precisions."""
+        """The objective's settings, resolved for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
         return self.algorithm.loss_settings(engine_differs=not is_same)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, check_precision
 from dapo_mega.config.data import SftDataConfig
 from dapo_mega.config.model import ModelConfig
@@ -15,17 +16,18 @@ from dapo_mega.config.parallel import ParallelConfig
 class SftConfig(Section):
     """Supervised fine-tuning (R1's cold start) with the same policy code."""
 
-    output_dir: str
+    output_dir: str = Field(json_schema_extra=FREE)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    num_steps: int = Field(ge=1)
+    num_steps: int = Field(json_schema_extra=FREE, ge=1)
     batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
-    threads_per_process: int | None = Field(default=None, ge=1)
+    tokens_per_microbatch: int = Field(json_schema_extra=FREE, default=8192, ge=1)
+    threads_per_process: int | None = Field(json_schema_extra=FREE, default=None, ge=1)
     model: ModelConfig
     data: SftDataConfig
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(json_schema_extra=FREE, default=ParallelConfig())
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    checkpoint: CheckpointConfig = Field(json_schema_extra=FREE, default=CheckpointConfig())
 
     @model_validator(mode="after")
     def _check(self) -> SftConfig:

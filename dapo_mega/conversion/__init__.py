@@ -1,1 +1,1 @@
-"""Checkpoints to checkpoints, file by file and without a model in memory. Nothing here knows a run."""
+"""Converts and compares checkpoints, file by file and without a model in memory. Nothing here knows a run."""

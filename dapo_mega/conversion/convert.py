@@ -1,6 +1,6 @@
-"""Conversions of whole checkpoints, a tensor at a time: Hugging Face to Megatron, back, and between layouts.
+"""Converts whole checkpoints, one tensor at a time: Hugging Face to Megatron, back, and between layouts.
 
-Nothing is computed: values are moved between files, and no model is built.
+Values are copied unchanged between files, and no model is built.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dapo_mega.atomic_files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, find_damage, write_manifest
 from dapo_mega.config import ParallelConfig
 from dapo_mega.conversion.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
 from dapo_mega.errors import InputError
-from dapo_mega.files import disk_refusal, read_json_object, refuse_special_files, replace_file
 from dapo_mega.megatron.weights import ChunkLayout
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, load_architecture, take_shard
 from dapo_mega.models.families import PlacedTensor
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @property
     def is_training(self) -> bool:
-        """Whether it also holds an optimizer and the state of a run, or did before it was damaged."""
+        """Whether it has, or had before it was damaged, an optimizer and the state of a run."""
         return any((self.path / name).is_file() for name in (MANIFEST_FILE, _LOOP_FILE, "loop.npz"))
 
     @property
@@ -85,16 +85,18 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, model: Path | None = None) -> Checkpoint:
-    """Open and check a checkpoint of either format; `model` is a folder with the config.json of one that has none.
+    """Open and check a checkpoint of either format; `model` is a folder with config.json for a checkpoint without one.
 
-    Raises InputError naming the tensors that are missing, additional or of a wrong shape.
+    Raises InputError that names missing or additional tensors and those of a wrong shape.
     """
     if not path.is_dir():
         raise InputError(f"{path} is not a folder; give a Hugging Face or a Megatron checkpoint")
     refuse_special_files(path)
     companions = path if (path / "config.json").is_file() or model is None else model
     if not (companions / "config.json").is_file() and is_megatron_folder(path):
-        raise InputError(f"{path} holds no config.json; give a folder that does with --model, such as the run's model")
+        raise InputError(
+            f"{path} holds no config.json; give a folder that has one with --model, such as the run's model"
+        )
     family, arch = load_architecture(companions)
     source = open_source(path, family, arch)
     check_source(source, family, arch)
@@ -119,7 +121,7 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
 
 
 def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance: Advance) -> list[str]:
-    """Returns the names of tensors with values that are NaN or infinite."""
+    """Write one file; returns the names of tensors with NaN or infinite values."""
     tensors, not_finite = {}, []
     for name in names:
         tensors[name] = owned(source.tensor(name))
@@ -134,11 +136,11 @@ def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance
 
 
 def _warn_of_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """The conversion moves every bit, also those that no sound model has: say so once."""
+    """Warn once of NaN and infinite values, which the conversion copies like all others."""
     found = list(dict.fromkeys(names))
     if found:
         logger.warning(
-            "%s: %d tensors hold NaN or infinite values, and so does what was written: %s%s",
+            "%s: %d tensors hold NaN or infinite values, which were copied: %s%s",
             checkpoint.path,
             len(found),
             ", ".join(found[:_NUM_NAMED]),
@@ -147,7 +149,7 @@ def _warn_of_not_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def _labels_of_not_finite(records: Mapping[str, Any]) -> list[str]:
-    # Records of earlier versions have no such field.
+    # Older records lack this field.
     return [item["label"] for items in records.values() for item in items if item.get("not_finite")]
 
 
@@ -227,14 +229,14 @@ def _split(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int) -> 
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter, and which file each of its tensor-parallel shards goes to: one per process that loads it."""
+    """A parameter, and the file of each of its tensor-parallel shards."""
 
     placed: PlacedTensor
     files: Sequence[int]
 
 
 def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[_Place]:
-    """Files are numbered by pipeline stage and tensor-parallel rank; spread experts follow in files of their own."""
+    """Files are numbered by pipeline stage and tensor-parallel rank; files of expert-parallel parameters follow."""
     checkpoint.arch.check_layout(parallel)
     layout = ChunkLayout(checkpoint.family, checkpoint.arch, parallel.pipeline, parallel.virtual_pipeline)
     num_dense = parallel.pipeline * parallel.tensor
@@ -258,7 +260,7 @@ def _hf_blocks(checkpoint: Checkpoint, place: _Place, entry: Entry) -> Iterator[
     shape = _padded(placed, arch, size)
     for rank, file in enumerate(place.files):
         for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
-            # Gate and up projections are stored one after the other, each cut like a layer of its own.
+            # Gate and up projections are stored one after the other, each sharded separately.
             gated = placed.layout is ShardRule.GATE_UP
             names = (placed.hf[part],) if gated else placed.hf
             layout = ShardRule.COLUMN if gated else placed.layout
@@ -289,7 +291,7 @@ def _stored_blocks(
 def _stored_block(
     files: MegatronFiles, key: str, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Tensor:
-    """A block as the source has it; rows beyond the source's, another padding of the vocabulary, are zeros."""
+    """A block of the source; rows beyond the source's, from another padding of the vocabulary, are zeros."""
     rows = files.tensors[key].size[len(entry.stack)]
     present = (max(0, min(sizes[0], rows - offsets[0])), *sizes[1:])
     axes = [1] * len(entry.stack)
@@ -340,7 +342,8 @@ def _write_run(
 
 
 def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, Entry]) -> None:
-    """Refuse what Megatron cannot store as one tensor: q, k and v, or the same parameter of two layers, that differ."""
+    """Raises InputError if q, k and v, or the same parameter of two layers, differ in dtype: Megatron stores them as
+    one tensor."""
     dtypes: dict[str, torch.dtype] = {}
     for placed, entry in entries.items():
         for name in placed.hf:
@@ -353,7 +356,7 @@ def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, 
 
 
 def _read_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What Megatron keeps beside tensors. Raises InputError for a damaged file or training checkpoint."""
+    """The content of Megatron's common.pt. Raises InputError for a damaged file or training checkpoint."""
     damage = find_damage(checkpoint.path) if checkpoint.is_training else None
     if damage:
         raise InputError(
@@ -381,14 +384,14 @@ def _keys(
 ) -> Iterator[tuple[str, str]]:
     """The stored tensors of one parameter, weights and optimizer state, as (key in the source, key in the target)."""
     yield entry.key, entry.key
-    # Where experts are spread, Megatron keeps an optimizer of their own behind that of the other parameters.
+    # Under expert parallelism Megatron has a second optimizer for experts after that of other parameters.
     chained = f"chained_{int(placed.expert is not None)}." if experts_apart else ""
     for name, key in states.get(entry.key, {}).items():
         yield key, f"{chained}optimizer.state.{name}.{entry.key}"
 
 
 def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]:
-    """What Megatron stores of the optimizers beside tensors, for one optimizer or for a second one with the experts."""
+    """Megatron's optimizer entries beside tensors, for one optimizer or with a second one for experts."""
     is_apart = 0 in optimizer
     if is_apart == experts_apart:
         return optimizer
@@ -396,7 +399,7 @@ def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]
         first: dict[Any, Any] = optimizer[0]
         return first
     groups = optimizer["optimizer"]["param_groups"]
-    # Experts have matrices only, which are the parameters with weight decay.
+    # Experts have matrices only, so only the group with weight decay.
     of_experts = [{**group, "is_expert_parallel": True} for group in groups if group["wd_mult"] == 1.0]
     return {0: optimizer, 1: {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": of_experts}}}
 
@@ -409,7 +412,7 @@ def _copy_loop_state(source: Path, folder: Path, num_optimizers: int) -> None:
 
 
 def require_format(checkpoint: Checkpoint, *, megatron: bool, command: str) -> None:
-    """Refuse a source of the other format, naming the command it needs."""
+    """Raises InputError for a source of the other format, with the command to use."""
     if isinstance(checkpoint.source, HfCheckpoint) == megatron:
         found, wanted = ("Hugging Face", "Megatron") if megatron else ("Megatron", "Hugging Face")
         raise InputError(f"{checkpoint.path} is a {found} checkpoint; {command} needs a {wanted} one")

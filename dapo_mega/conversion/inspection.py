@@ -1,4 +1,4 @@
-"""What a checkpoint of either format is, as text."""
+"""Describes a checkpoint of either format as text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from dapo_mega.atomic_files import check_regular, read_json_object
 from dapo_mega.conversion.convert import Checkpoint
 from dapo_mega.conversion.resumable_folder import RECORD_FILE
 from dapo_mega.errors import InputError
-from dapo_mega.files import check_regular, read_json_object
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
 
 _REMEDY = "copy or save it again"
 
 
 def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
-    """Lines on the model, its files and, of a Megatron checkpoint, the layout they are cut for."""
+    """Lines on the model, its files and, for a Megatron checkpoint, its parallel layout."""
     arch, is_megatron = checkpoint.arch, isinstance(checkpoint.source, MegatronCheckpoint)
     specs = {name: checkpoint.source.spec(name) for name in checkpoint.names}
     num_parameters = sum(spec.numel for spec in specs.values())
@@ -63,7 +63,7 @@ def _megatron_lines(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _damage_named(file: Path) -> Iterator[Path]:
-    """Reading `file` in this block raises InputError with its name if it does not hold what was written."""
+    """In this block, an error from reading the damaged `file` becomes an InputError with its name."""
     try:
         yield file
     except (OSError, EOFError, ValueError, KeyError, LookupError, zipfile.BadZipFile) as error:

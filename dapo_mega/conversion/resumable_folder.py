@@ -1,8 +1,8 @@
-"""Folders written file by file by one or several processes, which continue after a crash and appear only when whole.
+"""Writes folders file by file from one or several processes, resumes after a crash, and renames complete folders.
 
-Files are written into `.NAME.partial/content` beside the target, each with a record of its own in `records` once it is
-on disk. When all are there the content is renamed to the target; it keeps `conversion.json`: what it was made from, and
-the sizes of its files. While this lasts, a lock on `.NAME.lock` keeps others away.
+Files are written into `.NAME.partial/content` beside the target. Each file on disk gets a record in `records`. When all
+files exist, the content is renamed to the target. The target keeps `conversion.json`: its source and the sizes of its
+files. A lock on `.NAME.lock` excludes other writers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from dapo_mega.atomic_files import errors_naming, read_json_object, replace_file
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import InputError
-from dapo_mega.files import errors_naming, read_json_object, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """What is to be written: a JSON description of what it is made from, its large files, and what completes it given
-    the folder and the files' records."""
+    """The folder to write: a JSON description of its source, its large files, and a function that completes it from the
+    folder and the files' records."""
 
     made_from: Mapping[str, Any]
     files: Sequence[OutputFile]
@@ -59,11 +59,11 @@ class OutputFolder:
 def write_folder(target: Path, output: OutputFolder) -> bool:
     """Collective. Returns whether anything was written: False if `target` is the finished result already.
 
-    Raises InputError for a target that is anything else, and for one that another command is writing.
+    Raises InputError for any other existing target, and if another command is writing it.
     """
     if not target.name:
         raise InputError(f"{target} cannot be written; give a folder that does not exist yet")
-    # Through JSON, so that it equals what is read back.
+    # Convert through JSON, so that the value equals the one read back.
     made_from = json.loads(json.dumps(output.made_from))
     partial = target.with_name(f".{target.name}.partial")
     with contextlib.ExitStack() as held:
@@ -93,7 +93,7 @@ def _refuse_dangling(target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Raises InputError while another process holds the target's lock, which ends with the process."""
+    """Hold the target's lock. Raises InputError while another process holds it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     with lock.open("w") as file:
@@ -122,8 +122,8 @@ def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapp
 
 
 def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int]]:
-    """Sizes in bytes and modification times in ns of the files of a checkpoint: those in the folder, and `further` ones
-    in sub-folders. Of a link, those of the file it leads to."""
+    """Sizes in bytes and modification times in ns of a checkpoint's files: those in the folder, and `further` files in
+    sub-folders. Links are followed."""
     names = {file.name for file in folder.iterdir() if file.is_file()} | set(further)
     status = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
@@ -131,7 +131,7 @@ def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Run a block that may fail on one of several processes only: all go on, or all raise the first error."""
+    """Run a block that may fail on one of several processes: then all raise the first error."""
     world = dist.group.WORLD if dist.is_initialized() else None
     with raise_on_all_ranks(world) if world else contextlib.nullcontext():
         yield
@@ -157,7 +157,7 @@ def _is_finished(target: Path, made_from: Mapping[str, Any]) -> bool:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file that this module wrote; empty where it holds anything else."""
+    """The JSON object in a file that this module wrote; empty for any other content."""
     try:
         return read_json_object(file)
     except InputError:
@@ -172,7 +172,7 @@ def _size(file: Path) -> int | None:
 
 
 def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
-    """A partial folder of the same conversion is continued, one of another is replaced, any other is refused."""
+    """Continue a partial folder of the same conversion, replace one of another conversion, refuse any other folder."""
     begun_from = _begun_from(partial)
     if begun_from == made_from:
         logger.info("continuing the interrupted conversion in %s", partial)
@@ -186,19 +186,19 @@ def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
 
 
 def _discard(partial: Path) -> None:
-    """The record that makes the folder ours goes last."""
+    """Remove the partial folder, last the record that identifies it."""
     for folder in (_RECORDS, _CONTENT):
         shutil.rmtree(partial / folder, ignore_errors=True)
     shutil.rmtree(partial)
 
 
 def _begun_from(partial: Path) -> dict[str, Any] | None:
-    """What the content of the partial folder is made from; None without a record of that."""
+    """The recorded source of the partial folder; None without a record."""
     return _json_object(partial / RECORD_FILE) or None
 
 
 def _check_ours(partial: Path, has_record: bool) -> None:
-    """Refuse to replace a folder with files that no conversion wrote; one without a record has no files yet."""
+    """Raises InputError for a folder with files that no conversion wrote; a folder without a record must be empty."""
     strangers = {
         path.name for path in partial.iterdir() if path.name not in (_RECORDS, _CONTENT) and path.suffix != ".tmp"
     } - {RECORD_FILE if has_record else ""}
@@ -211,7 +211,7 @@ def _check_ours(partial: Path, has_record: bool) -> None:
 
 
 def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
-    """Every process writes its share of what is missing."""
+    """Write this process's share of the missing files."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     mine = files[_rank() :: size]
     with _progress() as bar:
@@ -239,7 +239,7 @@ def _read_record(partial: Path, name: str) -> dict[str, Any]:
 
 
 def _progress() -> Progress:
-    """A bar on standard error of the first process, where that is a terminal."""
+    """A progress bar on the first process, if its standard error is a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of either format: every tensor bit by bit, then what the models say about a few prompts."""
+"""Compares two checkpoints of either format: every tensor bit by bit, then the models' log-probs of a few prompts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models.hf_checkpoint import same_bits
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
 
-# Nats; the two implementations add in different orders.
+# In nats; the two implementations sum in different orders.
 LOGPROB_TOLERANCE = 1e-3
 _PROMPT_LENGTHS = (2, 7, 16, 33)
 
 
 @dataclass(frozen=True)
 class LogprobComparison:
-    """Largest difference in nats over all tokens of the vocabulary, and the share of positions with the same best.
+    """The largest difference in nats over the whole vocabulary, and the share of positions with the same most likely
+    token.
 
-    Best tokens that both models give the same log-prob within LOGPROB_TOLERANCE count as the same.
+    Most likely tokens whose log-probs are within LOGPROB_TOLERANCE in both models count as the same.
     """
 
     max_difference: float
     argmax_agreement: float
     num_undefined: tuple[int, int] = (0, 0)
-    """Positions at which each model's log-probs are NaN; only those at which neither's are have been compared."""
+    """Number of positions with NaN log-probs of each model; such positions are not compared."""
     num_positions: int = 0
 
     @property
@@ -64,13 +65,13 @@ class LogprobComparison:
 
 
 def different_fields(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """What config.json says otherwise of the two models, one line with both values per field of `Architecture`."""
+    """The fields of `Architecture` that differ between the two config.json, one line with both values per field."""
     fields, others = vars(left.arch), vars(right.arch)
     return [f"{name}: {value} and {others[name]}" for name, value in fields.items() if value != others[name]]
 
 
 def different_tensors(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """What differs, one line per tensor: absent on a side, another shape or dtype, or other values."""
+    """One line per differing tensor: missing on one side, another shape or dtype, or other values."""
     sides = (left, right)
     held = [set(side.names) for side in sides]
     lines = []
@@ -90,8 +91,8 @@ def different_tensors(left: Checkpoint, right: Checkpoint) -> list[str]:
 def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
     """Float32 log-probs of both models after prompts of random tokens.
 
-    Hugging Face checkpoints are run by transformers, Megatron's by the policy's model, one after the other: each is
-    held in memory whole. The models must be of one architecture.
+    transformers runs Hugging Face checkpoints, the policy's model runs Megatron's, one after the other, each whole in
+    memory. The models must have the same architecture.
     """
     prompts = _prompts(left.arch.vocab_size)
     first, second = (_logprobs(checkpoint, prompts) for checkpoint in (left, right))
@@ -101,7 +102,7 @@ def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
 def compare_distributions(first: Tensor, second: Tensor) -> LogprobComparison:
     """Log-probs [positions, vocabulary] of two models.
 
-    Where both are NaN they are equal, where one is the difference is infinite.
+    NaN in both counts as equal, NaN in one as an infinite difference.
     """
     undefined = [logprobs.isnan().any(-1) for logprobs in (first, second)]
     defined = ~(undefined[0] | undefined[1])
@@ -135,7 +136,8 @@ def _logprobs(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tenso
 
 @contextlib.contextmanager
 def _folder_with_config(checkpoint: Checkpoint) -> Iterator[Path]:
-    """The checkpoint's folder; for one without config.json a temporary folder of links to its files and to that."""
+    """The checkpoint's folder or, if it has no config.json, a temporary folder of links to its files and to a
+    config.json."""
     if checkpoint.companions == checkpoint.path:
         yield checkpoint.path
         return
@@ -153,7 +155,7 @@ def _transformers_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tens
 
 
 def _megatron_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """The prompts packed into one micro-batch; logits are taken from the output layer as it makes them."""
+    """Logits of the prompts, packed into one micro-batch; a hook takes them from the output layer."""
     processes = start_processes(ParallelConfig(), 0)
     model = ScoringModel(
         ModelConfig(path=str(folder), dtype="fp32"),

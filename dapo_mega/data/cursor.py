@@ -1,4 +1,4 @@
-"""Which prompts come next: every prompt once per epoch, in an order that only (seed, epoch) decides."""
+"""Chooses the next prompts: every prompt once per epoch, in an order that depends only on (seed, epoch)."""
 
 from __future__ import annotations
 

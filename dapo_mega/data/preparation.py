@@ -1,4 +1,4 @@
-"""Prepared data on disk: folders that appear complete or not at all, and tables with the columns of DAPO-Math-17k."""
+"""Writes prepared data: folders atomically, and tables with the columns of DAPO-Math-17k."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.atomic_files import read_json_object
 from dapo_mega.data.arithmetic import ArithmeticDemonstration, Problem, prompt_text
 from dapo_mega.errors import InputError
-from dapo_mega.files import read_json_object
 
 if TYPE_CHECKING:
     import pyarrow as pa

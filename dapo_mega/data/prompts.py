@@ -1,4 +1,4 @@
-"""From dataset rows to what a run consumes: rendered and tokenised prompts, and demonstrations to imitate."""
+"""Turns dataset rows into rendered and tokenised prompts, and into demonstrations for supervised training."""
 
 from __future__ import annotations
 

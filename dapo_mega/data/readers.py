@@ -1,4 +1,4 @@
-"""Rows of a dataset, one at a time, with the place each came from.
+"""Reads the rows of a dataset one at a time, each with its source and row or line number.
 
 Files are read with pyarrow and json rather than through `datasets.load_dataset`: nothing is copied into a cache (so
 any number of ranks may read the same file at once, from a read-only folder, too), numbers in JSON keep the digits

@@ -1,4 +1,4 @@
-r"""Prompt templates: how a bare problem becomes the text that the policy is asked.
+r"""Prompt templates, which turn a problem into the text of the prompt.
 
 `dapo` is the paper's; `r1` and `qwen_math` are those compared by Dr. GRPO (arXiv 2503.20783). `qwen_math` holds the
 instruction only: the chat markup around it comes from the tokenizer with `chat_template: true`. `as_is` (also `none`

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.atomic_files import read_json_object, refuse_special_files
 from dapo_mega.errors import InputError
-from dapo_mega.files import read_json_object, refuse_special_files
 from dapo_mega.types import TokenIds
 
 if TYPE_CHECKING:

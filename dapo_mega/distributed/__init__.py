@@ -1,1 +1,1 @@
-"""Which part of the layout a process is, and what all processes do together. No samples, no Megatron."""
+"""Each rank's place in the parallel layout, shared errors, and stores. No samples, no Megatron."""

@@ -1,4 +1,4 @@
-"""Errors that one process finds, raised on all."""
+"""Raises an error of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup) -> Iterator[None]:
-    """Run a block that may find bad input on some processes only: afterwards either all go on, or all raise the
-    first error found. The block itself must not need the other processes."""
+    """Run a block that may raise on some ranks only: then all ranks raise the first error. The block must not wait for
+    other ranks."""
     error: Exception | None = None
     try:
         yield

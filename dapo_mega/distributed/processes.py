@@ -1,4 +1,4 @@
-"""Which part of the parallel layout this process is."""
+"""This rank's place in the parallel layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place in the layout.
+    """This rank's place in the layout.
 
-    A replica is one copy of the model, spread over tensor x context x pipeline processes (the experts of a mixture
-    are spread over replicas too); its leader is the process of the first pipeline stage with tensor and context
-    rank 0. `control` is a gloo group of all processes for host data, `leaders` one of the replicas' leaders, rank 0
-    first, `replica` one of this replica's processes, its leader first. `context` is Megatron's group of the processes
-    that share the tokens of a micro-batch; None without context parallelism.
+    A replica is one copy of the model on tensor x context x pipeline ranks (experts may be sharded over replicas too).
+    Its leader is the rank of the first pipeline stage with tensor and context rank 0. Three gloo groups carry host
+    data: `control` has all ranks, `leaders` the replicas' leaders (rank 0 first), `replica` this replica's ranks (its
+    leader first). `context` is Megatron's group of the ranks that share a micro-batch's tokens; None without context
+    parallelism.
     """
 
     rank: int
@@ -48,5 +48,5 @@ class Processes:
 
 
 def world_size_from_environment() -> int:
-    """Number of processes as torchrun says; 1 when started without it."""
+    """The number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))

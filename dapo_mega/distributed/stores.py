@@ -1,4 +1,4 @@
-"""Stores of torch.distributed that listen on one address only, and which address that is."""
+"""Opens torch.distributed stores that listen on one address only, and finds this address."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 def local_address(towards: str) -> str:
-    """This machine's address on the way to the host `towards`, where that one reaches it."""
+    """This machine's address on the route to the host `towards`."""
     family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # Sends nothing.
+        probe.connect(address)  # Connecting a UDP socket sends nothing.
         return str(probe.getsockname()[0])
 
 

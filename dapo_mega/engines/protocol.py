@@ -1,4 +1,4 @@
-"""The protocols between the trainer and whatever generates: embedded engines or a fleet of SGLang servers."""
+"""The protocols that embedded engines and a fleet of SGLang servers implement for the trainer."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ class RolloutEngine(Protocol):
     """
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take the requests on and return at once."""
+        """Start the requests and return at once."""
 
     def next_answer(self) -> Answer:
-        """Wait for the next finished request. Raises FleetError when the engines do not come back in time, and
-        StopRequested when the run is to stop."""
+        """Wait for the next answer. Raises FleetError when lost engines do not come back in time, and StopRequested
+        when the run is to stop."""
 
     def poll_answer(self) -> Answer | None:
-        """A finished request that `next_answer` would give without waiting; None when there is none."""
+        """The next answer if one is ready, else None. Does not wait."""
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """The oldest weights that have a part in each request, by id: those that sampled its first token, or, while it
-        has none, those that it would begin with now. Requests that have ended are left out."""
+        """The oldest weight version of each unfinished request, by id: the version that sampled its first token, or
+        that would sample it now."""
 
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """Give up requests in flight; they need not be answered any more."""
+        """Give up requests in flight; no answer to them is needed."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Answer these requests, in the order given, whatever else is in flight."""
 
 
 class RolloutFleet(RolloutEngine):
-    """All engines of a run, constructed on every process and driven by rank 0. What is not abstract here does nothing:
-    right for engines that live inside the trainer.
+    """All engines of a run, constructed on every rank and used by rank 0. While rank 0 generates, the other ranks are
+    in `serve` until rank 0 calls `end_serving`.
 
-    While rank 0 generates the other processes are in `serve`, until rank 0 calls `end_serving`.
+    The methods that are not abstract do nothing, as engines inside the trainer need.
     """
 
     def on_outdated_engines(self, update: Callable[[], object]) -> None:
-        """Say what brings the current weights to engines that join or come back meanwhile: a collective."""
+        """Set the collective that sends the current weights to engines that join or come back during generation."""
 
     @abstractmethod
     def serve(self) -> None:
-        """Work for rank 0 until it calls `end_serving`; on the other processes only."""
+        """Take part in rank 0's work until it calls `end_serving`; on the other ranks only."""
 
     @abstractmethod
     def end_serving(self) -> None:
-        """Send the other processes on; rank 0 only."""
+        """Make the other ranks return from `serve`; rank 0 only."""
 
     def sleep(self) -> None:
-        """Free the memory that the policy needs to train, where engines and policy share it; rank 0 only."""
+        """Free the GPU memory that colocated engines share with the policy; rank 0 only."""
 
     def pop_metrics(self) -> dict[str, float]:
         """The fleet's counters since the last call; rank 0 only."""
@@ -64,4 +64,4 @@ class RolloutFleet(RolloutEngine):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of processes, connections and memory."""
+        """Free processes, connections and memory."""

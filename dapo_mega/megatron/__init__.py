@@ -1,2 +1,2 @@
-"""The policy on Megatron-Core: models, losses on them, updates, gathering. With `checkpoints` and `conversion` the only
-room that knows Megatron-Core."""
+"""The policy on Megatron-Core: model, losses, updates, gathering. Besides `checkpoints` and `conversion`, only this
+room imports Megatron-Core."""

@@ -1,10 +1,9 @@
-"""Log-probabilities and entropy straight from hidden states: the output layer and its softmax, fused.
+"""Log-probabilities and entropy from hidden states: the output layer and its softmax, fused.
 
-The logits of a chunk of positions are computed, reduced to four numbers a position, and overwritten by the next
-chunk's; the backward pass computes them once more and turns them into gradients in place. Memory is one chunk of
-logits and vectors over positions, whatever the vocabulary x positions; the price is one more matrix product. The
-idea is that of Cut Cross-Entropy (Wijmans et al., 2024, arXiv:2411.09009) and of Liger Kernel's fused linear
-cross-entropy, here vocabulary-parallel and with entropies.
+The logits of one chunk of positions at a time are computed and reduced to four numbers per position. The backward pass
+computes the chunk's logits again and turns them into gradients in place. Memory is one chunk of logits and a few
+vectors over positions; the price is one more matrix product. The idea is from Cut Cross-Entropy (Wijmans et al., 2024,
+arXiv:2411.09009) and of Liger Kernel's fused linear cross-entropy, here vocabulary-parallel and with entropies.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 MIN_CHUNK_POSITIONS = 16
 # With more rows matrix products do not get faster, and a small vocabulary's chunk should stay in cache.
 MAX_CHUNK_POSITIONS = 4096
-# Rows of logits begin at multiples of this many elements on a GPU, as its matrix products want them.
+# On a GPU rows of logits begin at multiples of this many elements, as matrix products need them.
 CUDA_ROW_ALIGNMENT = 64
 # Partial products in the model's dtype on their way into a float32 gradient.
 PARTIAL_BYTES = 1 << 26
@@ -171,7 +170,7 @@ class _ChunkedLogits:
 
 
 def _weight_gradient_buffer(weight: Tensor, settings: _Settings, num_chunks: int) -> Tensor:
-    """What the chunks' contributions [V / tp, h] are added to: float32, unless a single one needs no sum."""
+    """The buffer [V / tp, h] to which chunks add their gradients: float32, unless there is one chunk only."""
     if settings.accumulate_into_main_grad:
         buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
         return buffer
@@ -188,12 +187,12 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         if hidden.is_cuda:
             total[part].add_(torch.mm(gradient[:, part].t(), hidden, out_dtype=total.dtype))
         else:
-            # Only CUDA keeps the float32 sums of a bf16 product; elsewhere each chunk's part is rounded once.
+            # Only CUDA returns a bf16 product in float32; elsewhere each chunk's part is rounded once.
             total[part].add_(torch.mm(gradient[:, part].t(), hidden))
 
 
 def _returned_weight_gradient(weight: Any, total: Tensor, settings: _Settings) -> Tensor | None:
-    """The gradient for autograd, or the stand-in that Megatron expects once main_grad holds it.
+    """The gradient for autograd, or the placeholder that Megatron expects once main_grad has the gradient.
 
     Follows megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication: DDP's hook skips
     the stand-in's values, except where the embedding shares the weight (`zero_out_wgrad`), which then adds its

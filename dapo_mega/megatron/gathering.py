@@ -1,7 +1,7 @@
-"""Gathers the shards of all processes into full tensors under their Hugging Face names, in buckets.
+"""Gathers the shards of all ranks into full tensors with Hugging Face names, in buckets.
 
-Every process goes through the same list of all pipeline stages' parameters in the same order, so gathering needs no
-negotiation: a process sends its shards when their parameters come up.
+Every rank walks the same list of all pipeline stages' parameters in the same order and sends its shards of each, so
+ranks need not negotiate.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _GatheredParameter:
-    """What is gathered together: one parameter, or the same parameter of one expert on every expert rank.
+    """One unit of gathering: a parameter, or the same parameter of one expert on every expert rank.
 
-    `shape` and `dtype` are those of one shard, `full_shapes` those of the Hugging Face tensors that a placed tensor
-    becomes. Contributors are numbered by their shard, experts' by expert rank and shard: of `num_holders` to a placed
-    tensor, the first `num_shards` are needed.
+    `shape` and `dtype` are one shard's; `full_shapes` are the shapes of the Hugging Face tensors of one placed tensor.
+    Contributors are numbered by shard, for experts by expert rank and shard. Each placed tensor has `num_holders`
+    contributors, of which the first `num_shards` suffice.
     """
 
     placed: tuple[PlacedTensor, ...]
@@ -49,7 +49,7 @@ class _GatheredParameter:
 
     @property
     def shard_bytes(self) -> int:
-        """Rounded up, so that the next shard in the buffer may have any dtype."""
+        """A shard's bytes, rounded up so that the next shard in the buffer may have any dtype."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -58,13 +58,13 @@ class _GatheredParameter:
 
     @property
     def specs(self) -> Iterator[WeightSpec]:
-        """The full tensors under their Hugging Face names."""
+        """The specs of the full tensors, with their Hugging Face names."""
         for placed in self.placed:
             for name, shape in zip(placed.hf, self.full_shapes, strict=True):
                 yield WeightSpec(name, self.dtype, shape)
 
     def contributors(self, index: int) -> range:
-        """Who holds the shards of the placed tensor at `index`, in order."""
+        """The contributors of the placed tensor at `index`, in shard order."""
         return range(index * self.num_holders, index * self.num_holders + self.num_shards)
 
     def owns_shard(self, contributor: int) -> bool:
@@ -85,7 +85,7 @@ class _ShardGroup:
 
 @dataclass(frozen=True)
 class _BucketPlan:
-    """Which parameters a bucket holds: all of one kind, all of the pipeline stage `owner`."""
+    """The parameters of a bucket: all dense or all experts', and all of the pipeline stage `owner`."""
 
     owner: int
     parameters: Sequence[_GatheredParameter]
@@ -93,8 +93,8 @@ class _BucketPlan:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A bucket on its way. `shards` holds what this process sends or, if it `leads`, receives: by contributor, its
-    shards one after the other [bytes]."""
+    """A bucket being gathered. `shards` maps a contributor to its concatenated shards [bytes], which this rank sends
+    or, if it `leads`, receives."""
 
     plan: _BucketPlan
     leads: bool
@@ -110,8 +110,8 @@ class _Transfer:
 class WeightGatherer:
     """Gathers full tensors on leaders.
 
-    Each shard is sent straight from one process that holds it to each leader that lacks it. `bytes_sent` counts what
-    this process has sent.
+    One rank that holds a shard sends it to each leader that lacks it. `bytes_sent` counts the bytes that this rank has
+    sent.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
@@ -133,7 +133,7 @@ class WeightGatherer:
             ]
             for chunk in range(layout.num_chunks)
         ]
-        # NCCL connects a group in its first operation, which all processes must join; a bucket concerns only some.
+        # NCCL connects a group in its first operation, which all ranks must join; a bucket involves only some ranks.
         dist.all_reduce(torch.zeros(1, device=processes.device))
 
     def _shard_groups(self) -> tuple[_ShardGroup, _ShardGroup]:
@@ -152,7 +152,7 @@ class WeightGatherer:
         return dense, _ShardGroup(range(first, first + size), leaders)
 
     def _placed(self, chunk: int) -> list[tuple[PlacedTensor, ...]]:
-        """The chunk's parameters, each expert's together with those in its place on the other expert ranks."""
+        """The chunk's parameters; an expert's is grouped with those of the experts at the same place on other ranks."""
         tensors = list(self._layout.tensors(chunk))
         alone: list[tuple[PlacedTensor, ...]] = [(placed,) for placed in tensors if placed.expert is None]
         experts = [placed for placed in tensors if placed.expert is not None]
@@ -187,12 +187,12 @@ class WeightGatherer:
         return local_parameter(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
 
     def buckets(self, bucket_bytes: int, *, per_stage: bool = False) -> Iterator[WeightBucket]:
-        """Full tensors on every replica's leader or, with `per_stage`, only on the process of the first replica that
-        leads the pipeline stage which holds them.
+        """Full tensors on every replica's leader or, with `per_stage`, only on the first replica's leader of the
+        pipeline stage that holds them.
 
-        The shards of the next bucket travel while a bucket is read; each bucket takes at most half of `bucket_bytes`,
-        but holds at least one parameter (of an expert: on every expert rank). Some tensors are the model's own memory:
-        copy what must outlive its next update. A collective: all processes iterate in step, and may stop after the same
+        The next bucket is gathered while the caller reads one. Each bucket takes at most half of `bucket_bytes`, but
+        holds at least one parameter (of an expert: on every expert rank). Some tensors are views of the model: copy
+        those that must outlive its next update. A collective: all ranks iterate in step, and may stop after the same
         bucket. Buckets come chunk by chunk, dense parameters before experts.
         """
         started = (self._start(plan, per_stage) for plan in self._plans(bucket_bytes // 2))
@@ -207,15 +207,15 @@ class WeightGatherer:
                     tensors=self._merged(first) if first.leads else None,
                     is_last=len(transfers) == 1,
                 )
-                del first  # Its memory is free before the next shards get theirs.
+                del first  # Free the bucket's memory before the next bucket is allocated.
                 transfers.popleft().finish()
         finally:
             for transfer in transfers:
                 transfer.finish()
 
     def _plans(self, limit: int) -> Iterator[_BucketPlan]:
-        """Buckets of at most `limit` bytes. In each, large elements come first: then every tensor is aligned without
-        padding when they are laid one after the other."""
+        """Buckets of at most `limit` bytes. In each, large elements come first, so that every tensor of the flattened
+        bucket is aligned without padding."""
         for chunk, parameters in enumerate(self._gathered):
             owner = owner_of(chunk, self._layout)
             pending: list[_GatheredParameter] = []
@@ -233,7 +233,7 @@ class WeightGatherer:
         return self._expert_group if plan.parameters[0].is_expert else self._dense_group
 
     def _start(self, plan: _BucketPlan, per_stage: bool) -> _Transfer:
-        """Send this process's shards to the leaders that need them; receive the others' if it is one of these."""
+        """Start sending this rank's shards to the leaders that lack them, and receiving if this rank is a leader."""
         me = self._processes.rank
         group = self._group(plan)
         first = plan.owner * self._stage_size
@@ -262,7 +262,7 @@ class WeightGatherer:
         return _Transfer(plan, me in leaders, shards, works)
 
     def _merged(self, transfer: _Transfer) -> Iterator[Tensor]:
-        """Full tensors on a leader, each merged when it is asked for."""
+        """Full tensors on a leader; each is merged when the iterator reaches it."""
         transfer.finish()
         plan = transfer.plan
         shards: dict[int, Iterator[Tensor]] = {}
@@ -284,7 +284,7 @@ def _falling_item_size(parameter: _GatheredParameter) -> int:
 
 def _inseparable(parameters: Iterable[_GatheredParameter]) -> Iterator[list[_GatheredParameter]]:
     """The parameters in order, each alone except those that an engine must get in one call: SGLang fuses the two down
-    projections of latent attention when it has seen both, and forgets one that comes alone."""
+    projections of latent attention once it has both, and forgets a single one between calls."""
     together: list[_GatheredParameter] = []
     is_fused = False
     for parameter in parameters:

@@ -1,5 +1,5 @@
-"""The layer spec is the only switch between GPU and CPU: Transformer Engine layers, or Megatron's local ones
-with our RMSNorm and our packed attention. Both take the same packed micro-batches."""
+"""Layer specs for GPU and CPU: Transformer Engine layers, or Megatron's local layers with our RMSNorm and our packed
+attention. Both take the same packed micro-batches; nothing else differs between GPU and CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dapo_mega.models import Architecture
 
 
 def uses_transformer_engine(config: ModelConfig) -> bool:
-    """Whether this machine gets Transformer Engine layers; refuses them where they cannot run."""
+    """Whether to use Transformer Engine layers. Raises InputError if they are asked for and cannot run here."""
     available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if config.layer_implementation == "transformer_engine" and not available:
         raise InputError(
@@ -42,12 +42,12 @@ def uses_transformer_engine(config: ModelConfig) -> bool:
     return available and config.layer_implementation != "local"
 
 
-# What each kind of FP8 scaling needs: CUDA compute capability.
+# The CUDA compute capability that each kind of FP8 scaling needs.
 _FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 
 
 def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> None:
-    """Refuse what this model has no use for, and what this machine cannot run, with the reason."""
+    """Raises InputError for settings that do not apply to this model or cannot run on this machine."""
     if arch.experts is None:
         asked = [name for name in compute.recompute_modules if name.startswith(("moe", "shared"))]
         if compute.recompute == "selective" and asked:
@@ -58,14 +58,14 @@ def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig
             raise InputError(f"compute.moe is for mixture-of-experts models, {arch.model_type} is not one; remove it")
     elif compute.moe.router_bias_update_rate > 0 and arch.experts.scores != "sigmoid":
         raise InputError(
-            f"compute.moe.router_bias_update_rate needs a model whose router scores are sigmoids (DeepSeek-V3's way), "
-            f"those of {arch.model_type} are a softmax; use compute.moe.aux_loss_coefficient"
+            f"compute.moe.router_bias_update_rate needs a model with sigmoid router scores (as DeepSeek-V3), but "
+            f"{arch.model_type} uses a softmax; use compute.moe.aux_loss_coefficient"
         )
     check_fp8(model, compute)
 
 
 def use_deterministic_algorithms() -> None:
-    """The same bits every time, of PyTorch, cuBLAS, Transformer Engine and NCCL. Call it before they are used."""
+    """Make PyTorch, cuBLAS, Transformer Engine and NCCL bit-reproducible. Call it before they are used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -73,7 +73,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
-    """Refuse FP8 where it cannot run, with the reason."""
+    """Raises InputError with the reason if FP8 is set and cannot run here."""
     scaling = compute.fp8.scaling
     if scaling == "none":
         return
@@ -121,7 +121,7 @@ def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
 
 
 def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """`linear` with a bias, whatever it is asked for: Megatron has one switch for the linear layers of all kinds."""
+    """`linear`, always with a bias, because Megatron has one bias switch for all linear layers."""
 
     class Biased(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
@@ -153,8 +153,8 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     names = layer.submodules.sharded_state_dict_keys_map
     if config.multi_latent_attention:
         know_local_layers()
-        # Whole on every process, as Transformer Engine's are. Megatron cuts the local ones and gathers their outputs:
-        # the rotated part of the keys would get its gradient from the heads of one process only.
+        # Replicated on every rank, like Transformer Engine's. Megatron shards the local ones and gathers their outputs,
+        # so the rotated part of the keys would get its gradient from one rank's heads only.
         attention.linear_q_down_proj = Linear
         attention.linear_kv_down_proj = Linear
         attention.q_layernorm = RMSNorm
@@ -169,13 +169,13 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         attention.k_layernorm = RMSNorm
     _use_own_activation(layer.submodules.mlp)
     if has_experts:
-        # The norm before experts is a layer of its own in checkpoints of Transformer Engine layers too.
+        # Checkpoints of Transformer Engine layers also have the norm before experts as a separate layer.
         del names["pre_mlp_layernorm."]
     return layer
 
 
 def _use_own_activation(mlp: ModuleSpec) -> None:
-    """`swiglu` in an MLP, or in all of a mixture of experts."""
+    """Use `swiglu` in an MLP, or in all MLPs of a mixture of experts."""
     for part in (getattr(mlp.submodules, name, None) for name in ("experts", "shared_experts")):
         if part:
             part.submodules.activation_func = swiglu

@@ -1,5 +1,5 @@
-"""The norm and the activation between Megatron's local linear layers, each with a gradient of its own: autograd's keeps
-more tensors and passes over them more often."""
+"""RMSNorm and SwiGLU for Megatron's local layers, with hand-written gradients that save fewer tensors and passes than
+autograd's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Computed in float32, the weight applied after the cast back, as transformers does it. Of the input x, kept for
-    the backward pass, x / rms(x) is made again: dx = (dn - n mean(dn n)) / rms(x) with n = x / rms(x), dn = dy w."""
+    """Computed in float32; the weight is applied after the cast back, as in transformers. The backward pass recomputes
+    n = x / rms(x) from the saved input x: dx = (dn - n mean(dn n)) / rms(x) with dn = dy w."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

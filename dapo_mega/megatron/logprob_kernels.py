@@ -1,8 +1,8 @@
 """Triton kernels of the two operations on a chunk of logits: statistics in one pass, gradient in one pass in place.
 
-`logprobs.chunk_statistics_` and `logprobs.chunk_gradient_` state what they compute and are their oracle. The module
-can be imported without Triton; `IS_AVAILABLE` then is False. With TRITON_INTERPRET=1 in the environment before the
-import, the kernels run on CPU tensors through Triton's interpreter.
+`logprobs.chunk_statistics_` and `logprobs.chunk_gradient_` are the reference implementations. The module can be
+imported without Triton; `IS_AVAILABLE` is then False. With TRITON_INTERPRET=1 in the environment before the import, the
+kernels run on CPU tensors through Triton's interpreter.
 """
 
 from __future__ import annotations

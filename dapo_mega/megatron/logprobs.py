@@ -2,12 +2,12 @@
 
 Logits stay in the model's dtype; float32 copies exist for a few rows only, forward and backward. The arithmetic of
 one chunk (`chunk_statistics_`, `chunk_gradient_`) serves both `vocab_parallel_logprobs`, which is given all logits,
-and `fused_logprobs.output_logprobs`, which computes them chunk by chunk. On a GPU it is done by Triton kernels
-(`logprob_kernels`), where Triton is installed; the implementation here is their oracle and serves everything else.
+and `fused_logprobs.output_logprobs`, which computes them chunk by chunk. On a GPU with Triton the kernels of
+`logprob_kernels` do it; the implementation here is their reference and serves all other devices.
 
-A rank of the tensor-parallel group knows of each position four statistics of its vocabulary slice: the `peak`
-logit, and relative to it the `total` = sum of exp, `weighted` = sum of exp * logit, and the `target` logit (0 on
-ranks that do not own it). `combined_statistics` makes log-probs and entropies of them with two collectives.
+Each rank of the tensor-parallel group has four statistics of its vocabulary slice per position: the `peak` logit, and
+relative to it the `total` = sum of exp, `weighted` = sum of exp * logit, and the `target` logit (0 on ranks that do not
+own it). `combined_statistics` turns them into log-probs and entropies with two collectives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy: a Megatron-Core model with its optimizer, updated on packed micro-batches of the DAPO objective."""
+"""The policy: a Megatron-Core model with its optimizer, updated on packed micro-batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ScoringModel:
         temperature: float,
         compute: ComputeConfig | None = None,
     ) -> None:
-        """Builds this process's model chunks and loads its shard of the Hugging Face checkpoint `model.path`."""
+        """Build this rank's model chunks and load its shard of the Hugging Face checkpoint `model.path`."""
         compute = compute or ComputeConfig()
         self.path = Path(model.path)
         family, arch = load_architecture(self.path)
@@ -85,15 +85,15 @@ class ScoringModel:
 
     @property
     def token_multiple(self) -> int:
-        """Lengths of whole micro-batches must be a multiple of this: context parallelism cuts them into pieces,
-        sequence parallelism cuts along tokens, FP8 products take them in blocks."""
+        """The length of a whole micro-batch must be a multiple of this: context parallelism cuts it into pieces,
+        sequence parallelism cuts along tokens, and FP8 products take blocks of tokens."""
         per_process = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         per_process = math.lcm(per_process, self._fp8_multiple)
         return math.lcm(self.parallel.segment_multiple, per_process * self.parallel.context)
 
     @property
     def packing_layout(self) -> PackingLayout:
-        """The constraints that this layout puts on micro-batches."""
+        """The constraints of this parallel layout on micro-batches."""
         return PackingLayout(
             data_size=self.processes.data_size,
             multiple_of=self.token_multiple,
@@ -104,7 +104,7 @@ class ScoringModel:
         )
 
     def context_shard(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This process's positions of a micro-batch of its replica; all of them without context parallelism."""
+        """This rank's positions of its replica's micro-batch; all positions without context parallelism."""
         return context_slice(micro_batch, self.processes.context_rank, self.processes.context_size)
 
     def pack(
@@ -116,9 +116,9 @@ class ScoringModel:
         max_response_tokens: int,
         samples_per_update: int | None = None,
     ) -> StepBatch:
-        """This process's part of the micro-batches of the samples that rank 0 gives; what others give is ignored.
+        """Plan, scatter and pack rank 0's samples; returns this rank's micro-batches. Other ranks' samples are ignored.
 
-        Collective. All samples make one mini-batch unless `samples_per_update` is given.
+        Collective. All samples form one mini-batch unless `samples_per_update` is given.
         """
         processes = self.processes
         batch = pack_step(
@@ -134,8 +134,8 @@ class ScoringModel:
         return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))
 
     def score(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[TokenScores]:
-        """Log-probs and entropies of every response token, without gradients, one entry per micro-batch; at the model's
-        own temperature unless another is given."""
+        """Log-probs and entropies of every response token without gradients, one entry per micro-batch; `temperature`
+        defaults to the model's."""
         for chunk in self.chunks:
             chunk.eval()
         batches = [TokenBatch(micro_batch) for micro_batch in micro_batches]
@@ -160,7 +160,8 @@ class ScoringModel:
     def _run(
         self, batches: Sequence[TokenBatch], make_loss: MakeLoss, *, with_entropy: bool, forward_only: bool
     ) -> list[Any]:
-        """Megatron's schedule over micro-batches; returns what the losses report, on the last stage."""
+        """Run Megatron's schedule over micro-batches; returns what `make_loss`'s functions return, on the last
+        stage."""
 
         def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
@@ -172,7 +173,7 @@ class ScoringModel:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
             num_microbatches=len(batches),
-            # Stages exchange true shapes (variable_seq_lengths); this is only the schedule's nominal length.
+            # Stages exchange the real shapes (variable_seq_lengths); the schedule only needs some length.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -244,7 +245,7 @@ class MegatronPolicy(ScoringModel):
             end_wd=optimizer.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
-            # A checkpoint restores how far the schedule is; what it looks like is the configuration's.
+            # A checkpoint restores the schedule's position; its shape comes from the configuration.
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
@@ -254,9 +255,9 @@ class MegatronPolicy(ScoringModel):
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
 
-        Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they
-        do not depend on how the mini-batch was split. A mini-batch without any token in the loss changes nothing and
-        is counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
+        Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they do not
+        depend on how the mini-batch was split. A mini-batch without tokens in the loss changes no weight and is
+        counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
 
         `scores`, an empty list if given, gets the scores of each micro-batch's response tokens under the weights
         before the step.
@@ -281,7 +282,7 @@ class MegatronPolicy(ScoringModel):
         )
         if scores is not None and not self.processes.is_last_stage:
             scores += [TokenScores(torch.empty(0), torch.empty(0)) for _ in batches]
-        # Stepping first makes the first update run at 1 / warm-up of the rate instead of at 0.
+        # Stepping first gives the first update 1 / warm-up of the learning rate instead of 0.
         self.scheduler.step(increment=1)
         is_empty = sums["denominator"] == 0
         grad_norm = 0.0
@@ -327,14 +328,14 @@ class MegatronPolicy(ScoringModel):
         return self._gatherer.buckets(bucket_bytes, per_stage=True)
 
     def finish_param_gather(self) -> None:
-        """Collective: after this every process's weights are those of the last update, also where gathering them is
-        left to the next forward pass."""
+        """Collective: afterwards every rank has the weights of the last update, also when gathering them was left to
+        the next forward pass."""
         if self._overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def _summed(self, sums: Sequence[Tensor], names: Sequence[str]) -> dict[str, float]:
-        """The micro-batches' sums, in the order of `names`, added up over the data-parallel ranks, on every process."""
+        """The sums of all micro-batches and data-parallel ranks, in the order of `names`, on every rank."""
         total = torch.zeros(len(names), dtype=torch.float64)
         if self.processes.is_last_stage and self.processes.tensor_rank == 0:
             for values in sums:
@@ -346,7 +347,7 @@ class MegatronPolicy(ScoringModel):
 def _optimizer_config(
     config: OptimizerConfig, transformer: TransformerConfig, compute: ComputeConfig
 ) -> MegatronOptimizerConfig:
-    # Without a GPU everything lies in host memory already.
+    # Without a GPU the optimizer's state is in host memory already.
     offload = compute.optimizer_offload if torch.cuda.is_available() else 0.0
     return MegatronOptimizerConfig(
         optimizer="adam",

@@ -1,8 +1,8 @@
-"""How far the engines' log-probs of sampled tokens are from the trainer's: measures, sequence-level masking, limits.
+"""Measures the mismatch between the engines' and the trainer's log-probs, masks sequences, and checks limits.
 
-A token's importance weight is pi_old / pi_rollout: its probability under the weights that the step starts from, as the
-trainer computes it, over the one it was sampled with. It is 1 but for rounding where an engine computes with the same
-weights. Tokens of older weights (surplus, partial rollouts) are off-policy by design and are told apart as not fresh.
+A token's importance weight is pi_old / pi_rollout: the trainer's probability under the weights that the step starts
+from, over the engine's probability at sampling. It is 1 up to rounding if the engine had the same weights. Tokens of
+older weights (surplus, partial rollouts) are off-policy by design and count as not fresh.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def kept_segments(
     bounds: tuple[float, float],
     context_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Which segments `algorithm.sequence_mask` leaves in the loss, [n] bool; `old_logprobs` [N] of response tokens.
+    """The segments that `algorithm.sequence_mask` keeps in the loss, [n] bool; `old_logprobs` [N] of response tokens.
 
-    With `context_group` the micro-batch is this process's part of whole segments, and all of the group take part.
+    With `context_group` the micro-batch is this rank's slice, and all ranks of the group must call this.
     """
     sums = _segment_sums(micro_batch, old_logprobs, context_group)
     return within_bounds(sums, bounds)
@@ -70,10 +70,10 @@ def measure_mismatch(
     control: dist.ProcessGroup,
     context_group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Metrics over all processes of `control`, the same on each; `scored` is this process's share of the step.
+    """Metrics over all ranks of `control`, the same on each; `scored` is this rank's part of the step.
 
-    `mismatch/...` are over all response tokens, `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` over
-    fresh ones and left out where there are none.
+    `mismatch/...` cover all response tokens. `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` cover fresh
+    tokens, and are left out if there are none.
     """
     totals = torch.zeros(len(_SUMS), dtype=torch.float64)
     maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64)
@@ -87,7 +87,7 @@ def measure_mismatch(
 
 
 def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """The part of `_SUMS` that counts tokens, and `_MAXIMA`."""
+    """The token-level entries of `_SUMS`, and `_MAXIMA`."""
     chosen = micro_batch.targets.response_mask
     own, rollout = logprobs.double().cpu(), micro_batch.targets.rollout_logprobs[chosen].double().cpu()
     fresh = micro_batch.targets.fresh_mask[chosen].cpu()
@@ -116,7 +116,7 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSet
 def _count_responses(
     micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings, context_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Number of responses, and of those that `algorithm.sequence_mask` masks; counted by context rank 0."""
+    """The numbers of responses and of responses that `algorithm.sequence_mask` masks; counted on context rank 0."""
     sums = _segment_sums(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
@@ -128,8 +128,8 @@ def _count_responses(
 def measure_engines(
     scored: Sequence[ScoredBatch], engines: Sequence[str], *, control: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Mean |log-prob difference| of the fresh tokens of each engine, by URL, over all processes of `control` and the
-    same on each; engines without such tokens are left out. `engines` are the URLs by number."""
+    """Mean |log-prob difference| of each engine's fresh tokens by URL, over all ranks of `control` and the same on
+    each. Engines without fresh tokens are left out. `engines[i]` is the URL of engine i."""
     sums = torch.zeros(2, len(engines), dtype=torch.float64)
     for micro_batch, logprobs in scored:
         chosen = micro_batch.targets.response_mask
@@ -143,7 +143,7 @@ def measure_engines(
 
 
 def worst_engines(engines: Mapping[str, float]) -> str:
-    """The engines whose log-probs are furthest off, the worst first; empty where none is known."""
+    """Text on the engines with the largest mismatch, the worst first; empty if `engines` is."""
     if not engines:
         return ""
     ranked = sorted(engines, key=lambda url: -math.inf if math.isnan(engines[url]) else -engines[url])
@@ -155,15 +155,15 @@ def worst_engines(engines: Mapping[str, float]) -> str:
 
 
 def starvation_cause(metrics: Mapping[str, float], config: RunConfig, engines: Mapping[str, float]) -> str | None:
-    """Why groups without a signal are the engines' fault; None where these compute what the trainer does."""
+    """The error if a mismatch explains groups without a signal; None if the engines agree with the trainer."""
     mean = metrics.get("rollout/logprob_abs_diff_mean", 0.0)
     if mean <= config.mismatch_warning:
         return None
     return (
-        f"the engines do not compute what the trainer does, so that no response is worth training on: the mean "
+        f"the engines' log-probs are not the trainer's, so the responses cannot be trained on: the mean "
         f"|log-prob difference| of the responses just sampled is {mean:.4g} nats, over {config.mismatch_warning:g} "
-        f"(rollout.mismatch_warning){worst_engines(engines)}. Start these engines anew with the checkpoint that "
-        f"model.path names, and the same command again: the run continues from its last checkpoint"
+        f"(rollout.mismatch_warning){worst_engines(engines)}. Restart these engines with model.path's checkpoint "
+        f"and run the same command: training resumes from the last checkpoint"
     )
 
 
@@ -190,10 +190,10 @@ def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[s
 def mismatch_warning(
     metrics: Mapping[str, float], config: RunConfig, step: int, engines: Mapping[str, float] | None = None
 ) -> str | None:
-    """What is worth a warning about step `step`, naming the worst of `engines` (see `measure_engines`). Raises
-    FleetError over `rollout.mismatch_stop` or for NaN.
+    """The warning about step `step` if there is one, with the worst of `engines` (see `measure_engines`). Raises
+    FleetError above `rollout.mismatch_stop` or for NaN.
 
-    Limits are for fresh tokens; one NaN anywhere is over every limit.
+    Limits apply to fresh tokens; any NaN is above every limit.
     """
     name = "rollout/logprob_abs_diff_mean"
     mean = metrics.get(name, 0.0)
@@ -204,9 +204,8 @@ def mismatch_warning(
         raise FleetError(
             f"engines and trainer disagree: mean |log-prob difference| {mean:.4g} nats at step {step} ({name}) is not "
             f"within rollout.mismatch_stop={stop:g}; the engines compute with other weights, or in a precision "
-            f"(rollout.dtype) that is too low for this model{worst_engines(engines or {})}. Start the "
-            f"same command again to continue from the last checkpoint with engines that are started anew, or raise the "
-            f"limit"
+            f"(rollout.dtype) that is too low for this model{worst_engines(engines or {})}. Restart "
+            f"the engines and run the same command: training resumes from the last checkpoint; or raise the limit"
         )
     if mean <= config.mismatch_warning:
         return None

@@ -1,4 +1,4 @@
-"""Builds the Megatron-Core model chunks of this process's pipeline stage from a Hugging Face architecture."""
+"""Builds the Megatron-Core model chunks of this rank's pipeline stage from a Hugging Face architecture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dapo_mega.models.rope import YarnScaling
 def transformer_config(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
 ) -> TransformerConfig:
-    """Megatron's description of `arch` in the given layout and precision."""
+    """Megatron's TransformerConfig for `arch` in the given layout and precision."""
     if arch.sliding_window and parallel.context > 1 and uses_transformer_engine(model):
         raise InputError(
             f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
@@ -52,7 +52,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         softmax_scale=arch.softmax_scale,
-        # Megatron counts the keys before the query's own.
+        # Megatron's window does not count the query's own key.
         window_size=(arch.sliding_window - 1, 0) if arch.sliding_window else None,
         qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
         hidden_dropout=0.0,
@@ -60,10 +60,10 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # The token-level denominator belongs to Megatron: losses are sums, divided once by the global count.
+        # Losses are sums; Megatron divides them once by the global token count.
         calculate_per_token_loss=True,
-        # Weights always come from a checkpoint, but Megatron marks parameters as tensor-parallel only while it
-        # initialises them, and the gradient norm needs those marks.
+        # Weights come from a checkpoint, but Megatron marks parameters as tensor-parallel only during
+        # initialisation, and the gradient norm needs the marks.
         perform_initialization=True,
         deterministic_mode=compute.deterministic,
         **_layout_settings(parallel),
@@ -89,7 +89,7 @@ def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence,
         # Packed micro-batches differ in length, so stages announce shapes before activations.
         "variable_seq_lengths": True,
-        # Interleaved stages send in both directions at once; batched calls would wait for each other.
+        # Interleaved stages send in both directions at once; batched calls would deadlock.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -102,13 +102,13 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
         "use_cpu_initialization": not on_gpu,
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
         "bias_activation_fusion": on_gpu,
-        # Megatron's switch for an activation that the layer spec names: on the CPU our own.
+        # Makes Megatron take the activation from the layer spec: on the CPU our own.
         "use_te_activation_func": not on_gpu,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": on_gpu,
-        # Megatron's fused rotation of latent attention exists for YaRN only.
+        # Megatron's fused rotary embedding of latent attention exists for YaRN only.
         "apply_rope_fusion": on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
-        # Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
+        # Needs Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
         "gradient_accumulation_fusion": on_gpu and has_apex_kernel,
     }
 
@@ -128,7 +128,7 @@ def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeCon
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
         "moe_shared_expert_gate": experts.gates_shared,
         "moe_router_topk": experts.per_token,
-        # Softmax over all experts first; then the chosen ones are scaled to sum to 1 where the model wants it.
+        # Softmax over all experts; then the chosen weights are scaled to sum to 1 if the model does so.
         "moe_router_score_function": experts.scores,
         "moe_router_pre_softmax": experts.scores == "softmax" and not experts.normalised,
         "moe_router_topk_scaling_factor": experts.scaling,
@@ -140,7 +140,7 @@ def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeCon
         "moe_z_loss_coeff": moe.z_loss_coefficient or None,
         "moe_router_enable_expert_bias": experts.has_router_bias or moe.router_bias_update_rate > 0,
         "moe_router_bias_update_rate": moe.router_bias_update_rate,
-        # All experts in one product, where Transformer Engine provides it.
+        # One grouped matrix product for all experts, if Transformer Engine is there.
         "moe_grouped_gemm": uses_transformer_engine(model),
         "moe_router_padding_for_quantization": compute.fp8.enabled,
     }
@@ -212,7 +212,7 @@ def build_chunks(
     temperature: float,
     fused_output_layer: bool,
 ) -> list[torch.nn.Module]:
-    """The (uninitialised) model chunks of this pipeline stage in the model's dtype: one, or several interleaved."""
+    """The uninitialised model chunks of this pipeline stage in the model's dtype: one, or several if interleaved."""
     virtual_size = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for chunk in range(virtual_size or 1):
@@ -242,7 +242,7 @@ def build_chunks(
 
 
 def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
-    """Do what Megatron's routers otherwise do in their first forward pass, after the weights were loaded."""
+    """Cast before loading, because Megatron's routers cast only in their first forward pass, after loading."""
     for module in stage.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
@@ -251,8 +251,8 @@ def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
 def with_gradients(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, compute: ComputeConfig
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: contiguous gradient buffers in float32, reduce-scatter for the distributed
-    optimizer, and the hooks by which the schedules overlap both with computing."""
+    """Wrap each chunk in Megatron's DDP: contiguous float32 gradient buffers, reduce-scatter for the distributed
+    optimizer, and hooks with which the schedules overlap communication and computation."""
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -261,7 +261,7 @@ def with_gradients(
         fp8_param_gather=compute.fp8.params,
         check_for_nan_in_grad=True,
     )
-    # Later chunks reduce while earlier ones still compute, so they need no buckets of their own.
+    # Later chunks reduce while earlier ones still compute, so only the first chunk needs buckets.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

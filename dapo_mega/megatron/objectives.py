@@ -1,7 +1,7 @@
-"""What one micro-batch contributes to an update: the policy-gradient objective, and imitation for cold starts.
+"""The losses of one micro-batch: the policy-gradient objective, and supervised fine-tuning for cold starts.
 
 An objective turns log-probs into a `LossTerm`. Megatron divides the sum of the losses by that of the denominators over
-all micro-batches and ranks; the named sums are added up likewise, and metrics are made of them.
+all micro-batches and ranks; the named sums are added up in the same way, and metrics are computed from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Need = Literal["entropy", "reference"]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A micro-batch with what the update needs beside it, per response token [N], on the last stage only.
+    """A micro-batch and the old and reference log-probs per response token [N], on the last stage only.
 
     `old_logprobs=None`: the step makes one update, so the old policy is the current one and its log-probs are those of
     this forward pass, detached.
@@ -38,8 +38,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model gives for the response tokens of a micro-batch, each [N]: log-probs with gradient in nats, and
-    entropies, which are zeros where the objective does not need them."""
+    """The model's outputs for the response tokens of a micro-batch, each [N]: log-probs in nats, with gradient, and
+    entropies, which are zeros if the objective does not need them."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -60,11 +60,11 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What `evaluate` uses beside log-probs: entropies, log-probs of the reference model."""
+        """Whether `evaluate` needs entropies, or log-probs of the reference model."""
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Names of the sums of every `LossTerm`; `denominator` is one."""
+        """Names of the sums in every `LossTerm`, including `denominator`."""
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """The micro-batch's part of the loss."""
@@ -77,9 +77,9 @@ class Objective(Protocol):
 class PolicyGradient:
     """The policy loss of `settings.kind` (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
 
-    Responses that `sequence_mask` leaves out have weight 0 in every term and stay in the denominator, as tokens of
-    weight 0 under an importance cap would: masking a bad response must not raise the weight of the others.
-    `context_group` are the processes that share a micro-batch's tokens under context parallelism.
+    Responses that `sequence_mask` leaves out have weight 0 in every term but stay in the denominator: masking a bad
+    response must not raise the weight of the others. `context_group` has the ranks that share a micro-batch's tokens
+    under context parallelism.
     """
 
     settings: LossSettings

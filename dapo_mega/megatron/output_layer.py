@@ -1,7 +1,7 @@
 """The last stage of the policy: hidden states to log-probs and entropies of the response tokens.
 
-Fused, the logits of a micro-batch never exist as a whole; unfused, they do, as in the peers and in the papers'
-pseudo-code. Both give the same numbers to rounding.
+The fused form never holds all logits of a micro-batch; the unfused form does. Both give the same numbers up to
+rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dapo_mega.megatron.packed_attention import PackedSegments
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """The tokens whose log-probs are wanted: `targets` [N] predicted at positions `rows` [N] of the micro-batch."""
+    """The tokens to score: `targets` [N], predicted at positions `rows` [N] of the micro-batch."""
 
     rows: Tensor
     targets: Tensor
@@ -33,7 +33,7 @@ class ChosenTokens:
 
 class PolicyStage(GPTModel):
     """A GPTModel whose last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its
-    `labels`; the other chunks return hidden states as ever."""
+    `labels`; the other chunks return hidden states."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class PolicyStage(GPTModel):
         """`inverse_frequencies` [head_dim / 2] are the angles per position of the rotary embedding."""
         super().__init__(*args, **kwargs)
         if not self.config.multi_latent_attention:
-            # No buffer: it stays in float32 when the model is cast.
+            # Not a buffer, so that it stays in float32 when the model is cast.
             self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
         self.temperature = temperature
         self._true_vocab_size = true_vocab_size
         self._fused = fused
         if self.post_process and fused:
-            # Called as a module, so that hooks on it see the call: overlapped weight gathering waits there.
+            # Called as a module, so that its hooks run: overlapped weight gathering waits in them.
             self.output_layer.forward = self._score_hidden
 
     def _preprocess(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
-        """Our own attention turns queries and keys itself, by cosines and sines made once for all layers; those of
-        latent attention are turned in Megatron's layers."""
+        """Compute cosines and sines once for all layers; our own attention applies them to queries and keys. Megatron's
+        layers do so for latent attention."""
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self.config.multi_latent_attention:
             return prepared
@@ -106,8 +106,8 @@ class PolicyStage(GPTModel):
                 vocab_size=self._true_vocab_size,
                 group=group,
                 with_entropy=chosen.with_entropy,
-                # Straight into Megatron's float32 buffer, where this weight has one to itself: a tied one also has the
-                # gradient of the embedding, which autograd adds up.
+                # Add directly to Megatron's float32 buffer, except for a tied weight: autograd must add the embedding's
+                # gradient to that.
                 accumulate_into_main_grad=weight is None and "main_grad" in vars(self.output_layer.weight),
             )
         )

@@ -1,5 +1,5 @@
-"""Causal attention over packed sequences with torch's own kernels, also where the tokens of each sequence are spread
-over context-parallel processes. Transformer Engine does the same on GPUs."""
+"""Causal attention over packed sequences with torch's own kernels, with and without context parallelism. Transformer
+Engine does the same on GPUs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SegmentBucket:
 
 @dataclass(frozen=True)
 class ContextPiece:
-    """One of this process's pieces of a segment: local query positions, and how many of the segment's first keys,
-    from `first_key` of the whole micro-batch on, they may see; the last query sees all of them."""
+    """One of this rank's pieces of a segment: the local query positions, and the number of the segment's keys, from
+    `first_key` of the whole micro-batch on, that the last query sees."""
 
     queries: slice
     first_key: int
@@ -41,29 +41,28 @@ class PackedSegments(PackedSeqParams):
     """Megatron's packed-sequence parameters with the attention plan of the CPU, made once per micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [T, 1, head_dim / 2] of this process's tokens; without them queries and keys are rotated
-    already."""
+    """Cosines and sines [T, 1, head_dim / 2] of this rank's tokens; None if queries and keys are rotated already."""
     buckets: tuple[SegmentBucket, ...] = ()
     token_of_slot: Tensor | None = None
     """Packed position of every slot of all blocks, one block after the other; a padding slot repeats its segment's
-    first token. None where slots are tokens: all segments are of one length."""
+    first token. None if all segments have one length, so that slots are tokens."""
     slot_of_token: Tensor | None = None
     pieces: tuple[ContextPiece, ...] = ()
     key_order: Tensor | None = None
 
     @property
     def plans_attention(self) -> bool:
-        """Whether this is for `PackedAttention`."""
+        """Whether `PackedAttention`'s plan was made."""
         return bool(self.buckets or self.key_order is not None)
 
 
 def packed_segments(
     cu_seqlens: Tensor, max_seqlen: int, *, plan_attention: bool, context_rank: int = 0, context_size: int = 1
 ) -> PackedSegments:
-    """Describe one packed micro-batch to the layers; `plan_attention` prepares `PackedAttention`'s gathering.
+    """Megatron's description of one packed micro-batch; with `plan_attention` also the plan of `PackedAttention`.
 
-    `cu_seqlens` and `max_seqlen` are those of the whole micro-batch; under context parallelism every segment's length
-    is a multiple of 2 x context_size.
+    `cu_seqlens` and `max_seqlen` are the whole micro-batch's; under context parallelism every segment's length is a
+    multiple of 2 x context_size.
     """
     segments = PackedSegments(
         qkv_format="thd",
@@ -89,7 +88,7 @@ def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor
     position = 0
     while position < len(order):
         longest = int(lengths[order[position]])
-        # A row of a block is padding by a fifth at most.
+        # At most a fifth of a block's row is padding.
         members = order[position:][lengths[order[position:]] * 5 >= longest * 4]
         offsets = torch.arange(longest, device=starts.device)
         valid = offsets[None] < lengths[members][:, None]
@@ -107,8 +106,8 @@ def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor
 
 
 def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[ContextPiece, ...], Tensor]:
-    """This process's pieces, `rank` and `2 size - 1 - rank` of every segment's 2 x size, and the positions of the whole
-    micro-batch's keys in what all processes' keys make one after the other."""
+    """This rank's pieces, number `rank` and `2 size - 1 - rank` of each segment's 2 x size; and for each key of the
+    whole micro-batch its position in the concatenation of all ranks' keys."""
     pieces: list[ContextPiece] = []
     where: list[Tensor] = []
     total = int(cu_seqlens[-1])
@@ -129,12 +128,12 @@ def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[Contex
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels, within Megatron's
-    `window_size` where it has one.
+    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels and Megatron's
+    `window_size`, if set.
 
-    Segments of similar length are padded on the right into one block; under a causal mask no real position
-    sees the padding behind it, so the result is exact. Under context parallelism keys and values of all processes are
-    gathered first.
+    Segments of similar length are padded on the right into one block; under a causal mask no real position sees the
+    padding behind it, so the result is exact. Under context parallelism the keys and values of all ranks are gathered
+    first.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any):
@@ -152,16 +151,16 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """[T, heads * e] from query [T, heads, d], key [T, groups, d] and value [T, groups, e], e at most d; T are this
-        process's tokens."""
+        """[T, heads * e] from query [T, heads, d], key [T, groups, d] and value [T, groups, e], e at most d; T counts
+        this rank's tokens."""
         assert packed_seq_params is not None
         dtype = query.dtype
         if query.device.type == "cpu":
-            # In bfloat16 the CPU's kernel takes three to six times as long on sequences of some hundred tokens.
+            # The CPU kernel is three to six times as slow in bfloat16 on sequences of some hundred tokens.
             query, key, value = query.float(), key.float(), value.float()
         if packed_seq_params.rotary is not None:
             query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
-        # torch's fused kernels take heads of one size; zeros behind the values become zeros behind the output.
+        # torch's fused kernels need equal head sizes, so pad the values with zeros and cut the output.
         missing = query.shape[-1] - value.shape[-1]
         output = self._attend(query, key, F.pad(value, (0, missing)) if missing else value, packed_seq_params)
         if missing:
@@ -200,7 +199,7 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
         group = parallel_state.get_context_parallel_group()
-        # One gathering for keys and values; its backward pass sums their gradients over the processes.
+        # One all-gather for keys and values; its backward pass sums their gradients over the ranks.
         stacked = gather_from_sequence_parallel_region(torch.cat([key, value], dim=1), group=group)
         assert segments.key_order is not None
         keys, values = stacked.index_select(0, segments.key_order).split(key.shape[1], dim=1)
@@ -247,8 +246,8 @@ def _rotated(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Packed tokens to slots. A token's gradient is its own slot's: those of padding slots are 0, as no real token sees
-    them. index_select's own gradient would add up rows one by one into zeros."""
+    """Packed tokens to slots. A token's gradient is that of its own slot, as padding slots have gradient 0: no real
+    token sees them. index_select's own gradient would add rows one by one into zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, token_of_slot: Tensor, slot_of_token: Tensor) -> Tensor:

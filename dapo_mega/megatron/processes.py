@@ -16,14 +16,14 @@ from dapo_mega.distributed.stores import open_store
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
 
-# Ranks wait here while rank 0 drives rollouts, which may take hours.
+# Ranks wait in these groups while rank 0 collects rollouts, which may take hours.
 _CONTROL_TIMEOUT = timedelta(hours=12)
 _COMPUTE_TIMEOUT = timedelta(minutes=30)
 _STORE_TIMEOUT_S = 300.0
 
 
 def start_processes(config: ParallelConfig, seed: int) -> Processes:
-    """Join the process group and Megatron's groups, on this process's GPU where there are any.
+    """Join the process group and Megatron's groups, on this rank's GPU if there are GPUs.
 
     Raises InputError for sizes that do not fit the world.
     """
@@ -52,7 +52,7 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         expert_tensor_parallel_size=config.expert_tensor,
     )
     model_parallel_cuda_manual_seed(seed)
-    # Groups are made by everyone in the same order. Megatron numbers processes tensor, context, data, pipeline.
+    # All ranks must create groups in the same order. Megatron orders ranks by tensor, context, data, pipeline.
     control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
     per_stage = config.tensor * config.context
     leaders = dist.new_group(
@@ -96,12 +96,12 @@ def _join_process_group(device: torch.device) -> None:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)
     else:
-        store = open_store("127.0.0.1", _STORE_TIMEOUT_S)  # A plain one would listen on all interfaces.
+        store = open_store("127.0.0.1", _STORE_TIMEOUT_S)  # A default gloo device would listen on all interfaces.
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COMPUTE_TIMEOUT)
 
 
 def stop_processes() -> None:
-    """Leave all groups; safe to call when none were joined."""
+    """Destroy all groups; safe to call without any."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Routing that Megatron-Core 0.16 lacks."""
+"""Expert routing that Megatron-Core 0.16 lacks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class BestExpertGroupRouter(TopKRouter):
-    """Group-limited softmax routing in which a group is worth its best expert (DeepSeek-V2, arXiv:2405.04434,
-    section 2.2.2). Auxiliary losses see the scores within the chosen groups only."""
+    """Group-limited softmax routing where a group's score is its best expert's (DeepSeek-V2, arXiv:2405.04434, section
+    2.2.2). Auxiliary losses use the scores within the chosen groups only."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and choice [tokens, experts] from logits [sequence, batch, experts]."""
@@ -18,6 +18,6 @@ class BestExpertGroupRouter(TopKRouter):
         is_chosen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, chosen, True)
         limited = groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         weights, routing_map = super().routing(limited, padding_mask)
-        # Megatron's softmax is over the chosen groups, the model's over all experts.
+        # Megatron takes the softmax over the chosen groups, the model over all experts.
         share = (limited.logsumexp(-1) - logits.logsumexp(-1)).exp()
         return weights * share.view(-1, 1), routing_map

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints to the shards of this process, by the family's table."""
+"""Loads this rank's shards from a checkpoint, by the model family's table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dapo_mega.models.megatron_format.files import open_source
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Which layers each model chunk holds. Chunk c stands on stage c % pipeline_size; interleaved stages hold several,
-    in the order in which a token passes through them."""
+    """The layers of each model chunk. Chunk c is on stage c % pipeline_size; interleaved stages hold several chunks, in
+    the order in which a token passes through them."""
 
     family: ModelFamily
     arch: Architecture
@@ -53,8 +53,8 @@ Parameters = dict[str, Tensor]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> Parameters:
-    """Parameters of this process's GPTModels by name, with local layer and expert numbers made global; and the biases
-    of its routers, buffers that belong to the checkpoint where the family says so."""
+    """Parameters of this rank's GPTModels by name, with global layer and expert numbers; and the router biases, which
+    are buffers, if the family's checkpoints have them."""
     experts_here = layout.arch.experts.number // processes.expert_size if layout.arch.experts else 0
     first_expert = experts_here * processes.expert_rank
     parameters = {}
@@ -80,15 +80,15 @@ def _renumbered(number: re.Pattern[str], name: str, first: int) -> str:
 
 
 def local_parameter(parameters: Parameters, placed: PlacedTensor) -> Tensor:
-    """The one of `named_parameters` that holds this process's part of it."""
+    """The entry of `named_parameters` that holds this rank's shard of `placed`."""
     return next(parameters[name] for name in placed.megatron if name in parameters)
 
 
 def load_hf_weights(chunks: Sequence[torch.nn.Module], path: Path, layout: ChunkLayout, processes: Processes) -> None:
-    """Fill this process's shard from the checkpoint in `path`, Hugging Face's or Megatron's, of any layout.
+    """Load this rank's shards from the checkpoint in `path`: Hugging Face's, or Megatron's in any layout.
 
-    Reads only what the shard needs of a Hugging Face one, and whole parameters of the stage of a Megatron one. Raises
-    InputError naming the tensors that are missing, additional or of another shape.
+    Reads only the shards from a Hugging Face checkpoint, and whole parameters of the stage from a Megatron one. Raises
+    InputError that names missing or additional tensors and those of another shape.
     """
     checkpoint = open_source(path, layout.family, layout.arch)
     check_source(checkpoint, layout.family, layout.arch)
@@ -108,7 +108,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], path: Path, layout: Chunk
 
 
 def _wanted(layout: ChunkLayout, processes: Processes, parameters: Parameters) -> list[PlacedTensor]:
-    """The tensors that this process holds a shard of."""
+    """The tensors of which this rank holds a shard."""
     wanted = [
         placed
         for chunk in layout.chunks_of(processes.pipeline_rank)
@@ -123,7 +123,7 @@ def _wanted(layout: ChunkLayout, processes: Processes, parameters: Parameters) -
 
 
 def _shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
-    """Rank and number of the tensor-parallel shards of a parameter; experts have a tensor parallelism of their own."""
+    """(rank, size) of the tensor parallelism of a parameter, which is separate for experts."""
     if placed.expert is None:
         return processes.tensor_rank, processes.tensor_size
     group = parallel_state.get_expert_tensor_parallel_group()

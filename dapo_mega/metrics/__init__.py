@@ -1,4 +1,4 @@
-"""Metrics of a run: accumulate, time, record, show, draw. What they mean is decided where they are measured."""
+"""Metrics of a run: accumulate, time, record, show, plot. The code that measures a metric defines its meaning."""
 
 from dapo_mega.metrics.accumulator import MetricAccumulator
 from dapo_mega.metrics.jsonl import read_metrics

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dapo_mega.files import replace_file
+from dapo_mega.atomic_files import replace_file
 
 _FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

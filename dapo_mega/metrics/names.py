@@ -1,4 +1,4 @@
-"""Names of the metrics that the console and the plots pick out, and the rule that every name follows."""
+"""Names of the metrics that the console and the plots show, and the rule for all metric names."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Draws the curves that the DAPO paper watches during training (arXiv 2503.14476, figures 2, 3 and 7)."""
+"""Plots the training curves that the DAPO paper monitors (arXiv 2503.14476, figures 2, 3 and 7)."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One line per quantity that a finished run changed: its first and last value."""
+"""Summarises a finished run: the first and last value of each main metric."""
 
 from pathlib import Path
 

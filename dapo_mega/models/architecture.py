@@ -1,4 +1,4 @@
-"""The numbers that define a decoder-only transformer, independent of any framework's spelling of them."""
+"""The sizes and settings of a decoder-only transformer, independent of any framework's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values in a `config.json`, checked before anything is made of them: their kinds and their bounds."""
+"""Checks the types and bounds of the values in a `config.json` before they are used."""
 
 from __future__ import annotations
 

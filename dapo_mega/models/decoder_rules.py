@@ -1,4 +1,4 @@
-"""Tensor rules that families of pre-norm decoders share: Hugging Face's names for them beside Megatron's.
+"""Tensor rules shared by families of pre-norm decoders: Hugging Face names and the matching Megatron names.
 
 Rules whose tensors only some models have (biases, norms on queries and keys) look at the `Architecture`.
 """

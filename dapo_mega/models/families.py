@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from dapo_mega.atomic_files import read_json_object, refuse_special_files
 from dapo_mega.errors import InputError
-from dapo_mega.files import read_json_object, refuse_special_files
 from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
 from dapo_mega.models.config_values import check_values
 from dapo_mega.models.layouts import ShardRule

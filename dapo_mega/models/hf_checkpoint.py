@@ -1,4 +1,4 @@
-"""Sources of tensors under their Hugging Face names: the safetensors checkpoint, and what any source must hold."""
+"""Reads tensors by Hugging Face name from safetensors checkpoints, and checks that a source has all tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dapo_mega.atomic_files import check_regular, inside, read_json_object, refuse_lfs_pointer
 from dapo_mega.errors import InputError
-from dapo_mega.files import check_regular, inside, read_json_object, refuse_lfs_pointer
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape

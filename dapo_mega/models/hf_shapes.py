@@ -1,4 +1,4 @@
-"""Shapes of Hugging Face tensors as the sizes of a model demand them, for checking a checkpoint before it is used."""
+"""Computes the shapes of Hugging Face tensors from a model's sizes, to check a checkpoint before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configurations of all Hugging Face families have in common."""
+"""Reads the settings that the configurations of all Hugging Face families share."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dapo_mega.files import errors_naming, read_json_object, replace_file
+from dapo_mega.atomic_files import errors_naming, read_json_object, replace_file
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 4 * 2**30

@@ -1,4 +1,4 @@
-"""How tensors of a Hugging Face checkpoint are cut for tensor parallelism, and put together again.
+"""Shards the tensors of a Hugging Face checkpoint for tensor parallelism, and merges the shards.
 
 Megatron stores q, k and v as one matrix ordered by query group (the group's query heads, its key, its value)
 and gate and up projections as one matrix per rank; Hugging Face keeps them apart. With more ranks than groups it cuts

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): norms on queries and keys, biases in the attention at will, RMSNorm, SwiGLU."""
+"""Qwen3 (dense): norms on queries and keys, optional attention biases, RMSNorm, SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: norms on queries and keys, biases in the attention at will, mixtures of experts in place of MLPs."""
+"""Qwen3-MoE: norms on queries and keys, optional attention biases, mixtures of experts in place of MLPs."""
 
 from __future__ import annotations
 

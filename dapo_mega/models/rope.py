@@ -1,4 +1,4 @@
-"""Rotary frequencies and the ways to stretch them to longer contexts, as transformers 4 and 5 write them.
+"""Rotary frequencies and their scaling for longer contexts, from the configurations of transformers 4 and 5.
 
 The frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS`.
 """

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of a micro-batch between its forward and its backward pass.
+"""Computes the bytes that autograd keeps of a micro-batch between its forward and backward pass.
 
 There is one set of formulas for each implementation of the layers. Those of the local layers are compared with real
 allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine are derived from what its modules save
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.planning.parameters import DTYPE_BYTES
-from dapo_mega.planning.placement import Chunk, RankLayout
+from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8
@@ -335,7 +335,7 @@ def peak_activations(model: ActivationModel, stage: int, num_micro_batches: int)
     extra = [model.recomputed_peak(chunk) for chunk in chunks]
     peak = (0.0, 0.0)
     for held in model.placement.held_forwards(stage, num_micro_batches):
-        # The chunk of the next backward pass is one whose forward pass waits; the dearest bounds them all.
+        # The chunk of the next backward pass is one whose forward pass waits; the largest is the bound.
         recompute = max(e for e, count in zip(extra, held, strict=True) if count)
         total = sum(count * size for count, size in zip(held, kept, strict=True)) + recompute
         beside = sum(count * size for count, size in zip(held, handed, strict=True))

@@ -1,4 +1,5 @@
-"""What each GPU sends during one rollout step, in bytes: rings, so that a collective over n sends (n - 1) / n."""
+"""Computes the bytes that each GPU sends per rollout step, with ring collectives: (n - 1) / n of the data over n
+ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that is estimated for one layout."""
+"""Estimates memory, traffic and time of one layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dapo_mega.planning.memory import (
     trainer_memory,
 )
 from dapo_mega.planning.parameters import num_parameters
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import Generation, Machine, StepTime, generation, step_time
 from dapo_mega.planning.workload import Workload
 

@@ -1,4 +1,4 @@
-"""What the processes of each pipeline stage hold in GPU memory, part by part, in bytes."""
+"""Computes the GPU memory of each pipeline stage's ranks, part by part, in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dapo_mega.config import ComputeConfig, RunConfig
 from dapo_mega.planning.activations import ActivationModel, LayerKind, peak_activations
 from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, stage_bytes
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Parts in bytes of the dearest process of a stage; those of `either` are never held at the same time."""
+    """Parts, in bytes, of the rank of a stage with the most memory; parts in `either` are never held at the same
+    time."""
 
     stage: int
     always: Mapping[str, float]

@@ -1,4 +1,5 @@
-"""Bytes of parameters, gradients and optimizer state, as Megatron's DDP and distributed optimizer lay them out."""
+"""Computes the bytes of parameters, gradients and optimizer state, as Megatron's DDP and distributed optimizer store
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
-from dapo_mega.planning.placement import Chunk, RankLayout
+from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture

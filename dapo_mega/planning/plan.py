@@ -1,4 +1,4 @@
-"""What a configuration means before anything is started: layout, batch arithmetic, and what is missing here."""
+"""Describes a run before anything starts: layout, batch arithmetic, and what is missing on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a number of GPUs that fit into memory, by estimated time."""
+"""Proposes layouts of a number of GPUs that fit into memory, fastest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from dapo_mega.config import ParallelConfig, RunConfig, divisors
 from dapo_mega.errors import InputError
 from dapo_mega.planning.estimate import Assumptions, Estimate, estimate
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 _RECOMPUTES = ("none", "selective", "full")
 

@@ -1,4 +1,4 @@
-"""How long a rollout step takes, by arithmetic: floating-point operations over a rate, bytes over a bandwidth."""
+"""Estimates the time of a rollout step: floating-point operations / rate, bytes / bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
 from dapo_mega.planning.parameters import attention_matrices
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU is assumed to do. Rates in units per second; bandwidths are of one GPU, one way."""
+    """The assumed speeds of a GPU. Rates are in units per second; bandwidths are per GPU and direction."""
 
     flops: float
     flops_share: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import MicroBatchShape
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Workload:
         return tokens / self.micro_batches(self.mean_length)
 
     def full_micro_batch(self) -> MicroBatchShape:
-        """The dearest micro-batch: its budget full of the longest samples, every position scored."""
+        """The most expensive micro-batch: its budget full of the longest samples, every position scored."""
         budget = self.config.batch.tokens_per_microbatch
         lengths = [self.longest] * (budget // self.longest)
         if budget % self.longest:

@@ -1,4 +1,4 @@
-"""What may be handed to computer algebra: a cheap check that a text cannot stand for something enormous.
+"""Checks cheaply that a text is small enough for computer algebra: no huge numbers or expressions.
 
 The bounds refuse what is hostile or absurd on sight. They cannot foresee every slow expression; the time
 and memory limits of the worker pool are there for the rest.

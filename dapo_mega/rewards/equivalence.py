@@ -1,4 +1,4 @@
-"""Decide whether an answer equals the ground truth: cheaply where that is possible, else by math-verify.
+"""Decides whether an answer equals the ground truth: with cheap rules if possible, else with math-verify.
 
 Model text is never given to `eval`, `exec`, `sympify` or `parse_expr`: math-verify is called with its LaTeX
 grammar only, and only on text that `bounds` lets pass.

@@ -1,4 +1,4 @@
-"""Verify many answers at once: what is cheap here, what needs computer algebra in a pool with hard limits."""
+"""Verifies batches of answers: cheap cases in this process, computer algebra in a process pool with hard limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside a verification process: limits first, then one comparison at a time."""
+"""The main loop of a verification process: sets its limits, then makes one comparison at a time."""
 
 from __future__ import annotations
 

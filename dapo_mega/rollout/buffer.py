@@ -1,4 +1,5 @@
-"""Dynamic sampling (DAPO section 3.2): hold groups until a step's worth is there, lose none silently."""
+"""Dynamic sampling (DAPO section 3.2): holds groups until there are enough for a step, and counts every dropped
+group."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from dapo_mega.types import Group
 
 @dataclass
 class GroupCounts:
-    """What happened to the groups offered; every drop has a name. `stale` are complete groups that were kept and grew
-    too old; groups that were given up before they were complete are none of these."""
+    """Counts of offered groups by outcome. `stale` counts complete groups that were kept and grew too old; groups given
+    up before they were complete are not counted here."""
 
     offered: int = 0
     kept: int = 0
@@ -26,18 +27,18 @@ class GroupCounts:
 
 @dataclass
 class GroupBuffer:
-    """Store of groups that carry a signal; the oldest leave first.
+    """Holds groups that carry a learning signal; the oldest are taken first.
 
-    With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1. The test is on
-    correctness, never on the shaped reward: a group of wrong answers with different length penalties has
-    nothing to teach. `max_staleness` counts weight versions a surplus group may wait.
+    With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1. Correctness decides, not
+    the shaped reward: a group of wrong answers with different length penalties teaches nothing. A surplus group may
+    wait for `max_staleness` weight versions.
     """
 
     dynamic_sampling: bool = True
     max_staleness: int = 1
     groups: list[Group] = field(default_factory=list)
     counts: GroupCounts = field(default_factory=GroupCounts)
-    # Of the steps before, each with half the weight of the next.
+    # Exponential averages over earlier steps; each step weighs half as much as the next.
     _recent_offered: float = 0.0
     _recent_kept: float = 0.0
 
@@ -65,8 +66,8 @@ class GroupBuffer:
         return dropped
 
     def take(self, num_groups: int) -> Sequence[Group]:
-        """Remove and return the `num_groups` groups of the oldest weights, of several as old those that were asked
-        first: the order in which engines answer decides nothing. Raises ValueError when fewer are held."""
+        """Remove and return the `num_groups` oldest groups, ordered by weight version, then by request id. So the order
+        in which engines answer does not matter. Raises ValueError when fewer groups are held."""
         if num_groups > len(self.groups):
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
         by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.responses[0].response.request_id))
@@ -81,15 +82,15 @@ class GroupBuffer:
         return counts
 
     def recent_kept_share(self) -> float:
-        """The share of offered groups that was kept lately; 1 before any was offered."""
+        """The share of recently offered groups that was kept; 1 before the first offer."""
         kept = self._recent_kept + self.counts.kept
         return (kept + 1) / (self._recent_offered + self.counts.offered + 1)
 
 
-def most_offered(num_kept: int, kept_share: float) -> int:
-    """How many groups to offer so that hardly ever more than `num_kept` of them are kept, each with the probability
-    `kept_share`: the mean and three standard deviations stay below. Always at least `num_kept`."""
+def max_offered(num_kept: int, kept_share: float) -> int:
+    """The most groups to offer such that mean plus three standard deviations of the kept ones is at most `num_kept`, if
+    each is kept with probability `kept_share`. At least `num_kept`."""
     deviation = 3 * math.sqrt(kept_share * (1 - kept_share))
-    # The positive root of share n + deviation sqrt(n) = num_kept, for sqrt(n).
+    # The positive root sqrt(n) of share n + deviation sqrt(n) = num_kept.
     root = (math.sqrt(deviation**2 + 4 * kept_share * num_kept) - deviation) / (2 * kept_share)
     return max(num_kept, int(root**2))

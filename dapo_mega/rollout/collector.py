@@ -1,6 +1,7 @@
-"""Algorithm 1 of DAPO up to the buffer: ask prompts, score, filter, until N groups are held.
+"""Algorithm 1 of DAPO up to the buffer: samples, scores and filters groups until N are held.
 
-Prompts are asked in rounds, or with partial rollouts all the time, so that long responses hold no step up.
+Prompts are submitted in rounds. With partial rollouts they are submitted continuously, so that long responses delay no
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.rollout.buffer import GroupBuffer, most_offered
+from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer
@@ -30,8 +31,8 @@ _NUM_RECENT = 32
 class RolloutStats:
     """What one step generated, before filtering.
 
-    A group that was asked for ends once: offered to the buffer when it is complete, `dropped` when no engine could
-    serve a request of it, or `expired` when it still lacked responses and its tokens had become too old.
+    Every group ends in one of three ways. Complete groups are offered to the buffer. A group is `dropped` when one of
+    its requests failed, and `expired` when its tokens became too old before it was complete.
     """
 
     scored: list[ScoredResponse] = field(default_factory=list)
@@ -42,7 +43,7 @@ class RolloutStats:
 
 
 class Collector:
-    """Owns everything that decides which groups come next: cursor, buffer, request numbers and groups in flight."""
+    """Owns the state that decides which groups come next: cursor, buffer, request ids and groups in flight."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Collector:
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """`recent` are the responses that were scored last, kept or not."""
+        """`recent` holds the responses that were scored last, kept or not."""
         self._config = config
         self.prompts = prompts
         self._engine = engine
@@ -72,11 +73,11 @@ class Collector:
         self._beginning: tuple[Any, int, list[Group]] = (self.cursor.state(), 0, [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        """N groups for one step with their metrics; `version` is that of the engine's weights.
+        """N groups for one step with their metrics; `version` is the engines' weight version.
 
-        Raises StarvedError, naming the acceptance rate, when the allowed rounds did not yield N groups. When the engine
-        raises StopRequested, `state` is afterwards what the step began with, or, with partial rollouts, all that has
-        been asked and answered since.
+        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine
+        raises StopRequested, the state goes back to the beginning of the step; with partial rollouts it keeps all
+        requests and answers since then.
         """
         self._beginning = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
         try:
@@ -86,7 +87,7 @@ class Collector:
             raise
 
     def _undo(self) -> None:
-        """Go back to before the last `collect`; with partial rollouts what was answered since is kept."""
+        """Restore the state before the last `collect`; with partial rollouts keep the new answers."""
         if self._config.rollout.partial:
             return
         self._in_flight.cancel_all()
@@ -94,76 +95,76 @@ class Collector:
         self.cursor.load_state(cursor)
 
     def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        """One loop for both ways to ask: rounds that are waited for to their end, and partial rollouts.
+        """One loop for complete rounds and for partial rollouts.
 
-        What partial rollouts left in flight comes first: groups that are complete by now are held, and those that still
-        lack responses and have tokens too old for this step are given up. In rounds nothing is left.
+        Groups that partial rollouts left in flight come first: complete ones are held, and incomplete ones whose tokens
+        are too old for this step are given up. Rounds leave nothing in flight.
         """
         config, in_flight = self._config, self._in_flight
-        tally = RolloutStats()
+        stats = RolloutStats()
         started = time.perf_counter()
-        self._take_in(in_flight.arrived(), version, tally)
-        tally.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
+        self._add_ended(in_flight.arrived(), version, stats)
+        stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
         in_flight.submit_missing()
         first_round = self._first_round()
-        while len(self.buffer) < config.batch.groups_per_step or self._round_is_under_way():
-            for prompt in self._next_prompts(self._num_to_ask(first_round, tally)):
+        while len(self.buffer) < config.batch.groups_per_step or self._round_is_running():
+            for prompt in self._next_prompts(self._num_to_ask(first_round, stats)):
                 in_flight.start(prompt, self._requests(prompt))
-                tally.asked_prompts += 1
+                stats.asked_prompts += 1
             if not len(in_flight):
-                raise StarvedError(self._starvation(tally))
-            self._take_in([in_flight.next_complete(), *in_flight.arrived()], version, tally)
-        tally.seconds = time.perf_counter() - started
+                raise StarvedError(self._starvation(stats))
+            self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
+        stats.seconds = time.perf_counter() - started
         groups = list(self.buffer.take(config.batch.groups_per_step))
-        return groups, {**self._rollout_metrics(tally), **self._group_metrics(groups, version)}
+        return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
 
-    def _take_in(self, ended: Sequence[CompleteGroup | None], version: int, tally: RolloutStats) -> None:
-        """Score the groups that are complete and hold those that carry a signal and are not too old; None is a group
-        that was given up."""
+    def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
+        """Score the complete groups and hold those that carry a signal and are not too old. None stands for a dropped
+        group."""
         complete = [group for group in ended if group is not None]
-        tally.dropped_groups += len(ended) - len(complete)
-        for group in self._score(complete, tally):
+        stats.dropped_groups += len(ended) - len(complete)
+        for group in self._score(complete, stats):
             self.buffer.offer(group)
         self.buffer.evict_stale(version)
 
-    def _round_is_under_way(self) -> bool:
+    def _round_is_running(self) -> bool:
         return not self._config.rollout.partial and len(self._in_flight) > 0
 
-    def _num_to_ask(self, first_round: int, tally: RolloutStats) -> int:
-        """Prompts to ask now, in a step that begins with a round of `first_round` prompts.
+    def _num_to_ask(self, first_round: int, stats: RolloutStats) -> int:
+        """The number of prompts to submit now, in a step whose first round has `first_round` prompts.
 
-        Rounds: a whole one when none is under way. Partial rollouts: what keeps as many groups in flight as the first
-        round has, but only what this step and the next one can use (`_most_in_flight`). A step asks no more prompts
-        than `max_generation_rounds` have.
+        Rounds: a whole round when none is running. Partial rollouts: enough to keep `first_round` groups in flight, but
+        at most what this step and the next one can use (`_max_in_flight`). A step submits at most as many prompts as
+        `max_generation_rounds` rounds.
         """
         config = self._config
         max_rounds = config.algorithm.max_generation_rounds
         if config.rollout.partial:
-            missing = min(first_round, self._most_in_flight()) - len(self._in_flight)
-            return max(0, min(missing, max_rounds * config.generation_groups - tally.asked_prompts))
-        if self._round_is_under_way() or self._num_rounds(tally) == max_rounds:
+            missing = min(first_round, self._max_in_flight()) - len(self._in_flight)
+            return max(0, min(missing, max_rounds * config.generation_groups - stats.asked_prompts))
+        if self._round_is_running() or self._num_rounds(stats) == max_rounds:
             return 0
-        return config.generation_groups if tally.asked_prompts else first_round
+        return config.generation_groups if stats.asked_prompts else first_round
 
-    def _num_rounds(self, tally: RolloutStats) -> int:
-        """Rounds that make up the prompts asked; a last one that is not full counts."""
-        return -(-tally.asked_prompts // self._config.generation_groups)
+    def _num_rounds(self, stats: RolloutStats) -> int:
+        """The rounds that the submitted prompts fill, rounded up."""
+        return -(-stats.asked_prompts // self._config.generation_groups)
 
     def _first_round(self) -> int:
-        """Prompts of a step's first round: `generation_groups`, less in proportion to the surplus that the buffer
-        already holds, so that surplus is used up instead of growing old."""
+        """Prompts of a step's first round: `generation_groups` times the share of the step's groups that the buffer
+        lacks, so that surplus groups are used before they grow old."""
         config = self._config
         missing = max(config.batch.groups_per_step - len(self.buffer), 0)
         return -(-config.generation_groups * missing // config.batch.groups_per_step)
 
-    def _most_in_flight(self) -> int:
-        """Groups that may be in flight so that, whichever finish first, what this step leaves of them and of the buffer
-        is no more than the next step takes: of what is left longer some would be complete and grow too old."""
+    def _max_in_flight(self) -> int:
+        """The most groups in flight such that this step leaves, in flight and in the buffer, at most what the next step
+        takes. Groups left longer could be complete and grow too old."""
         room = 2 * self._config.batch.groups_per_step - len(self.buffer)
-        return most_offered(room, self.buffer.recent_kept_share())
+        return max_offered(room, self.buffer.recent_kept_share())
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """JSON values and arrays for a checkpoint: all that decides which groups come next."""
+        """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
         records, arrays = pack_groups(self.buffer.groups)
         numbers = {"cursor": self.cursor.state(), "next_request_id": self.next_request_id}
         in_flight, in_flight_arrays = self._in_flight.state()
@@ -171,7 +172,7 @@ class Collector:
         return values, {**arrays, **in_flight_arrays}
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises InputError for groups in flight that this run would leave unanswered."""
+        """Continue from `state`. Raises InputError for groups in flight if this run has no partial rollouts."""
         self.cursor.load_state(values["collector"]["cursor"])
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts)
@@ -180,7 +181,7 @@ class Collector:
             return
         if not self._config.rollout.partial:
             raise InputError(
-                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true goes on with; "
+                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true can continue; "
                 f"set it, or start a new run from the trained weights"
             )
         self._in_flight.load_state(in_flight, arrays, self.prompts, self._request)
@@ -189,52 +190,52 @@ class Collector:
         return [self.prompts[i] for i in self.cursor.next(num_prompts)]
 
     def _requests(self, prompt: Prompt) -> list[GenerationRequest]:
-        """The requests of one group, under new numbers."""
+        """The requests of one group, with new ids."""
         first = self.next_request_id
         self.next_request_id += self._config.batch.group_size
         return [self._request(request_id, prompt) for request_id in range(first, self.next_request_id)]
 
     def _request(self, request_id: int, prompt: Prompt) -> GenerationRequest:
-        # The seed names the request within the run, so a response depends on nothing else.
+        # The seed depends only on the run's seed and the request id, so responses do not depend on timing.
         seed = (self._config.seed << 64) | request_id
         return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
 
-    def _score(self, complete: Sequence[CompleteGroup], tally: RolloutStats) -> list[Group]:
+    def _score(self, complete: Sequence[CompleteGroup], stats: RolloutStats) -> list[Group]:
         answered = [(prompt, r) for prompt, responses in complete for r in responses]
         self.recent.extend(answered)
         scored = self._scorer.score(answered)
-        tally.scored.extend(scored)
+        stats.scored.extend(scored)
         groups = []
         for i, (prompt, responses) in enumerate(complete):
             members = tuple(scored[i * len(responses) : (i + 1) * len(responses)])
             groups.append(Group(prompt, members, min(response.weight_version for response in responses)))
         return groups
 
-    def _starvation(self, tally: RolloutStats) -> str:
+    def _starvation(self, stats: RolloutStats) -> str:
         counts = self.buffer.counts
         return (
-            f"dynamic sampling is starved: after {self._num_rounds(tally)} generation rounds of up to "
+            f"dynamic sampling is starved: after {self._num_rounds(stats)} generation rounds of up to "
             f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
-            f"({counts.all_right} all right, {counts.all_wrong} all wrong, {tally.dropped_groups} failed of "
-            f"{counts.offered + tally.dropped_groups}). Use prompts of another difficulty, raise batch.group_size, "
+            f"({counts.all_right} all right, {counts.all_wrong} all wrong, {stats.dropped_groups} failed of "
+            f"{counts.offered + stats.dropped_groups}). Use prompts of another difficulty, raise batch.group_size, "
             f"batch.generation_groups or algorithm.max_generation_rounds, or set algorithm.dynamic_sampling=false"
         )
 
-    def _rollout_metrics(self, tally: RolloutStats) -> dict[str, float]:
+    def _rollout_metrics(self, stats: RolloutStats) -> dict[str, float]:
         metrics = {
-            "rollout/generation_rounds": float(self._num_rounds(tally)),
-            "rollout/dropped_groups": float(tally.dropped_groups),
+            "rollout/generation_rounds": float(self._num_rounds(stats)),
+            "rollout/dropped_groups": float(stats.dropped_groups),
             "rollout/groups_in_flight": float(len(self._in_flight)),
-            "rollout/groups_expired_in_flight": float(tally.expired_groups),
+            "rollout/groups_expired_in_flight": float(stats.expired_groups),
         }
         outcomes = self._scorer.pop_outcomes()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])
-        if not tally.scored:
+        if not stats.scored:
             return metrics
-        # In the order of requests, whichever finished first: sums of floats depend on it.
-        scored = sorted(tally.scored, key=lambda s: s.response.request_id)
+        # In the order of requests, because sums of floats depend on the order.
+        scored = sorted(stats.scored, key=lambda s: s.response.request_id)
         lengths = np.array([len(s.response.token_ids) for s in scored])
         logprobs = np.concatenate([s.response.logprobs for s in scored])
         return {
@@ -248,7 +249,7 @@ class Collector:
             "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
             "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
             "rollout/tokens": float(lengths.sum()),
-            "rollout/tokens_per_s": float(lengths.sum() / max(tally.seconds, 1e-9)),
+            "rollout/tokens_per_s": float(lengths.sum() / max(stats.seconds, 1e-9)),
         }
 
     def _group_metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:

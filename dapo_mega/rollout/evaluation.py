@@ -14,8 +14,8 @@ from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
 
-# Requests of an evaluation are numbered apart from those of training, and alike in every evaluation, so that
-# two evaluations differ by the weights and not by luck.
+# Evaluation requests have ids apart from training's, and the same ids (so the same seeds) in every evaluation: two
+# evaluations differ by the weights only.
 _FIRST_REQUEST_ID = 1 << 62
 
 
@@ -42,7 +42,7 @@ def make_evaluator(
     decode: Decode,
     stop_token_ids: tuple[int, ...],
 ) -> Evaluator:
-    """The evaluation of a run: scores as training does, but never by a coin (`reward.source=random`)."""
+    """The run's evaluator. Scores like training, but with the verifier even if `reward.source=random`."""
     reward = config.reward.model_copy(update={"source": "verifier"})
     scorer = ResponseScorer(reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
     return Evaluator(
@@ -56,7 +56,7 @@ def make_evaluator(
 
 
 class Evaluator:
-    """Asks every held-out prompt k times and reports `evaluation/...` metrics."""
+    """Samples k responses per held-out prompt and reports `evaluation/...` metrics."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Evaluator:
         )
 
     def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
-        """`generate` answers requests in the order given. Failed generations are left out of every mean and counted in
-        `evaluation/failed`."""
+        """Returns the metrics. `generate` answers requests in the order given. Failed generations are left out of every
+        mean and counted in `evaluation/failed`."""
         k = self._config.samples_per_prompt
         requests = []
         for i, prompt in enumerate(self._prompts):

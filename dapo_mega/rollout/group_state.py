@@ -1,4 +1,4 @@
-"""Responses and the buffer's groups as plain JSON values and arrays, and back: part of every checkpoint."""
+"""Converts responses and the buffer's groups to JSON values and arrays for checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
-    """JSON records, and arrays `buffer/token_ids`, `buffer/logprobs` of all responses one after the other."""
+    """JSON records, and the arrays `buffer/token_ids` and `buffer/logprobs` of all responses, concatenated."""
     packed, arrays = pack_responses([scored.response for group in groups for scored in group.responses], "buffer")
     responses = iter(packed)
     records = [
@@ -42,7 +42,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
 def unpack_groups(
     records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], prompts: Sequence[Prompt]
 ) -> list[Group]:
-    """The groups that `pack_groups` was given; `prompts` is the run's dataset."""
+    """The inverse of `pack_groups`; `prompts` is the run's dataset."""
     responses = iter(unpack_responses([saved for record in records for saved in record["responses"]], arrays, "buffer"))
     return [
         Group(
@@ -60,7 +60,7 @@ def unpack_groups(
 
 
 def pack_responses(responses: Sequence[Response], name: str) -> tuple[list[Record], Arrays]:
-    """A JSON record per response, and arrays `name/token_ids`, `name/logprobs` of all one after the other."""
+    """One JSON record per response, and the arrays `name/token_ids` and `name/logprobs` of all, concatenated."""
     records = [
         {
             "request_id": response.request_id,
@@ -82,8 +82,7 @@ def pack_responses(responses: Sequence[Response], name: str) -> tuple[list[Recor
 def unpack_responses(
     records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], name: str
 ) -> list[Response]:
-    """The responses that `pack_responses` was given. Checkpoints of earlier versions have no `version_spans`, or no
-    `engine_spans`."""
+    """The inverse of `pack_responses`. Older checkpoints may lack `version_spans` or `engine_spans`."""
     ends = np.cumsum([saved["length"] for saved in records], dtype=np.int64).tolist()
     return [
         Response(
@@ -100,7 +99,7 @@ def unpack_responses(
 
 
 def dataset_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Changes when any prompt, answer or their order changes: resuming on other data is refused."""
+    """A hash of all prompts and answers in order; a resumed run must have the same."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.token_ids.tobytes())

@@ -1,4 +1,4 @@
-"""Groups whose responses are still being generated: answers come one by one, groups leave when they are complete."""
+"""Tracks groups whose responses are being generated, and hands a group out when it is complete."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ class PendingGroup:
 
 
 class GroupsInFlight:
-    """Keeps track of which requests of which groups the engine still owes."""
+    """Tracks the groups in flight and their unanswered requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._groups: list[PendingGroup] = []
         self._waiting: dict[int, PendingGroup] = {}
-        # Complete or given up, but not yet told to the caller.
+        # Complete or given up, but not yet returned to the caller.
         self._ended: deque[PendingGroup] = deque()
 
     def __len__(self) -> int:
         return len(self._groups) + len(self._ended)
 
     def start(self, prompt: Prompt, requests: Sequence[GenerationRequest]) -> None:
-        """Ask for a group."""
+        """Submit the requests of a new group."""
         group = PendingGroup(prompt, tuple(requests))
         self._groups.append(group)
         self._submit(group)
 
     def submit_missing(self) -> None:
-        """Submit what is neither answered nor waited for: requests of a loaded checkpoint."""
+        """Submit requests that are neither answered nor submitted, as after `load_state`."""
         for group in self._groups:
             self._submit(group)
 
     def arrived(self) -> list[CompleteGroup | None]:
-        """All that `next_complete` would give without waiting."""
+        """All groups that `next_complete` would return without waiting."""
         self._read_arrived()
         ended = [group.complete() for group in self._ended]
         self._ended.clear()
         return ended
 
     def next_complete(self) -> CompleteGroup | None:
-        """Wait until a group is complete; None when one is given up instead, as no engine could serve a request of it.
+        """Wait until a group is complete; None if a group is dropped because one of its requests failed.
 
-        Raises FleetError when the engines do not come back in time.
+        Raises FleetError when lost engines do not come back in time.
         """
         while not self._ended:
             self._take(self._engine.next_answer())
         return self._ended.popleft().complete()
 
     def cancel_older_than(self, version: int) -> int:
-        """Give up the groups that lack responses and have tokens of weights before `version`, also in a response under
-        way; returns their number. When a group was asked for does not count: its requests may have waited since."""
+        """Give up the incomplete groups with tokens of weights older than `version`, unfinished responses included;
+        returns their number. The time of submission does not count, as requests may wait unsampled."""
         oldest = self._engine.oldest_versions(list(self._waiting))
         stale = []
         for group in self._groups:
@@ -84,8 +84,7 @@ class GroupsInFlight:
         return len(stale)
 
     def state(self) -> tuple[list[Record], Arrays]:
-        """JSON records of the groups in flight, and arrays `in_flight/...` of the responses that are there, with those
-        that have arrived by now."""
+        """JSON records of the groups in flight, and arrays `in_flight/...` of their responses so far."""
         self._read_arrived()
         groups = [*self._ended, *self._groups]
         packed, arrays = pack_responses([r for group in groups for r in group.responses.values()], "in_flight")
@@ -107,7 +106,7 @@ class GroupsInFlight:
         prompts: Sequence[Prompt],
         make_request: Callable[[int, Prompt], GenerationRequest],
     ) -> None:
-        """Continue with the groups of `state`; `submit_missing` asks for what they lack, under the same request ids."""
+        """Continue with the groups of `state`; `submit_missing` submits their missing requests with the same ids."""
         saved = [response for record in records for response in record["responses"]]
         responses = iter(unpack_responses(saved, arrays, "in_flight"))
         for record in records:
@@ -135,10 +134,10 @@ class GroupsInFlight:
             self._take(answer)
 
     def _take(self, answer: Answer) -> None:
-        """Give the answer to its group, which may end by it."""
+        """Add the answer to its group; a complete or failed group ends."""
         group = self._waiting.pop(answer.request_id, None)
         if group is None:
-            return  # The answer was under way when its request was cancelled.
+            return  # Its request was cancelled meanwhile.
         if isinstance(answer, GenerationFailure):
             self._give_up(group)
             self._ended.append(group)

@@ -14,7 +14,7 @@ from dapo_mega.types import Prompt, Response, ScoredResponse
 
 
 class ResponseScorer:
-    """Scores responses by verification against the ground truth, or, as a control experiment, by a fair coin."""
+    """Scores responses with the verifier, or with a fair coin as a control experiment (`reward.source=random`)."""
 
     def __init__(
         self, config: RewardConfig, verifier: AnswerVerifier, decode: Decode, max_response_tokens: int, seed: int
@@ -30,7 +30,7 @@ class ResponseScorer:
     def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:
         """One scored response per pair, in order."""
         if not asked:
-            return []  # Tokenizers make one empty text of no responses.
+            return []  # Tokenizers decode an empty batch to one empty text.
         texts = self._decode([response.token_ids for _, response in asked])
         if self._config.source == "random":
             verdicts: list[tuple[bool, str | None]] = [(self._coin(response.request_id), None) for _, response in asked]

@@ -1,7 +1,7 @@
-"""Hooks for an SGLang server: weights arrive in pieces or as changes only, and are compared with the engine's model.
+"""SGLang plugin: receives weights in pieces or as changes only, and compares them with the engine's model.
 
-SGLang loads it where dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
-`engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own form.
+SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
+`engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """SGLang calls this in each of its processes, and installs the hooks afterwards."""
+    """Register the hooks; SGLang calls this in each of its processes and installs them afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     try:
@@ -65,7 +65,7 @@ def _trace(updater: Any) -> LoadTrace:
 
 
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """Names and tensors for the model's loader."""
+    """The names and tensors to give to the model's loader."""
     load_format = request["load_format"] or ""
     pieces = PiecesFormat.parse(load_format)
     if pieces is None:
@@ -80,11 +80,11 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
-    """Loads what `_receive` returned, to the last piece, and compares checksums of changed tensors."""
+    """Load all weights that `_receive` returned, and compare checksums of changed tensors."""
     success, message = load(updater, weights)
     if isinstance(weights, ArrivingWeights):
         if not success and not weights.is_broken:
-            # Perhaps the loader cannot take traced tensors: it gets plain ones when the trainer sends them again.
+            # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
             _trace(updater).close()
         weights.drain()
     if not isinstance(weights, ChangedWeights):
@@ -105,14 +105,14 @@ def _begin(_: None, updater: Any) -> None:
 
 
 def _end(end: Callable[..., None], updater: Any, **request: Any) -> None:
-    """Compares what was sent with the model, before SGLang replaces parameters by others that it makes of them."""
+    """Compare the sent weights with the model, before SGLang's post-processing replaces parameters."""
     model = updater.get_model()
-    _misfits[model] = _misfit(_of_all_ranks(_trace(updater).differences(model.named_parameters())))
+    _misfits[model] = _model_difference(_of_all_ranks(_trace(updater).differences(model.named_parameters())))
     end(updater, **request)
 
 
 def _of_all_ranks(found: Differences) -> list[Differences]:
-    """The differences that each of the model's tensor-parallel ranks found. Collective over them."""
+    """The differences found on each tensor-parallel rank. Collective over these ranks."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group.cpu_group
@@ -121,10 +121,10 @@ def _of_all_ranks(found: Differences) -> list[Differences]:
     return everywhere
 
 
-def _misfit(everywhere: Sequence[Differences]) -> str:
-    """How this engine's model differs from the one whose weights were sent; empty if it does not."""
+def _model_difference(everywhere: Sequence[Differences]) -> str:
+    """How this engine's model differs from the model of the sent weights; empty if it does not."""
     unwritten = list(dict.fromkeys(name for names, _ in everywhere for name in names))
-    unplaced = sorted(set.intersection(*(names for _, names in everywhere)))  # Another rank may hold the expert.
+    unplaced = sorted(set.intersection(*(names for _, names in everywhere)))  # Another rank may have the expert.
     parts = [f"it has {_listed(unwritten)}, for which no weights come"] if unwritten else []
     parts += [f"it has no place for {_listed(unplaced)}"] if unplaced else []
     return f"{OTHER_MODEL}: {'; '.join(parts)}" if parts else ""
@@ -136,15 +136,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _answer(output: Any, manager: Any, *_: Any) -> None:
-    """Turns the answer to the end of a session into a refusal if the model differs."""
+    """Turn the answer to /end_weight_update into an error if the model differs."""
     misfit = _misfits.pop(manager.tp_worker.model_runner.weight_updater.get_model(), "")
     if misfit and output.success:
         output.success, output.message = False, misfit
 
 
 def _announce(state: Any, scheduler: Any, *_: Any) -> None:
-    # A draft model would load what the main model has received, when it is already gone.
+    # A draft model would load the main model's weights again, when they are already freed.
     if scheduler.server_args.speculative_algorithm is None:
         state.internal_state[PROTOCOL_FIELD] = PROTOCOL
-    # As text: SGLang's messages cannot hold every value of a configuration.
+    # As text, because SGLang's messages cannot hold all types of a configuration's values.
     state.internal_state[MODEL_FIELD] = json.dumps(scheduler.model_config.hf_config.to_dict(), default=str)

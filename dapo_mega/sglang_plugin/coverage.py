@@ -1,7 +1,7 @@
-"""Compares names and shapes: whether the weights of a full update reach every parameter, and each finds a place.
+"""Checks that the weights of a full update reach every parameter, and that each sent tensor is used.
 
-A model's loader gets tensors that note where they are copied to. One that cannot take them gets plain tensors from then
-on, and its model is no longer compared.
+A model's loader gets tensors that record where they are copied to. A loader that cannot take such tensors gets plain
+ones from then on, and its model is no longer compared.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from dapo_mega.sglang_plugin.wrappers import Wrapper
 
 Differences = tuple[list[str], set[str]]
-"""Parameters that nothing was copied to, with their shapes, and names of tensors that were copied nowhere."""
+"""Parameters that got no copy, with their shapes, and names of tensors that were copied nowhere."""
 
 
 class LoadTrace:
-    """What one model's loader does with the weights of an update session."""
+    """Records what one model's loader does with the weights of an update session."""
 
     def __init__(self) -> None:
         self._gives_plain_tensors = False
@@ -27,13 +27,13 @@ class LoadTrace:
         self._unplaced: set[str] = set()
 
     def begin(self) -> None:
-        """A session begins; it brings all weights unless `miss` is called."""
+        """Begin a session, which brings all weights unless `miss` is called."""
         self._written.clear()
         self._unplaced.clear()
         self._sees_all = True
 
     def miss(self) -> None:
-        """Some weights of this session are not traced, so nothing can be said at its end."""
+        """Record that some weights of this session are not traced, so that its end is not checked."""
         self._sees_all = False
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class LoadTrace:
         self._gives_plain_tensors = True
 
     def traced(self, name: str, tensor: Tensor) -> Tensor:
-        """What the loader gets for the tensor."""
+        """The traced or plain tensor to give to the loader."""
         if self._gives_plain_tensors:
             return tensor
         if tensor.numel() > 1:
@@ -49,16 +49,17 @@ class LoadTrace:
         return TracedTensor.of(tensor, name, self)
 
     def used(self, name: str) -> None:
-        """The tensor was copied, or combined with others."""
+        """Record that the tensor was copied, or combined with others."""
         self._unplaced.discard(name)
 
     def written(self, name: str, parameter: Tensor) -> None:
-        """The tensor, or a part of it, was copied to the parameter."""
+        """Record that the tensor, or a part of it, was copied to the parameter."""
         self.used(name)
         self._written.add(_memory(parameter))
 
     def differences(self, parameters: Iterable[tuple[str, Tensor]]) -> Differences:
-        """Those at the end of the session. Single values are left out: loaders read them instead of copying them."""
+        """The differences at the end of the session, without tensors of one value, which loaders read but do not
+        copy."""
         if self._gives_plain_tensors or not self._sees_all or not self._written:
             return [], set()
         unwritten = [
@@ -70,7 +71,7 @@ class LoadTrace:
 
 
 class TracedTensor(Wrapper):
-    """The tensor `tensor_name`, or a part of it; tells `load_trace` where it is copied to."""
+    """The tensor `tensor_name`, or a part of it, which reports its copies to `load_trace`."""
 
     tensor_name: str
     load_trace: LoadTrace

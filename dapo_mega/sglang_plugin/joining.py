@@ -1,7 +1,7 @@
 """Joins the trainer's process groups within a time limit.
 
-An engine does nothing else while it joins, and a trainer that is killed meanwhile never comes. torch would try to
-connect to the trainer's store for half an hour, and wait forever for a store that accepts but does not answer.
+An engine does nothing else while it joins, even if the trainer is killed meanwhile. torch would try to connect to the
+trainer's store for half an hour, and wait forever for a store that accepts but does not answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SGLANGS_LIMIT_S = 1800.0
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
-    """Call `join`; raises TimeoutError after the limit in the group's name, if there is one.
+    """Call `join` in a thread; raises TimeoutError after the limit in the group's name, if there is one.
 
-    The thread that joins cannot be interrupted. It ends when torch gives up or the store's machine is gone.
+    The thread cannot be interrupted. It ends when torch gives up or the store's machine is gone.
     """
     limit_s = limit_of_group(str(group.get("group_name")))
     if limit_s is None:
         return join(*arguments, **group)
-    # gloo gives up a broadcast at this limit; with NCCL torch ends the process, so the trainer must give up earlier.
+    # gloo fails a broadcast at this limit. With NCCL torch ends the process, so the trainer must give up earlier.
     gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
     group["timeout"] = timedelta(seconds=gives_up_s)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -36,9 +36,9 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
     def run() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # Each thread has its own.
+                torch.cuda.set_device(device)  # The current device is per thread.
             joined.set_result(join(*arguments, **group))
-        except Exception as error:  # Raised where the result is waited for.
+        except Exception as error:  # Raised in the waiting thread.
             joined.set_exception(error)
 
     threading.Thread(target=run, name="joining a group", daemon=True).start()

@@ -1,7 +1,7 @@
 """Tensors that, copied over a parameter, change only some of its values.
 
-A model's loader slices, transposes and fuses what it gets before it copies it into its parameters, and each process
-takes only its part. A patch goes through all that like the tensor it stands for: NaN marks the values that stay.
+A model's loader slices, transposes and fuses tensors before it copies them into parameters, and each rank takes only
+its shard. A patch goes through these steps like the full tensor: NaN marks the values that do not change.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dapo_mega.types import WeightSpec
 
 
 class Written(NamedTuple):
-    """One copy to a parameter: `size` values of the tensors `names` (several if fused). `checksum` is that of what the
-    parameter holds afterwards, None if its dtype is not the tensors'."""
+    """One copy to a parameter: `size` values of the tensors `names` (several if fused). `checksum` is the parameter's
+    afterwards, None if its dtype is not the tensors'."""
 
     names: tuple[str, ...]
     checksum: int | None
@@ -29,7 +29,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Write:
-    """A `Written` whose checksum [] int64 may still be on its way from the device."""
+    """A `Written` whose checksum [] int64 may still be on the device."""
 
     names: tuple[str, ...]
     checksum: Tensor | None
@@ -41,8 +41,8 @@ class Write:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The tensors that a patch was made of: their names and dtypes, and whether NaN marks values that stay. Every copy
-    to a parameter is added to `writes`."""
+    """A patch's source tensors: their names and dtypes, and whether NaN marks unchanged values. Every copy to a
+    parameter is added to `writes`."""
 
     names: tuple[str, ...]
     dtypes: frozenset[torch.dtype]

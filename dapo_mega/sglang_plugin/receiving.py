@@ -1,4 +1,4 @@
-"""Receives weights in an engine's processes: names and tensors for a model's `load_weights`."""
+"""Receives weights on an engine's ranks, as names and tensors for a model's `load_weights`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dapo_mega.weight_sync.engine_groups import Broadcasting
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece that is received into `memory`."""
+    """A piece of a bucket, received into `memory`."""
 
     specs: Sequence[WeightSpec]
     memory: Tensor
@@ -28,7 +28,7 @@ class _Piece:
 
 
 class ArrivingWeights:
-    """Names and tensors of a bucket, which are loaded while further pieces arrive. Can be iterated once."""
+    """The names and tensors of a bucket; each piece can be loaded while further pieces arrive. Can be iterated once."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ArrivingWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._is_read:
-            raise RuntimeError("these weights are gone: they were loaded while they arrived, which works once")
+            raise RuntimeError("these weights are freed: pieces are loaded while they arrive, which works only once")
         self._is_read = True
         while piece := self._next():
             for spec, tensor in zip(piece.specs, unpacked(piece.memory, piece.specs), strict=True):
@@ -82,17 +82,17 @@ class ArrivingWeights:
             self._free_bytes += piece.memory.nbytes
 
     def drain(self) -> None:
-        """Receive and discard what the loader left, so that the group's next receive gets what is sent next."""
+        """Receive and discard the pieces that the loader did not read, so that the group's next receive matches."""
         with suppress(RuntimeError):
             while not self.is_broken and self._next():
                 pass
 
 
 class ChangedWeights:
-    """The values that changed since the last update, as tensors that write only those into an engine's parameters."""
+    """The changed values since the last update, as tensors that write only these values into parameters."""
 
     def __init__(self, group: Broadcasting, device: str, specs: Sequence[WeightSpec]) -> None:
-        """Receives."""
+        """Receive both broadcasts."""
         length = torch.empty(1, dtype=torch.int64, device=device)
         group.broadcast(length.view(torch.uint8), 0).wait()
         packed = torch.empty(int(length), dtype=torch.uint8, device=device)
@@ -107,13 +107,13 @@ class ChangedWeights:
             yield spec.name, make_patch(spec, change, self._writes)
 
     def written(self) -> list[Written]:
-        """What this process has written since the last iteration began."""
+        """This rank's writes since the last iteration began."""
         return [write.counted() for write in self._writes]
 
     def faults(self, written: Sequence[Written]) -> list[str]:
-        """Names of tensors whose checksum is wrong after all processes of an engine have `written` this.
+        """The names of tensors whose checksum is wrong, given the writes of all ranks of an engine.
 
-        A process may hold a part of a tensor, the whole tensor, or the same part as another process.
+        A rank may hold a part of a tensor, the whole tensor, or the same part as another rank.
         """
         expected = {spec.name: change.checksum for spec, change in zip(self._specs, self._changes, strict=True)}
         sizes = {spec.name: spec.size for spec in self._specs}

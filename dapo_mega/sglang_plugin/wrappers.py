@@ -1,4 +1,4 @@
-"""Tensors that wrap others and see every copy from them to a parameter."""
+"""Tensor wrappers that intercept every copy to a parameter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Wrapper(Tensor):
-    """Can be sliced, transposed and fused by a model's loader like the tensor `content`; every result is wrapped again.
-    `write_to` decides what copying it to a plain tensor does."""
+    """A model's loader can slice, transpose and fuse it like the tensor `content`; every result is wrapped again.
+    `write_to` implements the copy to a plain tensor."""
 
     content: Tensor
 
@@ -33,12 +33,12 @@ class Wrapper(Tensor):
         raise NotImplementedError
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
-        """Wraps `content`, which was made of this and possibly of others."""
+        """Wrap `content`, the result of an operation on this tensor and on `others`."""
         raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Nothing special: operations come to `__torch_dispatch__`."""
+        """Pass operations on to `__torch_dispatch__`."""
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -47,7 +47,7 @@ class Wrapper(Tensor):
             args[1].write_to(args[0])
             return args[0]
         if isinstance(args[0], cls) and not kwargs and all(isinstance(value, int) for value in args[1:]):
-            content = func(args[0].content, *args[1:])  # The most frequent case, ten times as fast.
+            content = func(args[0].content, *args[1:])  # A shortcut for the most frequent case, ten times as fast.
             if type(content) is Tensor:
                 return args[0].derived(content, [])
         first, *others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]

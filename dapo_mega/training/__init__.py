@@ -1,1 +1,1 @@
-"""The loop, what builds it, and how runs start and end. `loop` is the place to begin reading."""
+"""The training loop, the code that builds a run, and how runs start and end. Begin reading with `loop`."""

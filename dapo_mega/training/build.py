@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
-from dapo_mega.config import RunConfig, dump_config
+from dapo_mega.config import RunConfig, SftConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -24,7 +25,6 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError, StopRequested
-from dapo_mega.files import replace_file
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before anything starts."""
+    """The tokenizer and the datasets of a run."""
 
     tokenizer: Any
     train_prompts: PromptDataset
@@ -52,8 +52,8 @@ class RunInputs:
 
 @dataclass
 class Controller:
-    """What only rank 0 has: the side that talks to data, rewards, disk and screen. `writer` is opened when training
-    begins, as that removes what an earlier run recorded of the steps to come."""
+    """The parts that only rank 0 has: data, rewards, metrics and progress display. `writer` is opened when training
+    begins, because opening it removes an earlier run's records of the steps to come."""
 
     collector: Collector
     evaluator: Evaluator | None
@@ -65,8 +65,8 @@ class Controller:
 
 @dataclass
 class TrainingRun:
-    """Everything a run is made of. `controller` is None except on rank 0. `unrecorded` is what the last step measured,
-    until it is recorded; `stop_requested` says whether the run is to end before its last step."""
+    """All parts of a run. `controller` is None except on rank 0. `unrecorded` holds the last step's metrics until they
+    are recorded. `stop_requested()` tells whether the run shall end before its last step."""
 
     config: RunConfig
     policy: MegatronPolicy
@@ -82,7 +82,7 @@ class TrainingRun:
 
 
 def read_inputs(config: RunConfig) -> RunInputs:
-    """Read what the run needs, on every process. Raises InputError, before any process waits for another."""
+    """Read the run's inputs, on every rank. Raises InputError before any rank waits for another."""
     tokenizer = load_tokenizer(config.model.path)
     train_prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
     evaluation_prompts = None
@@ -104,9 +104,9 @@ def build_run(
     processes: Processes | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> TrainingRun:
-    """Load the model and build everything around it. `start_step` is the last completed step.
+    """Load the model and build the run. `start_step` is the last completed step.
 
-    Inputs that are not given are read here, and processes that are not given join each other here.
+    Reads the inputs unless they are given, and starts the process groups unless `processes` is given.
     """
     inputs = inputs or read_inputs(config)
     processes = processes or start_processes(config.parallel, config.seed)
@@ -150,7 +150,7 @@ def build_run(
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:
-    """Refuse a router bias that the engines would never see."""
+    """Raise InputError for a trained router bias that checkpoints, and so the engines, do not have."""
     has_bias = arch.experts is not None and arch.experts.has_router_bias
     if config.compute.moe.router_bias_update_rate > 0 and not has_bias:
         raise InputError(
@@ -193,16 +193,16 @@ def _controller(
     )
 
 
-def open_writer(config: RunConfig, first_step: int = 0) -> MetricsWriter:
-    """The record of the steps from `first_step` on. Raises InputError where the file of earlier ones is unreadable."""
+def open_writer(config: RunConfig | SftConfig, first_step: int = 0) -> MetricsWriter:
+    """The metrics writer from `first_step` on. Raises InputError if the file of earlier steps is unreadable."""
     try:
         return MetricsWriter(Path(config.output_dir), start_step=first_step)
     except ValueError as error:
         raise InputError(f"{error}; move the file away, or give another output_dir") from error
 
 
-def write_run_record(config: RunConfig) -> None:
-    """Write the resolved configuration and the versions that compute it into the run's folder."""
+def write_run_record(config: RunConfig | SftConfig) -> None:
+    """Write the resolved configuration and the package versions into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", dump_config(config))
@@ -218,7 +218,7 @@ def write_run_record(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The engines of a run and the way of the policy's weights to them."""
+    """The engines of a run and their weight sync."""
 
     fleet: RolloutFleet
     weight_sync: WeightSync
@@ -227,10 +227,10 @@ class Rollouts:
 def start_rollouts(
     config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
 ) -> Rollouts:
-    """What generates in this run, on every process. `prompts` are those that it trains on; `check_stop` raises
-    StopRequested when the run is to stop.
+    """Start the run's engines or connect to them, on every rank. `prompts` are the training prompts; `check_stop`
+    raises StopRequested when the run is to stop.
 
-    Raises InputError, on all processes, for a missing API key or a rendezvous that cannot be listened on.
+    Raises InputError, on all ranks, for a missing API key or if it cannot listen on the rendezvous address.
     """
     if config.rollout.placement == "embedded":
         return _embedded(config, policy.processes, check_stop)

@@ -1,4 +1,4 @@
-"""The loop: roll out, filter, pack, update, sync. `train` reads like Algorithm 1 of the paper."""
+"""The training loop: roll out, filter, pack, update, sync. `train` follows Algorithm 1 of the paper."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, sam
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import LoopState
-from dapo_mega.config import RunConfig
+from dapo_mega.config import RunConfig, SftConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.errors import FleetError, InputError, StarvedError
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.process_watch import stop_together
 from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ Metrics = dict[str, float]
 def train(run: TrainingRun) -> None:
     """Run the remaining steps. The weights at step s have version s; version 0 starts the run.
 
-    Raises StopRequested, on all processes, when the run was asked to stop: between steps, while responses are generated
-    or when a step's update is done. `loop_state` is then what the run continues from.
+    Raises StopRequested, on all ranks, when the run was asked to stop: between steps, while responses are generated or
+    after a step's update. The run then continues from `loop_state`.
     """
     config = run.config
     with raise_on_all_ranks(run.policy.processes.control):
@@ -64,15 +65,12 @@ def train(run: TrainingRun) -> None:
 
 
 def stop_if_requested(run: TrainingRun) -> None:
-    """Raise StopRequested, on all processes, when one of them was asked to stop."""
-    requested = torch.tensor([float(run.stop_requested())])
-    dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=run.policy.processes.control)
-    if requested.item():
-        raise StopRequested("the run was asked to stop")
+    """Raise StopRequested on all ranks when one of them was asked to stop."""
+    stop_together(run.stop_requested(), run.policy.processes.control)
 
 
 def complete_step(run: TrainingRun, metrics: Metrics) -> None:
-    """What follows an update: weights to the engines, held-out evaluation, the step's record, exports, checkpoint."""
+    """After an update: send weights to the engines, evaluate, record the step, export, save a checkpoint."""
     run.unrecorded = metrics
     if run.step < run.config.num_steps:
         stop_if_requested(run)
@@ -88,9 +86,9 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
-    """Let rank 0 do work that needs the engines while the other processes serve the fleet; they get None.
+    """Let rank 0 do work that needs the engines while the other ranks serve the fleet and get None.
 
-    All processes leave together, and an error of one is raised on all.
+    All ranks return together; an error on one rank is raised on all.
     """
     with raise_on_all_ranks(run.policy.processes.control):
         if run.controller is None:
@@ -103,7 +101,7 @@ def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
 
 
 def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
-    """Rank 0 collects N groups while the other replicas' engines work for it; others get nothing."""
+    """Rank 0 collects N groups while the other ranks serve the fleet; the other ranks get nothing."""
 
     def work(controller: Controller) -> tuple[Sequence[Group], Metrics]:
         collected = controller.collector.collect(run.step)
@@ -119,7 +117,7 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
-    """Why the engines are to blame for groups without a signal, by the last responses; None where they are not."""
+    """Score the last responses: an error text if the engines cause the groups without a signal, else None."""
     policy, config = run.policy, run.config
     samples = None
     with raise_on_all_ranks(policy.processes.control):
@@ -147,7 +145,7 @@ def find_starvation_cause(run: TrainingRun) -> str | None:
 
 
 def hand_over(run: TrainingRun, groups: Sequence[Group]) -> StepBatch:
-    """Advantages and one row per token on rank 0; then every process gets and packs its own micro-batches."""
+    """Flatten the groups into samples with advantages on rank 0; then every rank gets and packs its micro-batches."""
     config = run.config
     return run.policy.pack(
         samples_of_groups(groups, config, run.step) if run.controller else None,
@@ -170,9 +168,9 @@ def packing_metrics(stats: PackingStats) -> Metrics:
 def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
     """pi_old <- pi_theta: score every response token with the weights the step starts from.
 
-    Also measures how far the engine's log-probs are from them, which raises FleetError on all processes when it is over
-    `rollout.mismatch_stop`. A step of a single update needs no pass of its own for this: the update itself starts from
-    those weights, and raises before its checkpoint is written.
+    Also measures the mismatch of the engines' log-probs, and raises FleetError on all ranks if it is over
+    `rollout.mismatch_stop`. A step with a single update needs no scoring pass: the update starts from these weights,
+    scores the tokens itself, and raises before its checkpoint is written.
     """
     everything = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
     references = run.reference.score(everything) if run.reference else [None] * len(everything)
@@ -191,7 +189,7 @@ def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[T
 def _check_scores(
     run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
 ) -> Metrics:
-    """`measure_scores`. Warns of a mismatch, and raises FleetError, on all processes, for one over
+    """`measure_scores` that warns of a mismatch, and raises FleetError on all ranks if it is over
     `rollout.mismatch_stop`."""
     metrics, by_engine = measure_scores(run, batches, scores, engines)
     message = mismatch_warning(metrics, run.config, run.step + 1, by_engine)
@@ -203,7 +201,7 @@ def _check_scores(
 def measure_scores(
     run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
 ) -> tuple[Metrics, Metrics]:
-    """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines` are URLs by number."""
+    """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines[i]` is engine i's URL."""
     processes = run.policy.processes
     is_counted = processes.is_last_stage and processes.tensor_rank == 0
     counted = list(zip(batches, scores, strict=True)) if is_counted else []
@@ -220,8 +218,8 @@ def measure_scores(
 
 
 def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
-    """mu passes of one optimizer update per mini-batch; metrics are means over the updates. `engines` are those of the
-    step, by number."""
+    """mu passes with one optimizer update per mini-batch; metrics are means over the updates. `engines[i]` is the URL
+    of the step's engine i."""
     objective = PolicyGradient(run.config.loss_settings, run.policy.processes.context)
     if run.config.batch.updates_per_step == 1:
         scores: list[TokenScores] = []
@@ -241,18 +239,18 @@ def evaluation_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
 
 
-def checkpoint_is_due(config: RunConfig, step: int) -> bool:
+def checkpoint_is_due(config: RunConfig | SftConfig, step: int) -> bool:
     every = config.checkpoint.every
     return bool(every and step % every == 0) or step == config.num_steps
 
 
-def export_is_due(config: RunConfig, step: int) -> bool:
+def export_is_due(config: RunConfig | SftConfig, step: int) -> bool:
     every = config.checkpoint.hf_every
     return bool(every and step % every == 0)
 
 
 def evaluate(run: TrainingRun) -> Metrics:
-    """Held-out metrics on rank 0; nothing on the others."""
+    """Held-out metrics on rank 0; empty on the other ranks."""
 
     def work(controller: Controller) -> Metrics:
         assert controller.evaluator
@@ -262,7 +260,7 @@ def evaluate(run: TrainingRun) -> Metrics:
 
 
 def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
-    """Record the step on rank 0, with all that the fleet has counted since the last record, evaluations included."""
+    """Record the step on rank 0, with the fleet's counters since the last record, evaluations included."""
     times = run.timers.summary()
     if run.controller:
         assert run.controller.writer
@@ -289,10 +287,10 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
 
 
 def export_and_save(run: TrainingRun) -> None:
-    """Complete the checkpoint in writing if its files are there, and write what is due after this step.
+    """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are due.
 
-    The export comes first: a run that resumes after this step has it. Everything that decides the next step goes into
-    the checkpoint.
+    The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that decides
+    the next step.
     """
     policy, config, step = run.policy, run.config, run.step
     run.store.finish(policy, wait=False)
@@ -311,7 +309,7 @@ def loop_state(run: TrainingRun) -> LoopState:
 
 
 def restore(run: TrainingRun, state: LoopState) -> None:
-    """Continue from a loaded checkpoint's loop state. Raises InputError, on all processes, for other data."""
+    """Continue from a loaded checkpoint's loop state. Raises InputError, on all ranks, if the prompts have changed."""
     run.step = state.step
     run.unrecorded = state.values.get("unrecorded")
     with raise_on_all_ranks(run.policy.processes.control):

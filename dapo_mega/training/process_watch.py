@@ -1,11 +1,11 @@
-"""Keeps a process of a run from going on alone: it ends with its launcher and with its peers, and stops when told.
+"""Ends this process when its launcher or another rank ends, and stops the run at SIGTERM.
 
-A thread watches for three things that a process inside a collective cannot see by itself:
+A thread watches for three events that a process inside a collective cannot see:
 
-- torchrun is gone (`kill -9`): nobody would end this process any more, and the next run would meet it.
-- Another process of the run has failed: it said so in torch.distributed's store on its way out, with its error. So no
-  process waits for another that has left, wherever it left from.
-- SIGTERM: the run sees its step and a checkpoint through within a grace period.
+- torchrun is gone (`kill -9`): nobody else would end this process, and it would disturb the next run.
+- Another rank has failed: before it exits it writes its error into torch.distributed's store, so no rank waits for one
+  that has ended.
+- SIGTERM: the run completes its step and a checkpoint within a grace period.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from dapo_mega.cli import (
@@ -34,28 +35,27 @@ from dapo_mega.cli import (
     is_started_by_torchrun,
     leave,
 )
+from dapo_mega.errors import StopRequested
 
 _POLL_S = 0.5
 _READ_S = 3 * _POLL_S
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILURE = "failure"
 _STOP = "stop"
+_NOTHING_SAVED = "the run was stopped by SIGTERM before training began; start the same command again"
 
 
 class ProcessWatch:
-    """Watches from `__enter__` to `__exit__`, which belong to the main thread: signal handlers do.
+    """Watches from `__enter__` to `__exit__`, which the main thread must call, as they set signal handlers.
 
-    `grace_s`: seconds after SIGTERM in which the run has to come to its end by itself. `nothing_saved`: what to say
-    when SIGTERM comes before `begin_training`.
+    `grace_s`: seconds after SIGTERM within which the run must end by itself.
     """
 
     def __init__(
         self,
-        grace_s: float = 0.0,
-        nothing_saved: str = "the run was stopped by SIGTERM before training began; start the same command again",
+        grace_s: float,
     ) -> None:
         self._grace_s = grace_s
-        self._nothing_saved = nothing_saved
         self._stop = threading.Event()
         self._closed = threading.Event()
         self._is_training = False
@@ -64,7 +64,7 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._watch, name="process-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        # Written to in the moment a signal arrives, also while the main thread is inside a collective.
+        # Python writes to this pipe when a signal arrives, also while the main thread is inside a collective.
         self._signals, self._signal_sink = os.pipe()
         os.set_blocking(self._signal_sink, False)
         self._old_handler = signal.signal(signal.SIGTERM, _ignore)
@@ -78,7 +78,7 @@ class ProcessWatch:
         exc: BaseException | None,
         traceback_: TracebackType | None,
     ) -> None:
-        """After an error a process that has peers goes on watching until it leaves: theirs may be the cause."""
+        """After an error a process with peers keeps watching until it exits: a peer's error may be the cause."""
         if exc is not None and self._store is not None:
             return
         agree_before_leaving(None)
@@ -90,10 +90,10 @@ class ProcessWatch:
         os.close(self._signal_sink)
 
     def follow_peers(self, *, group_is_up: bool) -> None:
-        """Tell the run's other processes from now on when this one fails, and end when they do.
+        """From now on tell the other ranks when this one fails, and exit when one of them fails.
 
-        Where torchrun keeps the store that works before torch.distributed is up, else afterwards. Nothing to do for a
-        process without others.
+        If torchrun hosts the store, this works before torch.distributed is initialised, else only afterwards. Does
+        nothing in a run with one rank.
         """
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or self._store is not None:
@@ -101,19 +101,19 @@ class ProcessWatch:
         if not group_is_up and not _launcher_keeps_store():
             return
         store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        # torchrun keeps the store when it starts its processes again.
+        # torchrun keeps the same store when it restarts its processes.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"dapo_mega/attempt_{attempt}", store)
         keeps_store = os.environ.get("RANK") == "0" and not _launcher_keeps_store()
         agree_before_leaving(self._agree, linger_s=_READ_S if keeps_store else 0.0)
 
     def forget_peers(self) -> None:
-        """Follow them no longer: from here on they may end as they like."""
+        """Stop following the peers: from now on they may end."""
         agree_before_leaving(None)
         self._store = None
 
     def begin_training(self) -> None:
-        """From now on SIGTERM waits for a checkpoint; before, there is nothing to save and it ends the process."""
+        """From now on SIGTERM leads to a checkpoint; before, it ends the process, as there is nothing to save."""
         self._is_training = True
 
     def stop_requested(self) -> bool:
@@ -131,20 +131,20 @@ class ProcessWatch:
             self._look_at_peers()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 leave(
-                    f"SIGTERM came {self._grace_s:g} s ago (checkpoint.grace_s) and the step under way could not be "
-                    f"brought to its end; start the same command again to continue from the last checkpoint, and give "
-                    f"the next run longer: checkpoint.grace_s, torchrun --shutdown-timeout, the scheduler's own limit",
+                    f"the step did not end within {self._grace_s:g} s after SIGTERM (checkpoint.grace_s); start the "
+                    f"same command again to continue from the last checkpoint, and raise checkpoint.grace_s, torchrun "
+                    f"--shutdown-timeout and the scheduler's own limit",
                     EXIT_CONTINUE,
                 )
 
     def _got_sigterm(self) -> None:
         if not _siblings_live():
-            # torchrun ends the others of a process that has failed; they would wait for it in vain.
+            # One process has failed, and torchrun ends the others, which would wait for it for ever.
             leave(PEER_LOST, EXIT_CONTINUE)
         if not self._is_training:
-            leave(self._nothing_saved, EXIT_CONTINUE)
+            leave(_NOTHING_SAVED, EXIT_CONTINUE)
         self._set_stop()
-        with contextlib.suppress(dist.DistError, OSError):  # Then the store is gone, and so are the peers.
+        with contextlib.suppress(dist.DistError, OSError):  # The store is gone, and so are the peers.
             if self._store is not None:
                 self._store.set(_STOP, "")
 
@@ -165,7 +165,7 @@ class ProcessWatch:
             if self._closed.is_set():
                 return
             self._store = None
-            _look_at_launcher()  # Which kept the store, perhaps.
+            _look_at_launcher()  # torchrun may have hosted the store.
             first_line = str(error).splitlines()[0]
             leave(
                 f"the store of torch.distributed at {os.environ.get('MASTER_ADDR')} is gone ({first_line}): the first "
@@ -176,23 +176,31 @@ class ProcessWatch:
             leave(*json.loads(failure))
 
     def _agree(self, reason: Reason) -> Reason:
-        """Tell the peers why this process leaves, unless one of them was first; returns what the first one said."""
+        """Tell the peers why this process exits, unless one was earlier; returns the reason of the first one."""
         try:
             if self._store is not None:
                 message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
                 return message, status
         except (dist.DistError, OSError):
-            pass  # The store ended with the processes that would have read it.
+            pass  # The store ended together with its readers.
         return reason
 
 
+def stop_together(requested: bool, control: dist.ProcessGroup | None) -> None:
+    """Raise StopRequested on all ranks when one of them was asked to stop. Collective over `control` (gloo)."""
+    box = torch.tensor([float(requested)])
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=control)
+    if box.item():
+        raise StopRequested("the run was asked to stop")
+
+
 def _launcher_keeps_store() -> bool:
-    """Whether torchrun keeps torch.distributed's store; otherwise the process of rank 0 does."""
+    """Whether torchrun hosts torch.distributed's store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _look_at_launcher() -> None:
-    """Leave when torchrun is gone."""
+    """Exit if torchrun is gone."""
     if is_started_by_torchrun() and os.getppid() != LAUNCHER:
         leave(
             f"torchrun (process {LAUNCHER}) is gone, so its processes end; start the same command again to continue "
@@ -202,11 +210,11 @@ def _look_at_launcher() -> None:
 
 
 def _ignore(signal_number: int, frame: FrameType | None) -> None:
-    """The thread hears of the signal through the pipe."""
+    """The thread gets the signal through the pipe."""
 
 
 def _siblings_live() -> bool:
-    """Whether all processes that torchrun started on this machine are there."""
+    """Whether all processes that torchrun started on this machine are alive."""
     if not is_started_by_torchrun():
         return True
     try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,8 +12,7 @@ from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, print_once
-from dapo_mega.config import RunConfig, load_config
-from dapo_mega.config.base import may_change_at_resume
+from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
@@ -23,22 +21,23 @@ from dapo_mega.planning.plan import describe_run
 from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
 from dapo_mega.training.loop import loop_state, restore, train
 from dapo_mega.training.process_watch import ProcessWatch
+from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import RunLock, is_locked
 from dapo_mega.training.run_status import RunStatus
 
 
 def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
-    """Train until `num_steps`, continuing from the newest checkpoint when there is one.
+    """Train until `num_steps`, from the newest checkpoint if there is one.
 
-    Raises InputError when the run's folder belongs to another configuration, unless changes are accepted, or is in use
-    by another trainer; StopRequested after SIGTERM, when what is done is saved.
+    Raises InputError if another trainer uses the run's folder, or if the folder belongs to another configuration and
+    changes are not accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
     with ProcessWatch(config.checkpoint.grace_s) as watch:
         newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
         step = step_of(newest) if newest else 0
-        status.completed_step = lambda: step  # Known before a peer's failure may end this process.
+        status.completed_step = lambda: step  # Set before a peer's failure may end this process.
         watch.follow_peers(group_is_up=False)
         if not _is_finished(config, status, accept_changes):
             _train(config, status, watch)
@@ -46,7 +45,8 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
 
 
 def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
-    """Whether there is nothing to do, which is said. Reads only; raises InputError where the run cannot start."""
+    """Whether the run is finished already; prints so. Writes nothing else. Raises InputError if the run cannot
+    start."""
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
     if not Path(config.model.path).is_dir():
@@ -57,7 +57,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     is_exported = (folder / "hf" / "config.json").is_file()
     is_complete = newest is not None and not store.has_unrecorded_step(newest)
     if newest and not accept_changes:
-        _refuse_changes(config, folder)
+        refuse_changes(config, folder)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         print_once(
@@ -117,10 +117,10 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 @contextlib.contextmanager
 def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
-    """Rank 0 holds the folder's lock meanwhile. Raises InputError, on all processes, while another trainer holds it."""
+    """Hold the folder's lock on rank 0. Raises InputError, on all ranks, if another trainer holds it."""
 
     def lost(reason: str) -> None:
-        status.has_lock = False  # The new holder's record stays.
+        status.has_lock = False  # Do not overwrite the new holder's status.
         leave(reason, EXIT_INPUT_ERROR)
 
     with contextlib.ExitStack() as held:
@@ -137,7 +137,7 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     except StopRequested:
         raise StopRequested(_save_for_later(run)) from None
     except (StarvedError, FleetError):
-        # All processes leave here together; after other errors a checkpoint in writing stays unfinished.
+        # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)
         raise
     run.store.finish(run.policy)
@@ -146,56 +146,25 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
 
 
 def _save_for_later(run: TrainingRun) -> str:
-    """Complete the checkpoint of the last completed step; returns what to say about it."""
+    """Complete the checkpoint of the last completed step; returns the message for the user."""
     store, step = run.store, run.step
     if step > 0 and store.last_step != step:
         store.save(run.policy, lambda: loop_state(run), step)
     store.finish(run.policy)
-    saved = f"after step {step} of {run.config.num_steps}, which is saved" if step else "before its first step"
+    return stopped_message(step, run.config.num_steps)
+
+
+def stopped_message(step: int, num_steps: int) -> str:
+    """What a run says that SIGTERM ended after this step."""
+    saved = f"after step {step} of {num_steps}, which is saved" if step else "before its first step"
     return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
 
 
 def close(run: TrainingRun) -> None:
-    """Release the engines and what rank 0 holds open."""
+    """Close the weight sync, the fleet, and rank 0's verifier and writer."""
     run.weight_sync.close()
     run.fleet.close()
     if run.controller:
         run.controller.verifier.close()
         if run.controller.writer:
             run.controller.writer.close()
-
-
-def _refuse_changes(config: RunConfig, folder: Path) -> None:
-    saved_file = folder / "config.yaml"
-    if not saved_file.is_file():
-        return
-    saved = _flat(load_config(RunConfig, saved_file).model_dump())
-    given = _flat(config.model_dump())
-    changes = [
-        f"{name}: {saved.get(name)!r} -> {given.get(name)!r}"
-        for name in sorted(saved.keys() | given.keys())
-        if saved.get(name) != given.get(name) and not _is_free(name, config)
-    ]
-    if changes:
-        raise InputError(
-            f"{folder} holds checkpoints of a run with another configuration ({'; '.join(changes)}); give another "
-            f"output_dir, undo the change, or add --accept-changes to continue with it"
-        )
-
-
-def _is_free(name: str, config: RunConfig) -> bool:
-    if name == "model.path" and config.algorithm.kl.coefficient > 0:
-        return False  # The reference of the KL penalty is read from there.
-    if name == "num_steps" and config.optimizer.schedule != "constant":
-        return False  # The learning rate depends on it.
-    return may_change_at_resume(RunConfig, name)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat

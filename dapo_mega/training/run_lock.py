@@ -1,9 +1,9 @@
-"""One trainer at a time in an `output_dir`, also where several machines share it.
+"""Locks an `output_dir` for one trainer, also when several machines share the folder.
 
-The lock is a file that the trainer creates, touches every few seconds and removes. It says who holds it. A lock whose
-holder has died is taken over: at once where this machine can see that the process is gone, else when the file has not
-been touched for a while, as seen by this machine's own clock. A holder that was suspended for so long notices on its
-next touch and gives up, so no two trainers go on in one folder.
+The lock is a file that names its holder. The holder creates it, touches it every few seconds and removes it. The lock
+of a dead holder is taken over: at once if this machine can see that the process is gone, else when the file has not
+been touched for a while by this machine's clock. A holder that was suspended for that long notices at its next touch
+and ends, so no two trainers work in one folder.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Self
 
 import psutil
 
+from dapo_mega.atomic_files import errors_naming
 from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.errors import InputError
-from dapo_mega.files import errors_naming
 
 LOCK_FILE = "run.lock"
 _TOUCH_EVERY_S = 5.0
@@ -38,8 +38,8 @@ _SETTLE_S = 0.25
 
 @dataclass(frozen=True)
 class LockHolder:
-    """A process that holds a lock. `machine` tells which processes this one can see: those of the same boot and the
-    same process namespace; `started` is the process's start in seconds since the epoch."""
+    """A process that holds a lock. `machine` identifies the boot and the process namespace: processes see each other if
+    both are the same. `started` is the process's start in seconds since the epoch."""
 
     token: str
     host: str
@@ -60,12 +60,12 @@ class LockHolder:
         )
 
     def is_gone(self) -> bool | None:
-        """Whether the process has ended; None where this machine cannot see it."""
+        """Whether the process has ended; None if this process cannot see it."""
         if self.machine != _machine():
             return None
         try:
             process = psutil.Process(self.pid)
-            # Start times are counted in clock ticks from a boot time that the system corrects by a little.
+            # Start times are relative to the boot time, which the system adjusts slightly.
             return abs(process.create_time() - self.started) > 2 or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
@@ -75,10 +75,10 @@ class LockHolder:
 
 
 class RunLock:
-    """Holds `folder/run.lock` from `__enter__` to `__exit__`; makes the folder where there is none."""
+    """Holds `folder/run.lock` from `__enter__` to `__exit__`; makes the folder if it does not exist."""
 
     def __init__(self, folder: Path, on_loss: Callable[[str], None]) -> None:
-        """`on_loss` is called, in a thread, with a sentence when another process has taken the lock."""
+        """`on_loss(message)` is called in a thread when another process has taken the lock."""
         self._folder = folder
         self._file = folder / LOCK_FILE
         self._holder = LockHolder.this_process()
@@ -109,7 +109,7 @@ class RunLock:
                     observed.is_told = True
                     print_once(
                         f"{self._file} is held by {holder or 'an unnamed trainer'}, which this machine cannot see; "
-                        f"waiting up to {_SILENT_AFTER_S:.0f} s for a sign of it"
+                        f"waiting up to {_SILENT_AFTER_S:.0f} s for a change of the file"
                     )
                 time.sleep(_POLL_S)
         self._thread.start()
@@ -130,14 +130,14 @@ class RunLock:
             self._folder.rmdir()
 
     def _create_and_keep(self) -> bool:
-        """Create the file, and see whether another process that was about to remove a dead lock has taken it for it."""
+        """Create the file, then check that no process has removed it by mistake in place of a dead holder's lock."""
         if not self._create() and _read(self._file) != self._holder:
             return False
         time.sleep(_SETTLE_S)
         return _read(self._file) == self._holder
 
     def _create(self) -> bool:
-        """Create the file, which one process alone can do."""
+        """Create the file atomically; False if it exists."""
         try:
             file = self._file.open("x")
         except FileExistsError:
@@ -163,15 +163,15 @@ class RunLock:
             try:
                 os.link(aside, self._file)
             except FileExistsError:
-                pass  # That lock's holder will notice that this one is gone, and give up.
+                pass  # The holder of the renamed lock notices the new one and ends.
             except OSError:  # Some file systems have no links.
                 aside.rename(self._file)
                 return
         aside.unlink()
 
     def _remove(self, message: str = "", status: int = 0) -> None:
-        """Give the lock up; also an action for `commands.before_leaving`."""
-        with contextlib.suppress(OSError):  # Then it counts as that of a trainer that was killed.
+        """Release the lock; also an action for `cli.before_leaving`."""
+        with contextlib.suppress(OSError):  # The lock then looks like a killed trainer's.
             if _read(self._file) == self._holder:
                 self._file.unlink()
 
@@ -180,27 +180,27 @@ class RunLock:
             try:
                 holder = _read(self._file)
                 if holder is None and not self._file.exists():
-                    continue  # Somebody tidied up; the next trainer will not see this one.
+                    continue  # Somebody deleted the file; the next trainer will not see this one.
                 if holder != self._holder:
                     self._on_loss(
-                        f"{self._folder} was taken over by another trainer ({holder or 'not named yet'}) while this "
-                        f"one was not heard of for {_SILENT_AFTER_S:.0f} s; two must not write there, so this one ends"
+                        f"{self._folder} was taken over by another trainer ({holder or 'not named yet'}), because this "
+                        f"one did not touch the lock for {_SILENT_AFTER_S:.0f} s; this trainer ends"
                     )
                     return
                 os.utime(self._file)
             except OSError:
-                continue  # The file system is away for a moment, or for good: writing will say so.
+                continue  # If the file system stays unavailable, the next write fails with an error.
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a trainer may be working in the folder: one that this machine cannot see counts as working."""
+    """Whether a trainer may be working in the folder; a holder that this machine cannot see counts as working."""
     file = folder / LOCK_FILE
     holder = _read(file)
     return file.exists() and (holder is None or not holder.is_gone())
 
 
 class _Observation:
-    """How long a file has not been touched, by this machine's clock and without comparing it with others'."""
+    """Measures how long a file has not been touched, by this machine's clock only."""
 
     def __init__(self) -> None:
         self._touched_ns: int | None = None
@@ -210,7 +210,7 @@ class _Observation:
 
     def silence_s(self, file: Path) -> float:
         try:
-            with file.open("rb") as opened:  # Network file systems look at the server when a file is opened.
+            with file.open("rb") as opened:  # Opening a file makes network file systems ask the server.
                 touched_ns = os.fstat(opened.fileno()).st_mtime_ns
         except OSError:
             touched_ns = -1
@@ -221,7 +221,7 @@ class _Observation:
 
 
 def _read(file: Path) -> LockHolder | None:
-    """Who holds the lock; None for a file that is gone, or whose writing was begun only."""
+    """The lock's holder; None if the file is missing or incomplete."""
     try:
         return LockHolder(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""`status.json` in a run's folder: how the last command ended, for whoever starts runs; torchrun keeps only 0 or 1."""
+"""Writes `status.json` in a run's folder: how the last command ended, because torchrun's exit status is only 0 or 1."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STATUS_FILE = "status.json"
 
 
 class RunStatus:
-    """Writes `folder/status.json` where the folder is there. `completed_step` says the last completed step.
+    """Writes `folder/status.json` if the folder exists. `completed_step()` is the last completed step.
 
-    `has_lock`: this process's run holds the folder's lock. Without it, a trainer that works there keeps its record.
+    `has_lock`: this run holds the folder's lock. Without the lock, the status of a trainer that works there is kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class RunStatus:
         self.has_lock = False
 
     def running(self) -> None:
-        """Training goes on. Found when no trainer lives, it was killed: the same command continues it."""
+        """Training is running. If no trainer is alive, it was killed, and the same command continues it."""
         self._write("running", None, "", can_continue=True)
 
     def finished(self) -> None:
@@ -38,7 +38,7 @@ class RunStatus:
         self._write("finished", 0, "", can_continue=False)
 
     def is_finished(self) -> bool:
-        """Whether the file says so."""
+        """Whether the file says `finished`."""
         try:
             content = json.loads(self._file.read_text())
         except (OSError, ValueError):
@@ -46,13 +46,13 @@ class RunStatus:
         return isinstance(content, dict) and content.get("state") == "finished"
 
     def left(self, message: str, status: int) -> None:
-        """A process of the run ends early with this exit status. An action for `commands.before_leaving`."""
+        """A process of the run ends early with this exit status. An action for `cli.before_leaving`."""
         if self._folder.is_dir() and (self.has_lock or not is_locked(self._folder)):
             state: State = "stopped" if status == EXIT_CONTINUE else "failed"
             self._write(state, status, message, can_continue=status in (EXIT_CONTINUE, EXIT_FLEET))
 
     def _write(self, state: State, exit_status: int | None, message: str, can_continue: bool) -> None:
-        """`continue`: whether the same command, started again with nothing changed, goes on."""
+        """The field `continue` tells whether the same command continues the run without changes."""
         content: dict[str, Any] = {
             "state": state,
             "exit_status": exit_status,

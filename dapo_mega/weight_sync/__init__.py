@@ -1,1 +1,1 @@
-"""How the policy's weights reach the engines. What the engines do with them is in `sglang_plugin`."""
+"""Sends the policy's weights to the engines. `sglang_plugin` is the receiving side."""

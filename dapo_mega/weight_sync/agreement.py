@@ -1,8 +1,7 @@
-"""One fixed sequence, scored by the trainer and by every engine that joins: the log-probs tell whether they compute the
+"""Compares log-probs of one fixed sequence between the trainer and each joining engine, to check that both compute the
 same model.
 
-An update can succeed on an engine that has a layer more, or another rotation of its heads: weights of the right names
-and shapes are all that it needs.
+An update checks names and shapes only, so it can succeed on an engine with one more layer or another rotary embedding.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _LENGTH = 64
 
 
 class Agreement(Protocol):
-    """What engines must agree on with the trainer."""
+    """The sequence and the log-probs on which engines must agree with the trainer."""
 
     tokens: TokenIds
     tolerance: float
-    """In nats, of the mean difference."""
+    """The largest allowed mean difference, in nats."""
 
     def expected(self, version: int) -> LogProbs:
-        """The trainer's log-probs [L - 1] of all tokens but the first under the weights of this version. Collective."""
+        """The trainer's log-probs [L - 1] of all tokens but the first with the weights of `version`. Collective."""
 
 
 class PolicyAgreement:
-    """Implements `Agreement` by the policy, which scores the sequence once for each version that engines join at."""
+    """Implements `Agreement` with the policy, which scores the sequence once per version at which engines join."""
 
     def __init__(self, policy: MegatronPolicy, config: RunConfig, prompts: Sequence[Prompt]) -> None:
         """`prompts` is the run's dataset; the same on every process."""
@@ -73,8 +72,8 @@ class PolicyAgreement:
 
 
 def fixed_sequence(prompts: Sequence[Prompt], vocab_size: int, length: int, seed: int) -> TokenIds:
-    """`length` tokens of the first prompts, filled up with random ones where these are too few. Not among them is the
-    vocabulary's last token, in place of which SGLang scores another one."""
+    """`length` tokens from the first prompts, then random ones if the prompts are too short. The vocabulary's last
+    token is left out, because SGLang scores another token in its place."""
     tokens: list[int] = []
     for prompt in prompts[:length]:
         tokens += [token for token in prompt.token_ids.tolist() if 0 <= token < vocab_size - 1]
@@ -86,5 +85,5 @@ def fixed_sequence(prompts: Sequence[Prompt], vocab_size: int, length: int, seed
 
 
 def mean_difference(engine: LogProbs, expected: LogProbs) -> float:
-    """In nats; NaN where the engine's are not all numbers."""
+    """The mean absolute difference in nats; NaN if an engine's log-prob is NaN."""
     return float(np.abs(engine.astype(np.float64) - expected.astype(np.float64)).mean())

@@ -1,13 +1,12 @@
-"""Weights to engines by broadcast: every pipeline stage's leader sends its buckets to each engine's processes.
+"""Sends weights by broadcast: every pipeline stage's leader sends its buckets to each engine's ranks.
 
     leader of a stage:    gather bucket k+1  ||  broadcast bucket k in one group per engine
-    rank 0:                                      tells the engines to receive bucket k, and hears how it went
+    rank 0:                                      tells the engines to receive bucket k, and gets their answers
     engine:                                      receive and load bucket k
 
-One bucket is on its way at a time, so an engine receives from all stages in the order in which it was told. With gloo,
-rank 0 knows when a bucket has arrived; it then makes the next HTTP call early, and that call queues while the engine
-loads. A leader sends each bucket once per engine, in a group of its own: an engine that fails or dies holds up no
-other.
+One bucket is sent at a time, so an engine receives buckets of all stages in the announced order. With gloo, rank 0
+knows when a bucket has arrived; it then makes the next HTTP call early, and that call queues while the engine loads. A
+leader sends each bucket once per engine, in one group per engine, so an engine that fails or dies delays no other.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.05
-_JOINING_SHARE = 0.9  # Of the time limit of the call to join: an engine that gives up can still say so.
+_JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
 
 
 class _Signals:
-    """What rank 0 tells the stages' leaders during an update, through its store."""
+    """Messages from rank 0 to the stages' leaders during an update, through rank 0's store."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -70,8 +69,8 @@ class BroadcastTransport(Transport):
     def __init__(
         self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", dtype: str = "fp32"
     ) -> None:
-        """Collective. Engines reach the trainer at the address from which it reaches the host `towards`. `dtype` is
-        what engines compute in: fp32, bf16 or fp8."""
+        """Collective. Engines reach the trainer at its address on the route to the host `towards`. `dtype` is the
+        engines': fp32, bf16 or fp8."""
         self._processes = processes
         self._encodings = Encodings(config)
         self._is_fp8 = dtype == "fp8"
@@ -87,7 +86,7 @@ class BroadcastTransport(Transport):
         dist.all_gather_object(everyones, mine, group=processes.control)
         self._listening = [(address, port) for address, port, _ in everyones[:: self._stage_size]]
         self._run_id = everyones[0][2]
-        self._store = store  # It serves others as long as it is referenced.
+        self._store = store  # The store serves other processes as long as it is referenced.
         if processes.rank == 0 or not self._is_leader:
             self._signals = _Signals(store or dist.HashStore())
         else:
@@ -100,7 +99,7 @@ class BroadcastTransport(Transport):
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """See `Transport`."""
-        # gloo gives up a broadcast that an engine never finished; only then may its memory be freed.
+        # gloo times out on a broadcast that an engine never finishes; its tensors must live until then.
         self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
         self._update = update.number
         self._join_groups(update, session)
@@ -112,12 +111,12 @@ class BroadcastTransport(Transport):
         num_bytes = 0
         for number, bucket in enumerate(map(encoding.encode, buckets)):
             key = f"{update.number}/{number}"
-            if not (are_received := self._are_received(works)):
+            if not (have_half := self._wait_for_half(works)):
                 self._finish(works)
             if session:
-                session.finish(all_but=1 if are_received else 0)
+                session.finish(all_but=1 if have_half else 0)
                 self._tell(bucket, update, session)
-            if are_received:
+            if have_half:
                 self._finish(works)
             if session:
                 self._signals.announce(key, [target.url for target in session.targets])
@@ -147,7 +146,7 @@ class BroadcastTransport(Transport):
         session.start(receive)
 
     def _broadcast(self, key: str, bucket: EncodedBucket) -> tuple[Mapping[str, Sequence[dist.Work]], int]:
-        """Start the leader's broadcasts to the engines that are announced. Returns them by engine, and their bytes."""
+        """Start the leader's broadcasts to the announced engines. Returns the works by engine, and the bytes sent."""
         if bucket.pieces is None:
             return {}, 0
         urls = [url for url in self._signals.await_announcement(key) if url in self._groups]
@@ -159,7 +158,7 @@ class BroadcastTransport(Transport):
             num_bytes += piece.nbytes
         return works, num_bytes
 
-    def _are_received(self, works: Mapping[str, Sequence[dist.Work]]) -> bool:
+    def _wait_for_half(self, works: Mapping[str, Sequence[dist.Work]]) -> bool:
         """Wait until every engine has half of the bucket or has failed. True if all of them have: then the next HTTP
         call cannot overtake the one for this bucket.
 
@@ -196,8 +195,8 @@ class BroadcastTransport(Transport):
         return f"{self._group_names[url]}-{stage}"
 
     def _join_groups(self, update: Update, session: UpdateCalls | None) -> None:
-        """Create the groups of all stages with the engines that are in none yet."""
-        lacking = [t for t in update.targets if t.url in update.stale or t.url not in self._joined]
+        """Create the groups of all stages with the engines that have none yet."""
+        lacking = [t for t in update.targets if t.url in update.outdated or t.url not in self._joined]
         if not lacking:
             return
         old_names = {target.url: self._group_names.get(target.url) for target in lacking}
@@ -224,10 +223,10 @@ class BroadcastTransport(Transport):
             session.finish()
 
     async def _join(self, client: EngineClient, size: int, old_name: str | None) -> None:
-        """Have the engine join the group of each stage, and leave those it was in before."""
+        """Make the engine join the group of each stage, and leave its old groups."""
         if old_name:
             for stage in range(self._processes.pipeline_size):
-                with contextlib.suppress(EngineError):  # A server that was started again does not know it.
+                with contextlib.suppress(EngineError):  # A restarted server does not have the group.
                     await client.destroy_weights_update_group(f"{old_name}-{stage}")
         for stage, (address, port) in enumerate(self._listening):
             await client.init_weights_update_group(
@@ -240,13 +239,13 @@ class BroadcastTransport(Transport):
             )
 
     def _create_groups(self, sizes: Mapping[str, int]) -> None:
-        """Join this leader's groups with these engines, all at once; those that fail to come have none."""
+        """Join this leader's groups with these engines in parallel; engines that do not join get no group."""
         if not sizes:
             return
 
         def create(url: str) -> EngineGroup:
             stage = self._processes.pipeline_rank
-            # A connection of its own: nobody else can use one while it waits.
+            # One connection per thread: a store blocks while it waits.
             store = connect_store(*self._listening[stage], self._timeout_s)
             name = self._group_name(url, stage)
             return join_group(store, name, sizes[url], self._processes.device, self._address, self._timeout_s)
@@ -276,7 +275,7 @@ class BroadcastTransport(Transport):
 
 
 def _are_completed(works: Sequence[dist.Work]) -> bool:
-    return all(work.is_completed() for work in reversed(works))  # The last to begin usually ends last.
+    return all(work.is_completed() for work in reversed(works))  # The last one started usually ends last.
 
 
 def _have_succeeded(works: Sequence[dist.Work]) -> bool:
@@ -286,5 +285,5 @@ def _have_succeeded(works: Sequence[dist.Work]) -> bool:
         for work in works:
             work.wait()
     except RuntimeError:
-        return False  # Rank 0 learns the reason from the engine's answer, or from its silence.
+        return False  # Rank 0 learns the reason from the engine's answer or its timeout.
     return True

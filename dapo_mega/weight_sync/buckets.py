@@ -26,7 +26,7 @@ class EncodedBucket:
 
 
 def flatten(specs: Iterable[WeightSpec], tensors: Iterable[Tensor]) -> Tensor:
-    """[bytes] uint8 in memory of its own: the tensors one after the other, each copied as soon as it is there."""
+    """[bytes] uint8 in new memory: the tensors one after the other, each copied as soon as `tensors` yields it."""
     flat = torch.empty(0)
     num_bytes = sum(spec.num_bytes for spec in specs)
     start = 0

@@ -14,14 +14,13 @@ from dapo_mega.weight_sync.buckets import EncodedBucket
 
 
 class DeltaEncoding:
-    """Implements `Encoding`: remembers what all engines hold and sends what is new in a bucket.
+    """Implements `Encoding`: remembers the weights that all engines hold and sends the changed values of a bucket.
 
-    Used on every process; each pipeline stage's leader keeps a copy of its weights, in the engines' dtype, in main
-    memory.
+    Used on every rank; each pipeline stage's leader keeps a copy of its weights in the engines' dtype in main memory.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: what engines keep matrices in. Vectors, which are small, are sent in their own dtype."""
+        """`dtype` is the engines' dtype of matrices. Vectors, which are small, are sent in their own dtype."""
         self._dtype = dtype
         self._held: dict[str, Tensor] = {}
 

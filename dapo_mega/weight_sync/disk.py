@@ -1,4 +1,4 @@
-"""Weights to engines through a folder that trainer and engines share: a Hugging Face checkpoint per version."""
+"""Sends weights through a folder that trainer and engines share: one Hugging Face checkpoint per version."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 
 class DiskTransport(Transport):
-    """The folder holds only the last update's checkpoint, which stays when the run ends: engines may still read it."""
+    """Keeps only the last update's checkpoint in the folder, also after the run: engines may still read it."""
 
     uses_sessions = False
 
     def __init__(self, processes: Processes, folder: Path, export: Callable[[Path], None]) -> None:
-        """`export` writes the policy as a Hugging Face checkpoint, whole or not at all; a collective."""
+        """`export` writes the policy as a Hugging Face checkpoint atomically; a collective."""
         self._processes = processes
         self._folder = folder.absolute()
         self._export = export
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
-        """See `Transport`. Raises InputError when the disk refuses."""
+        """See `Transport`. Raises InputError when writing fails."""
         path = self._folder / f"version_{update.version:08d}"
         self._export(path)
         box = [0]

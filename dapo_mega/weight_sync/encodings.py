@@ -16,7 +16,7 @@ from dapo_mega.weight_sync.buckets import EncodedBucket, flatten
 from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.update import Update
 
-# Sending less in one broadcast takes longer than copying it to its neighbours.
+# A smaller broadcast takes longer than copying its tensors into one buffer with others.
 _PIECE_BYTES = 2**20
 
 
@@ -24,11 +24,11 @@ class Encoding(Protocol):
     """Turns buckets into the bytes that engines receive."""
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """Collective: every process learns what engines are told; the stage's leader also has the bytes."""
+        """Collective: every rank gets specs and load format; the stage's leader also gets the bytes."""
 
 
 class FlatEncoding:
-    """SGLang's own: the whole bucket in one broadcast."""
+    """SGLang's own encoding: the whole bucket in one broadcast."""
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
         """See `Encoding`."""
@@ -40,11 +40,11 @@ class PiecewiseEncoding:
     """Several broadcasts per bucket: an engine loads one piece while it receives the next ones."""
 
     def __init__(self, window_bytes: int) -> None:
-        """Engines receive at most `window_bytes` ahead of what they load."""
+        """Engines receive at most `window_bytes` ahead of the piece that they load."""
         self._window_bytes = window_bytes
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """See `Encoding`. A piece is ready only when it is read."""
+        """See `Encoding`. Each piece is made when it is read."""
         lengths = _piece_lengths(bucket.specs)
         pieces = None if bucket.tensors is None else _pieces(split_specs(bucket.specs, lengths), bucket.tensors)
         load_format = str(PiecesFormat(lengths, self._window_bytes))
@@ -52,7 +52,7 @@ class PiecewiseEncoding:
 
 
 def _piece_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
-    """How many tensors each piece holds: a large tensor is a piece of its own, small neighbours share one."""
+    """The number of tensors in each piece: a large tensor is its own piece, small neighbours share one."""
     lengths: list[int] = []
     num_bytes = _PIECE_BYTES
     for spec in specs:
@@ -65,7 +65,7 @@ def _piece_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
 
 
 def _pieces(specs_of_pieces: Sequence[Sequence[WeightSpec]], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """A tensor alone in its piece is sent from where it lies."""
+    """The pieces' bytes; a tensor alone in its piece is sent from its own memory, without a copy."""
     remaining = iter(tensors)
     for specs in specs_of_pieces:
         if len(specs) == 1:
@@ -75,7 +75,7 @@ def _pieces(specs_of_pieces: Sequence[Sequence[WeightSpec]], tensors: Iterable[T
 
 
 class Encodings:
-    """Chooses an update's encoding, the same on every process."""
+    """Chooses an update's encoding, the same on every rank."""
 
     def __init__(self, config: WeightSyncConfig) -> None:
         self._flat = FlatEncoding()
@@ -85,15 +85,14 @@ class Encodings:
         self._since_full = 0
 
     def choose(self, update: Update) -> Encoding:
-        """The encoding for all engines of the update. One that joined or came back holds no weights that could be
-        changed."""
+        """The encoding for all engines of the update. Engines that joined or came back need full weights."""
         if not all(target.has_plugin for target in update.targets):
             self._since_full = self._full_every
             return self._flat
         if self._full_every == 1:
             return self._piecewise
         self._since_full += 1
-        if update.stale or self._since_full >= self._full_every:
+        if update.outdated or self._since_full >= self._full_every:
             self._delta.start_over()
             self._since_full = 0
         return self._delta

@@ -1,8 +1,8 @@
-"""Process groups of one trainer process with all processes of one engine.
+"""Process groups of one trainer rank with all ranks of one engine.
 
-They exist beside Megatron's groups and are unknown to `torch.distributed`. Each engine has its own: gloo does not
-notice that a member died while it waits in a broadcast, and NCCL cannot be interrupted from outside, so in a group of
-several engines one that dies or hangs would take the others with it.
+These groups exist beside Megatron's and are unknown to `torch.distributed`. Each engine has its own group, because a
+dead or hung engine blocks all members of its group: gloo does not notice that a member died during a broadcast, and
+NCCL cannot be interrupted from outside.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def join_group(
 ) -> EngineGroup:
     """Join the group `name`. gloo waits for the other members and raises RuntimeError if they do not come in time.
 
-    The keys in the store have the prefixes of torch.distributed (2.11 to 2.13), with which SGLang joins.
+    The store's keys have the prefixes of torch.distributed (2.11 to 2.13), which SGLang uses to join.
     """
     keys = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
-        # torch ends the process at this timeout: whoever waits for a broadcast must give up and abort before.
+        # torch ends the process at this timeout, so a waiting rank must abort the group earlier.
         nccl._timeout = timedelta(seconds=4 * timeout_s)
         return cast(EngineGroup, dist.ProcessGroupNCCL(keys, rank, size, nccl))
     make: Any = dist.ProcessGroupGloo

@@ -1,7 +1,7 @@
-"""Weights of the policy to a fleet's engines: pause generation, open sessions, send, close the sessions, resume.
+"""Updates a fleet's engines: pause generation, open sessions, send the weights, close the sessions, resume.
 
-Only rank 0 calls the engines. An engine that fails, dies or hangs in a step is reported and left out within the
-configured timeout of that step; the others get the complete weights.
+Only rank 0 calls the engines. An engine that fails, dies or hangs is reported and left out within the timeout of the
+current call; the others get the complete weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Outcome:
 
 
 class FleetWeightSync(WeightSync):
-    """Brings weights to a fleet of SGLang engines; every process has one."""
+    """Sends weights to a fleet of SGLang engines; every rank has one."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class FleetWeightSync(WeightSync):
         self._transport = transport
         self._run = run
         self._agreement = agreement
-        # Requests that are paused in place need their keys and values in the cache.
+        # Requests paused in place need their cached keys and values.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
 
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """See `WeightSync`. Raises FleetError when too few engines come, or none takes the weights."""
+        """See `WeightSync`. Raises FleetError when too few engines are reachable, or every update fails."""
         started = time.perf_counter()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             metrics = self._push(policy, version, only_outdated=False)
@@ -80,7 +80,8 @@ class FleetWeightSync(WeightSync):
                 }
         raise FleetError(
             f"no engine took the weights of version {version} in {_MAX_ATTEMPTS} attempts (see the warnings above and "
-            f"the engines' logs); restart the engines and run the same command; training resumes from its checkpoint"
+            f"the engines' logs); restart the engines and run the same command: training resumes from the last "
+            f"checkpoint"
         )
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
@@ -92,7 +93,7 @@ class FleetWeightSync(WeightSync):
         started = time.perf_counter()
         num_bytes = self._transport.send(policy, update, session) if update.targets else 0
         seconds = time.perf_counter() - started
-        expected = self._agreement.expected(version) if self._agreement and update.stale else None
+        expected = self._agreement.expected(version) if self._agreement and update.outdated else None
         outcome = self._end(update, session, expected)
         return {
             "weight_sync/bytes": float(num_bytes),
@@ -109,9 +110,9 @@ class FleetWeightSync(WeightSync):
         with raise_on_all_ranks(self._processes.control):
             if self._fleet:
                 targets = self._fleet.pause_generation(self._fleet.targets(only_outdated))
-                stale = frozenset(target.url for target in targets if target.is_stale)
+                outdated = frozenset(target.url for target in targets if target.is_outdated)
                 label = str(WeightVersion(self._run, version))
-                box[0] = Update(self._num_updates, version, label, tuple(targets), stale, self._flush_cache)
+                box[0] = Update(self._num_updates, version, label, tuple(targets), outdated, self._flush_cache)
                 session = UpdateCalls(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)
@@ -126,12 +127,12 @@ class FleetWeightSync(WeightSync):
         if self._fleet and session:
             if self._transport.uses_sessions:
                 session.call(_end_session)
-            joined = [t for t in session.targets if t.url in update.stale] if expected is not None else []
+            joined = [t for t in session.targets if t.url in update.outdated] if expected is not None else []
             for target in session.targets:
                 if target not in joined:
                     self._fleet.synced(target.url, update.version)
             for url, reason in session.failures.items():
-                self._fleet.failed(url, f"it did not take the weights of version {update.version}: {reason}")
+                self._fleet.failed(url, f"its update to version {update.version} failed: {reason}")
             self._fleet.resume_generation(update.targets)
             failures = dict(session.failures)
             if expected is not None:
@@ -145,7 +146,7 @@ class FleetWeightSync(WeightSync):
     def _admit(
         self, fleet: EngineFleet, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
     ) -> dict[str, str]:
-        """Record the engines that agree as up to date. Returns why the others are not, by URL."""
+        """Record the engines that agree as up to date. Returns the errors of the others by URL."""
         assert self._agreement
         tokens, tolerance = self._agreement.tokens, self._agreement.tolerance
         versions = VersionRange(self._run, update.version, update.version)
@@ -180,17 +181,17 @@ def _disagreement(difference: float, num_tokens: int, version: int, tolerance: f
     return (
         f"with the weights of version {version} it gives {num_tokens} tokens of a fixed sequence log-probs that are "
         f"{difference:.4g} nats from the trainer's on average, which is not within rollout.engine_tolerance="
-        f"{tolerance:g}: its model is another one than model.path's (config.json), or it computes in another "
-        "precision; start it with model.path's checkpoint, or raise the limit"
+        f"{tolerance:g}: its model is not model.path's (config.json), or it computes in another precision; start it "
+        "with model.path's checkpoint, or raise the limit"
     )
 
 
 async def _begin_session(client: EngineClient) -> None:
-    """Open a session; close one first that an earlier trainer left open."""
+    """Open a session; if an earlier trainer left one open, close that first."""
     try:
         await client.begin_weight_update()
     except EngineRefused:
-        with contextlib.suppress(EngineRefused):  # It lacked weights.
+        with contextlib.suppress(EngineRefused):  # Its weights were incomplete.
             await client.end_weight_update()
         await client.begin_weight_update()
 

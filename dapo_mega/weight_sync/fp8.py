@@ -1,7 +1,7 @@
-"""Weights in the form of SGLang's FP8 engines: float8_e4m3fn with one float32 scale per block of 128 x 128.
+"""Quantises weights for SGLang's FP8 engines: float8_e4m3fn with one float32 scale per block of 128 x 128.
 
-Such an engine serves a checkpoint with `weight_block_size: [128, 128]` in its quantization_config and can take weights
-in no other form: it would cast bf16 tensors to float8 and keep the scales of the old weights.
+An FP8 engine serves a checkpoint with `weight_block_size: [128, 128]` in its quantization_config. It must get weights
+in this form: it would cast bf16 tensors to float8 and keep the scales of the old weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantised_bucket(bucket: WeightBucket) -> WeightBucket:
-    """The bucket with its projections quantised, each beside its scales."""
+    """The bucket with its projections quantised, and their scales as further tensors."""
     specs: list[WeightSpec] = []
     for spec in bucket.specs:
         if _QUANTISED.search(spec.name):
@@ -47,7 +47,7 @@ def quantised_bucket(bucket: WeightBucket) -> WeightBucket:
             specs.append(replace(spec, dtype=torch.float8_e4m3fn))
         else:
             specs.append(spec)
-    # Large elements first: then every tensor is aligned without padding when they are laid one after the other.
+    # Large elements first, so that every tensor of the flattened bucket is aligned without padding.
     specs.sort(key=lambda spec: spec.dtype.itemsize, reverse=True)
     tensors = None if bucket.tensors is None else _quantised_tensors(bucket, specs)
     return replace(bucket, specs=tuple(specs), tensors=tensors)

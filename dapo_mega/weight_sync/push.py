@@ -1,4 +1,4 @@
-"""Weights of the policy to whatever generates, after every step and under a new version."""
+"""The interface with which the loop sends the policy's weights to the engines after every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dapo_mega.types import NamedTensors, WeightSource
 
 
 class WeightSync(ABC):
-    """Numbers the policy's weights and brings them to the engines. Version 0 are the weights a run starts from. What is
-    not abstract here does nothing: right for engines that are always there and share nothing.
+    """Sends the policy's weights to the engines under a version; a run starts with version 0. The methods that are not
+    abstract do nothing, which suits engines that never leave and share nothing.
     """
 
     @abstractmethod
@@ -20,11 +20,11 @@ class WeightSync(ABC):
         """Collective; returns metrics once the engines sample from the new weights."""
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """`push` for the engines that joined or came back since the last one; the others go on undisturbed."""
+        """`push` to the engines that joined or came back since the last one; the others keep generating."""
         return {}
 
     def close(self) -> None:  # noqa: B027 (a default)
-        """Let go of what is shared with engines."""
+        """Free what is shared with engines."""
 
 
 class _Loading(Protocol):
@@ -32,7 +32,7 @@ class _Loading(Protocol):
 
 
 class EmbeddedWeightSync(WeightSync):
-    """Fills engines that live in the replicas' leader processes."""
+    """Loads weights into engines inside the replicas' leader processes."""
 
     def __init__(self, engine: _Loading, bucket_mib: float) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Weights to engines on the trainer's machine through memory that both map: CUDA IPC on GPUs, /dev/shm on the CPU."""
+"""Sends weights to engines on the same machine through shared memory: CUDA IPC on GPUs, /dev/shm on the CPU."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 
 class SharedMemoryTransport(Transport):
-    """A stage's leader puts each bucket into shared memory for the length of a call, and rank 0 tells the engines
-    where it is."""
+    """Each stage's leader puts a bucket into shared memory during a call in which rank 0 tells the engines where the
+    bucket is."""
 
     def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
-        """Collective. `fp8`: engines take projections in FP8. Raises InputError for a trainer on several machines."""
+        """Collective. `fp8`: engines hold projections in FP8. Raises InputError for a trainer on several machines."""
         self._processes = processes
         self._is_fp8 = fp8
         self._bucket_bytes = config.bucket_bytes
@@ -45,7 +45,7 @@ class SharedMemoryTransport(Transport):
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
         if len(set(hosts)) > 1:
             raise InputError(
-                f"weight_sync.transport=tensor shares the memory of one machine but the trainer runs on "
+                f"weight_sync.transport=tensor needs one machine but the trainer runs on "
                 f"{', '.join(sorted(set(hosts)))}; set weight_sync.transport to distributed or disk"
             )
 
@@ -72,7 +72,7 @@ class SharedMemoryTransport(Transport):
             if not is_local(str(urlsplit(client.url).hostname)):
                 raise EngineError(
                     client.url,
-                    "it runs on another machine but weight_sync.transport=tensor shares the memory of one; set "
+                    "it runs on another machine but weight_sync.transport=tensor needs one machine; set "
                     "weight_sync.transport to distributed or disk",
                 )
             version = update.label if is_last else None
@@ -83,10 +83,10 @@ class SharedMemoryTransport(Transport):
 
 @cache
 def start_memory_manager() -> None:
-    """Start torch's process that manages memory shared by name, without the trainer's stderr.
+    """Start torch's shared memory manager without the trainer's stderr.
 
-    Engines keep that process alive after the trainer ends. If it held the trainer's stderr and that is a pipe, whoever
-    reads the pipe would wait for the engines.
+    Engines keep the manager alive after the trainer ends. If the manager held the trainer's stderr and stderr were a
+    pipe, the pipe's reader would wait for the engines.
     """
     stderr = os.dup(2)
     try:
@@ -100,14 +100,14 @@ def start_memory_manager() -> None:
 
 
 def _copied_together(bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-    """The bucket's names and tensors in one piece of memory of its own: sharing a tensor would share what it lies in,
-    which may be the model."""
+    """Copies of the bucket's tensors in one new buffer, with their names. Sharing a tensor shares its whole storage,
+    which may be the model's."""
     tensors = unpacked(flatten(bucket.specs, bucket.tensors or ()), bucket.specs)
     return [(spec.name, tensor) for spec, tensor in zip(bucket.specs, tensors, strict=True)]
 
 
 def _handle(named_tensors: list[tuple[str, Tensor]]) -> str:
-    """A pickle in base64 that says where the tensors are, from which SGLang rebuilds them."""
+    """A base64 pickle from which SGLang rebuilds the shared tensors."""
     pickled = io.BytesIO()
     with _sharing_by_name():
         ForkingPickler(pickled).dump(named_tensors)
@@ -116,7 +116,7 @@ def _handle(named_tensors: list[tuple[str, Tensor]]) -> str:
 
 @contextmanager
 def _sharing_by_name() -> Iterator[None]:
-    """Share the CPU's memory by the name of a file: an engine is no child process and inherits no descriptors."""
+    """Share CPU memory by file name: engines are not child processes and inherit no file descriptors."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -1,4 +1,4 @@
-"""Makes the transport that brings weights to a fleet's engines, as `weight_sync.transport` says."""
+"""Makes the transport that `weight_sync.transport` names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dapo_mega.weight_sync.update import Transport
 
 
 def make_transport(config: RunConfig, processes: Processes, export: Callable[[Path], None]) -> Transport:
-    """Collective. `export` writes the policy as a Hugging Face checkpoint. Raises InputError for a setting that fits
-    neither the engines nor the machines."""
+    """Collective. `export` writes the policy as a Hugging Face checkpoint. Raises InputError if the setting does not
+    fit the engines or the machines."""
     sync = config.weight_sync
     kind = config.sync_transport
     fp8 = config.engine_dtype == "fp8"

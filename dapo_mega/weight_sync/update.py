@@ -1,4 +1,4 @@
-"""One update of the weights of a fleet: which engines take part, and which have dropped out."""
+"""One weight update of a fleet: the engines that take part, the calls to them, and their failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineFleet(Protocol):
     """The part of a fleet's client that rank 0 needs to update the engines."""
 
     def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        """Wait for enough engines and return those to update; raises FleetError when they do not come."""
+        """Wait for `min_engines` and return the engines to update; raises FleetError after the time limit."""
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -35,38 +35,38 @@ class EngineFleet(Protocol):
         """Undo `pause_generation`."""
 
     def synced(self, url: str, version: int) -> None:
-        """The engine holds these weights now."""
+        """Record that the engine holds weights of this version."""
 
     def failed(self, url: str, reason: str) -> None:
-        """The engine did not take the weights."""
+        """Record that the engine's update failed."""
 
     def disagrees(self, url: str, reason: str) -> None:
-        """The engine took the weights but does not compute what the trainer does."""
+        """Record that the updated engine's log-probs are not the trainer's."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update, known to every process from its start.
+    """One update; every rank has the same.
 
-    `number` is unique within a run. `label` is the name of `version` that engines report with their tokens. `stale` has
-    the URLs of engines that joined or came back since the last update.
+    `number` is unique within a run. `label` names `version` in the engines' answers. `outdated` has the URLs of engines
+    that joined or came back since the last update.
     """
 
     number: int
     version: int
     label: str
     targets: tuple[SyncTarget, ...]
-    stale: frozenset[str]
+    outdated: frozenset[str]
     flush_cache: bool
 
 
 class UpdateCalls:
-    """Rank 0's calls to the engines of one update. An engine that fails one drops out, and the others go on."""
+    """Rank 0's calls to the engines of one update. An engine whose call fails is left out of the next calls."""
 
     def __init__(
         self, fleet: EngineFleet, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
     ) -> None:
-        """`on_failure` gets an engine's URL as soon as a call fails, on the thread that makes the calls."""
+        """`on_failure(url)` is called as soon as a call fails, in the thread that makes the calls."""
         self.targets = list(targets)
         self.failures: dict[str, str] = {}
         self._fleet = fleet
@@ -75,7 +75,7 @@ class UpdateCalls:
         self._unanswered: deque[Future[dict[str, Any]]] = deque()
 
     def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Start a call on all engines that are left."""
+        """Start a call on all remaining engines."""
 
         async def reporting(client: EngineClient) -> None:
             try:
@@ -95,26 +95,26 @@ class UpdateCalls:
         self.targets = [target for target in self.targets if target.url not in self.failures]
 
     def call(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Make a call on all engines that are left, and wait for their answers."""
+        """Make a call on all remaining engines, and wait for their answers."""
         self.start(method)
         self.finish()
 
 
 class Transport:
-    """Brings the weights to the engines of an update. Used on every process."""
+    """Sends the weights to the engines of an update. Used on every rank."""
 
     uses_sessions = True
-    """Whether an engine takes the weights between begin_weight_update and end_weight_update."""
+    """Whether the engines get the weights between begin_weight_update and end_weight_update."""
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
         """Collective; returns the size of the weights in bytes. `session` is given on rank 0 only."""
         raise NotImplementedError
 
     def report_failure(self, url: str) -> None:
-        """A call to the engine failed during an update. Called on rank 0, from any thread; by default ignored."""
+        """Handle a failed call to the engine during an update; does nothing by default. On rank 0, from any thread."""
 
     def forget(self, urls: Sequence[str]) -> None:
-        """Free what is shared with engines that failed; by default nothing is."""
+        """Free what is shared with engines that failed; by default there is nothing."""
 
     def close(self) -> None:
-        """Free what is shared with all engines; by default nothing is."""
+        """Free what is shared with all engines; by default there is nothing."""

@@ -63,7 +63,7 @@ def outcomes_of_joining(*turns):
         if fleet:
             fleet.return_all()
             fleet.engines = {url: EngineInTurn(url, JOINING_LIMIT_S) for url in URLS}
-            fleet.stale = set(URLS)
+            fleet.outdated = set(URLS)
             for before, after in pairwise(urls):
                 fleet.engines[after].predecessor = fleet.engines[before]
         outcomes.append(outcome_of(sync.push_to_outdated, version))

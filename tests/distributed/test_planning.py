@@ -9,7 +9,7 @@ from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.models import load_architecture
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.parameters import stage_bytes
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 from .allocations import allocated
 from .launching import run_distributed

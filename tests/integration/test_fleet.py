@@ -199,7 +199,7 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
             records = run(training_run)
     assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
     assert total(records, "fleet/engines_dead") >= 1
-    assert "the run pauses: 1 of at least 2 engines" in caplog.text
+    assert "the run is paused: 1 of 2 required engines" in caplog.text
     assert records[-1]["weight_sync/engines"] == 2
 
 

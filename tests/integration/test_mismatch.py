@@ -102,7 +102,7 @@ def test_wrong_engines_are_blamed_for_wrong_answers_before_prompts(training_run)
     with pytest.raises(StarvedError, match="prompts of another difficulty"):
         trainer.collect(training_run)
     break_engine(training_run)
-    with pytest.raises(FleetError, match="the engines do not compute what the trainer does") as caught:
+    with pytest.raises(FleetError, match="the engines' log-probs are not the trainer's") as caught:
         trainer.collect(training_run)
     assert "difficulty" not in str(caught.value)
 

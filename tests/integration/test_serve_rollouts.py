@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dapo_mega.commands import serve as serve_rollouts
 from dapo_mega.engines.sglang.engine_commands import Node, command, router_command, router_environment
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.errors import InputError
-from launch import serve_rollouts
 from tests.distributed.launching import free_ports
 
 from .sglang_servers import API_KEY, Launcher, call, sglang_python, tiny_model

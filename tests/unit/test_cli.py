@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_mega.atomic_files import disk_refusal, replace_file
 from dapo_mega.cli import printable
-from dapo_mega.files import disk_refusal, replace_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ def raised(error, cause=None):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (RuntimeError("unexpected pos 704 vs 598"), "the disk took a part only"),
+        (RuntimeError("unexpected pos 704 vs 598"), "only a part was written to the disk"),
         (
             raised(RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")),
             "No space",

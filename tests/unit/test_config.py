@@ -55,7 +55,7 @@ def file(tmp_path):
         ("rollout={placement: fleet, fleet: {urls: [http://a:1, http://a:1]}}", "names an engine twice"),
         ("rollout.fleet={hung_after_s: 3, heartbeat_s: 5}", "must be larger than rollout.fleet.heartbeat_s=5"),
         ("rollout={placement: colocated, partial: true, fleet: {urls: [http://a:1]}}", "use rollout.placement=fleet"),
-        ("weight_sync.full_every=5", "those are embedded, in bf16, and get weights by distributed; set"),
+        ("weight_sync.full_every=5", "these are embedded, in bf16, and get weights by distributed; set"),
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=ppo", "algorithm.preset='ppo'"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"files", "rewards"},
+    {"atomic_files", "rewards"},
     {"cli", "config", "metrics", "distributed"},
     {"algorithms", "data", "models"},
     {"batching"},
@@ -16,6 +16,8 @@ FLOORS = (
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin"},
     {"training"},
+    {"commands"},
+    {"__main__"},
 )
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {

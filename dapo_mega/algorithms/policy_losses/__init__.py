@@ -1,4 +1,4 @@
-"""The losses of the policy by kind. A new one is a file here, a line in `POLICY_LOSSES` and its name in
+"""The policy losses by kind. A new kind needs a file here, a line in `POLICY_LOSSES` and its name in
 `config.algorithm.PolicyLossKind`.
 """
 

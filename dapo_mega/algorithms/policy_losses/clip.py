@@ -1,4 +1,4 @@
-"""The clipped ratio of PPO with bounds of its own on either side, and dual clipping (DAPO eq. 8 and 10)."""
+"""PPO's clipped ratio with separate lower and upper bounds, and dual clipping (DAPO eq. 8 and 10)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dapo_mega.config import LossSettings
 
 @dataclass(frozen=True)
 class ClippedTokens:
-    """What clipping does to each token, all [T].
+    """The result of clipping for each token, all [T].
 
     `loss` carries the gradient. `clipped_low` / `clipped_high` mark tokens whose gradient the lower / upper bound
-    removed, `clipped_dual` those bounded by the dual clip; `ratio` is pi_theta / pi_old, detached.
+    removed, `clipped_dual` tokens bounded by the dual clip; `ratio` is pi_theta / pi_old, detached.
     """
 
     loss: Tensor

@@ -5,8 +5,8 @@ One batch goes through these steps::
     rows -> prefill each distinct prompt once -> repeat its cache for the group's members
          -> [sample -> hand out finished rows -> forward one token] ...
 
-Rows are aligned at their newest token: all write the same cache slot, and shorter prompts leave slots on their
-left unused. A finished row's place is taken over by the last row, so nothing is computed for rows that are done.
+Rows are aligned at their newest token: all write the same cache slot, and shorter prompts leave slots on their left
+unused. The last row moves into the place of a finished row, so nothing is computed for finished rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUPED_DECODE = "grouped_decode"
 
 
 def use_grouped_decode_attention(model: PreTrainedModel) -> None:
-    """Make a CPU model that attends with SDPA use `_grouped_decode_attention`; others stay as they are."""
+    """Make a CPU model with SDPA attention use `_grouped_decode_attention`; leave other models unchanged."""
     is_sdpa = model.config._attn_implementation == "sdpa" and model._supports_attention_backend
     if is_sdpa and model.device.type == "cpu":
         AttentionInterface.register(_GROUPED_DECODE, _grouped_decode_attention)
@@ -60,11 +60,11 @@ def _grouped_decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA, with single-token queries [B, H, 1, D] computed per key head: query heads that share it are one matrix.
+    """SDPA that computes single-token queries [B, H, 1, D] per key head: the query heads of a key head form one matrix.
 
-    On a CPU the SDPA kernel costs more for such queries than two batched products in float32 (in bfloat16 ten times
-    as much), and with a mask transformers before 5.23 copies the cache once per query head. Scores must not be rounded
-    to bfloat16, so keys and values are float32 in any case. Whatever else a model asks for is left to SDPA.
+    On a CPU the SDPA kernel costs more for such queries than two batched products in float32 (in bfloat16 ten times as
+    much), and with a mask transformers before 5.23 copies the cache once per query head. Keys and values are float32,
+    because scores must not be rounded to bfloat16. All other calls go to SDPA.
     """
     is_plain_mask = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     has_extras = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
@@ -82,7 +82,7 @@ def _grouped_decode_attention(
 
 def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
     is_grouped = model.config._attn_implementation == _GROUPED_DECODE
-    # Latent attention caches vectors that go through the model's own projections before they are keys and values.
+    # Latent attention caches vectors that the model's projections turn into keys and values later.
     is_latent = "kv_lora_rank" in model.config.to_dict()
     return torch.float32 if model.dtype.itemsize < 4 and is_grouped and not is_latent else model.dtype
 
@@ -141,7 +141,7 @@ class _SlotLayer(DynamicLayer):
 
 
 def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised, with half as many slots again as are in use, so that growing costs each token O(1) copies."""
+    """An uninitialised buffer with 1.5 times the slots in use, so that growing costs each token O(1) copies."""
     _, num_heads, _, head_dim = like.shape
     roomy = num_slots + max(_SPARE_SLOTS, num_slots // 2)
     return like.new_empty(num_rows, num_heads, roomy, head_dim, dtype=dtype)
@@ -151,8 +151,8 @@ class RowBatch:
     """Rows that are decoded in lockstep; row r of every tensor belongs to `_rows[r]`."""
 
     def __init__(self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel) -> None:
-        """`rows` are (index, request), by prompt length, equal prompts adjacent; their sampling parameters are equal
-        but for `max_new_tokens`. The batch empties `rows`.
+        """`rows` are (index, request), ordered by prompt length, equal prompts adjacent; they differ in sampling only
+        in `max_new_tokens`. The batch empties `rows`.
         """
         self._rows = rows
         self._model = model
@@ -170,7 +170,7 @@ class RowBatch:
         self._layers: list[_SlotLayer] = []
 
     def decode(self, check_stop: Callable[[], None] = lambda: None) -> Iterator[FinishedRow]:
-        """All rows, each as soon as it finishes. What `check_stop`, called before every token, raises ends it."""
+        """Yield each row as soon as it finishes. `check_stop` is called before every token and may raise."""
         logits = self._prefill()
         for step in range(self._tokens.shape[1]):
             check_stop()
@@ -188,7 +188,7 @@ class RowBatch:
             logits = self._forward(self._tokens[: len(self._rows), step : step + 1])
 
     def _prefill(self) -> Tensor:
-        """Fill the cache with the prompts; the logits [rows, V] of their last positions."""
+        """Fill the cache with the prompts; returns the logits [rows, V] of their last positions."""
         prompts: dict[bytes, list[int]] = defaultdict(list)
         for row, (_, request) in enumerate(self._rows):
             prompts[prompt_key(request)].append(row)
@@ -233,7 +233,7 @@ class RowBatch:
         return sample_tokens(logits, uniforms, self._sampling.temperature, self._sampling.top_p, self._sampling.top_k)
 
     def _forward(self, token_ids: Tensor) -> Tensor:
-        """Append `token_ids` [rows, 1] to the cache; the logits [rows, V] that follow them."""
+        """Append `token_ids` [rows, 1] to the cache; returns the logits [rows, V] after them."""
         num_slots = self._layers[0].get_seq_length() + 1
         mask = None
         if self._is_ragged:
@@ -270,7 +270,7 @@ class RowBatch:
             self._move(torch.tensor(places), torch.tensor(movers), num_rows, length)
 
     def _move(self, places: Tensor, movers: Tensor, num_rows: int, length: int) -> None:
-        """Copy what belongs to rows `movers` to `places`; drop the rows and slots that nobody needs any more."""
+        """Copy the state of rows `movers` to `places`; drop unused rows and slots."""
         if len(places):
             self._tokens[places, :length] = self._tokens[movers, :length]
             self._logprobs[places, :length] = self._logprobs[movers, :length]

@@ -1,4 +1,4 @@
-"""Rollouts inside the trainer's process: a Hugging Face model driven by a decoding loop made for groups.
+"""Generates inside the trainer's process: a Hugging Face model with a decoding loop made for groups.
 
 For the quickstart and for machines without SGLang. The loop itself is in `decoding.py`.
 """
@@ -30,8 +30,8 @@ class EmbeddedEngine:
     def __init__(
         self, model: PreTrainedModel, max_batch_rows: int = 512, check_stop: Callable[[], None] = lambda: None
     ) -> None:
-        """Take over `model`, whose weights count as not loaded until `load_weights`; at most `max_batch_rows`
-        responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
+        """Own `model`, whose weights count as not loaded until `load_weights`. At most `max_batch_rows` responses are
+        decoded at once. `check_stop` is called before every token and may raise StopRequested."""
         if max_batch_rows < 1:
             raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
         layer_types = set(model.config.get_text_config().to_dict().get("layer_types") or ())
@@ -53,8 +53,8 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         check_stop: Callable[[], None] = lambda: None,
     ) -> EmbeddedEngine:
-        """An engine on `device` with the architecture of `config`, a Hugging Face folder or configuration object;
-        the weights are left uninitialised."""
+        """An engine on `device` with the architecture of `config` (a Hugging Face folder or configuration object) and
+        uninitialised weights."""
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(config)
         with no_init_weights():
@@ -72,10 +72,10 @@ class EmbeddedEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
         """Answer every request, in the order given.
 
-        A request's tokens depend on its prompt, seed and sampling parameters, and on what else is in the batch
-        only through float rounding. Raises RuntimeError without a complete set of weights, ValueError naming
-        the requests that the model cannot serve, before anything runs, and FloatingPointError when the model's
-        logits are not finite.
+        A request's tokens depend on its prompt, seed and sampling parameters, and on what else is in the batch only
+        through float rounding. Raises RuntimeError without a complete set of weights, and FloatingPointError when the
+        model's logits are not finite. Raises ValueError, before anything runs, that names the requests that the model
+        cannot serve.
         """
         if self._weight_version < 0:
             raise RuntimeError(f"the embedded engine cannot generate: {self._refusal}")
@@ -91,11 +91,12 @@ class EmbeddedEngine:
         return [responses[index] for index in range(len(requests))]
 
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
-        """Copy the streamed tensors into the model in place and take over `version` once the stream has ended.
+        """Copy the streamed tensors into the model in place, and set `version` once the stream has ended.
 
-        Floating-point tensors are cast to the model's dtype. Of a tied pair one name suffices; both must agree.
-        Raises ValueError naming tensors that are unknown, given twice, of another shape or kind, or missing. After
-        an error, also one of the stream itself, the engine refuses to generate until a whole load has succeeded.
+        Floating-point tensors are cast to the model's dtype. A tied pair may come under one name or under both, with
+        equal values. Raises ValueError that names tensors that are unknown, missing, given twice, or of another shape
+        or kind. After any error, also one of the stream, the engine refuses to generate until a complete load has
+        succeeded.
         """
         assert version >= 0
         if self._model is None:
@@ -118,14 +119,14 @@ class EmbeddedEngine:
         self._weight_version = version
 
     def close(self) -> None:
-        """Let go of the model; the engine cannot be used any more."""
+        """Free the model; the engine cannot be used afterwards."""
         self._weight_version = -1
         self._refusal = "it is closed"
         self._model = None
 
 
 def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
-    """ValueError naming the requests that a model of `config` cannot serve."""
+    """Raises ValueError that names the requests that a model of `config` cannot serve."""
     problems: dict[str, list[int]] = defaultdict(list)
     for request in requests:
         prompt, limit = request.prompt_token_ids, request.sampling.max_new_tokens
@@ -153,7 +154,8 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors by their names on disk: transformers holds all experts of a layer in two tensors."""
+    """The model's tensors by their names on disk; transformers' two stacked tensors per layer are split into
+    experts."""
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name in [name for name in targets if name.endswith(".mlp.experts.gate_up_proj")]:
         prefix = name.removesuffix("gate_up_proj")

@@ -1,7 +1,7 @@
-"""One embedded engine per data-parallel replica, driven by rank 0 as if they were one engine.
+"""One embedded engine per data-parallel replica; rank 0 uses them like one engine.
 
-Rank 0 submits requests and generates them all at once when it waits for the first answer. The other replicas' leaders
-sit in `serve` and work on the share they are sent until rank 0 calls `end_serving`.
+Rank 0 collects the submitted requests and generates all of them when it waits for the first answer. The other replicas'
+leaders are in `serve` and answer their share of the requests until rank 0 calls `end_serving`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dapo_mega.types import Answer, GenerationRequest, NamedTensors
 
 
 class EmbeddedFleet(RolloutFleet):
-    """Every process constructs one and joins `load_weights`; rank 0 asks it for answers."""
+    """Every rank constructs one and takes part in `load_weights`; rank 0 submits requests."""
 
     def __init__(self, processes: Processes, engine: EmbeddedEngine | None) -> None:
-        """`engine` is this process's engine: given exactly on the replicas' leaders."""
+        """`engine` is this rank's engine on the replicas' leaders, None on all other ranks."""
         assert (engine is not None) == processes.is_leader
         self._processes = processes
         self._engine = engine
@@ -36,7 +36,7 @@ class EmbeddedFleet(RolloutFleet):
         return self._engine.weight_version if self._engine else -1
 
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
-        """Collective over all processes: leaders fill their engines, the others only contribute shards."""
+        """Collective over all ranks: leaders load their engines, the other ranks only contribute shards."""
         if self._engine:
             self._engine.load_weights(buckets, version)
         else:
@@ -48,7 +48,7 @@ class EmbeddedFleet(RolloutFleet):
         self._submitted.update((request.request_id, request) for request in requests)
 
     def next_answer(self) -> Answer:
-        """See `RolloutEngine`. Generates all that was submitted when no answer is there."""
+        """See `RolloutEngine`. When no answer is left, generates all submitted requests."""
         if not self._answered:
             assert self._submitted, "nothing was asked"
             requests, self._submitted = list(self._submitted.values()), {}
@@ -69,7 +69,7 @@ class EmbeddedFleet(RolloutFleet):
             self._submitted.pop(request_id, None)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """Spread the requests over all replicas, groups kept together; answers in the order given. Rank 0 only.
+        """Split the requests over all replicas, groups kept together. Returns answers in the order given. Rank 0 only.
 
         Raises StopRequested when the run is to stop.
         """
@@ -85,7 +85,7 @@ class EmbeddedFleet(RolloutFleet):
         return [by_id[request.request_id] for request in requests]
 
     def serve(self) -> None:
-        """Work for rank 0 until it calls `end_serving`. Returns at once where there is no engine."""
+        """Answer rank 0's requests until it calls `end_serving`. Returns at once on ranks without an engine."""
         assert self._processes.rank != 0
         if not self._engine:
             return
@@ -93,7 +93,7 @@ class EmbeddedFleet(RolloutFleet):
             dist.gather_object(self._answers(share), dst=0, group=self._processes.leaders)
 
     def _answers(self, share: Sequence[GenerationRequest]) -> list[Answer] | None:
-        """None when the run is to stop: rank 0 hears of it from whichever leader noticed."""
+        """None when the run is to stop: any leader that notices tells rank 0 this way."""
         assert self._engine
         try:
             return list(self._engine.generate(share))
@@ -101,11 +101,11 @@ class EmbeddedFleet(RolloutFleet):
             return None
 
     def end_serving(self) -> None:
-        """Send the other leaders on; rank 0 only."""
+        """Make the other leaders return from `serve`; rank 0 only."""
         self._scatter([None] * self._processes.data_size)
 
     def close(self) -> None:
-        """Let go of the engine's memory."""
+        """Free the engine's memory."""
         if self._engine:
             self._engine.close()
 

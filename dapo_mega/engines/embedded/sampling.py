@@ -12,10 +12,10 @@ _DRAWS_PER_COUNT = 4
 
 
 def request_uniforms(seed: int, count: int, start: int = 0) -> npt.NDArray[np.float64]:
-    """Numbers `start` to `start + count` of the stream in [0, 1) that `seed` alone decides.
+    """Numbers `start` to `start + count` of the stream in [0, 1) that depends on `seed` only.
 
-    Counter-based (Philox), so any part of the stream can be had without the parts before it. Seeds are 0 to
-    2**128 - 1; another one raises ValueError.
+    Counter-based (Philox), so any part of the stream is computed without the parts before it. Raises ValueError for a
+    seed outside of 0 to 2**128 - 1.
     """
     if not 0 <= seed < 2**128:
         raise ValueError(f"seed={seed} is not in [0, 2**128)")
@@ -77,11 +77,11 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Per row the first index [B, 1] whose cumulative weight exceeds uniform * total; never one of weight 0."""
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cdf[:, -1]
-    # Below the total even when the uniform is, or is rounded to, 1: what is exceeded there has weight.
+    # Below the total even when the uniform is 1 or rounds to 1, so the index found has positive weight.
     target = torch.minimum(uniforms.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
     indices = torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)
     empty = weights.gather(1, indices) <= 0
     if bool(empty.any()):
-        # A parallel scan (GPU) need not be monotonic in the last bit and can step onto a neighbour of weight 0.
+        # A parallel scan (GPU) need not be monotonic in the last bit, so the index can have weight 0.
         indices = torch.where(empty, weights.argmax(dim=-1, keepdim=True), indices)
     return indices

@@ -1,4 +1,4 @@
-"""What a run that waits for engines says: who is missing, since when and why, and what to do about it."""
+"""Describes the engines that a waiting run misses: since when, why, and what the user can do."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ _START = "start engines with launch/serve_rollouts.py"
 
 
 def describe_absences(members: Mapping[str, Member], health: Mapping[str, EngineHealth]) -> str:
-    """All engines that cannot be used now, each with its present state."""
+    """All engines that cannot be used now, each with its state."""
     missing = [
         f"{url} since {_clock(member.missing_since)}: {_state(member, health[url])}"
         for url, member in members.items()
-        if member.state not in ("stale", "serving")
+        if member.state not in ("outdated", "serving")
     ]
     return "; ".join(missing) or ("no others are known" if members else "none is known")
 
 
 def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fleet: FleetConfig) -> str:
-    """What brings the engines that are missing."""
-    states = {health[url].state for url, member in members.items() if member.state not in ("stale", "serving")}
+    """What the user can do to get the missing engines."""
+    states = {health[url].state for url, member in members.items() if member.state not in ("outdated", "serving")}
     advice = []
     if len(members) < fleet.min_engines:
         address = f" --rendezvous {fleet.rendezvous} and this run's API key" if fleet.rendezvous else ""
         where = "" if fleet.rendezvous else " and name them in rollout.fleet.urls"
         advice.append(f"{_START}{address}{where}, or lower rollout.fleet.min_engines={fleet.min_engines}")
     if "dead" in states:
-        advice.append("start those without connection again (launch/serve_rollouts.py does so by itself)")
+        advice.append("restart the dead engines (launch/serve_rollouts.py does so by itself)")
     if "hung" in states:
         advice.append(
-            "restart those that hang (launch/serve_rollouts.py does so after --restart-hung-after-s; without this "
-            "package's plugin an engine waits up to 30 minutes for a trainer that was killed while it joined)"
+            "restart the hung engines (launch/serve_rollouts.py does so after --restart-hung-after-s; without this "
+            "package's plugin an engine waits up to 30 minutes for a trainer that was killed while the engine joined)"
         )
     if any(member.state == "refused" for member in members.values()):
-        advice.append("mend those that are refused and start them again")
+        advice.append("correct the refused engines and restart them")
     return "; ".join(advice) or "wait until they have started"
 
 
@@ -54,6 +54,6 @@ def _state(member: Member, health: EngineHealth) -> str:
 
 
 def _clock(moment: float) -> str:
-    """The time of day of a moment of the monotonic clock, and how long ago it was."""
+    """The time of day at `moment` of the monotonic clock, and how long ago that was."""
     seconds = time.monotonic() - moment
     return f"{time.strftime('%H:%M:%S', time.localtime(time.time() - seconds))} ({seconds:.0f} s)"

@@ -1,7 +1,7 @@
-"""What launchers of engines tell the trainer and what it answers, signed with the API key, which itself never travels.
+"""The messages between engine launchers and the trainer, signed with the API key, which is never sent.
 
-A message is a SHA-256 HMAC followed by JSON. Whoever lacks the key can only send one again as it was, which counts
-while it is fresh and nothing newer is known of the engine; an answer is valid for its announcement only.
+A message is a SHA-256 HMAC followed by JSON. Without the key one can only replay a message. A replay counts only while
+the message is fresh and the newest one about its engine. A reply is valid for one announcement only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 MAX_MESSAGE_BYTES = 8192
 MAX_REGISTRATIONS = 16
-"""Of one message: so many fit."""
+"""Engines per message: as many as fit into MAX_MESSAGE_BYTES."""
 MAX_AGE_S = 300.0
 _MAX_URL_LENGTH = 300
 _MAX_INSTANCE_LENGTH = 64
@@ -28,7 +28,7 @@ _ANNOUNCEMENT, _REPLY = b"dapo_mega announcement\n", b"dapo_mega reply\n"
 
 @dataclass(frozen=True)
 class Registration:
-    """An engine. `instance` differs between two starts of the engine at the same `url`."""
+    """An engine. Each start of an engine at the same `url` has another `instance`."""
 
     url: str
     instance: str
@@ -36,7 +36,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Announcement:
-    """These engines serve, or are `leaving`. `sent_at` is the sender's time in seconds since the epoch."""
+    """The engines that serve, or that stop if `leaving`. `sent_at` is the sender's time in seconds since the epoch."""
 
     registrations: tuple[Registration, ...]
     leaving: bool
@@ -44,7 +44,7 @@ class Announcement:
 
 
 class RefusedAnnouncement(Exception):
-    """Why an announcement does not count; nothing that a stranger has written is in it."""
+    """Why an announcement is refused; the text quotes nothing from the message."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -58,36 +58,36 @@ def signed_announcement(registrations: Sequence[Registration], leaving: bool, ap
 
 
 def verified_announcement(message: bytes, api_key: str) -> Announcement:
-    """Of `signed_announcement`. Raises RefusedAnnouncement, and nothing else whatever the message is."""
+    """The announcement in a `signed_announcement`. Raises RefusedAnnouncement, and nothing else for any message."""
     if (body := _verified(_ANNOUNCEMENT, message, api_key)) is None:
         raise RefusedAnnouncement(
-            HTTPStatus.UNAUTHORIZED, "it is not signed with this run's API key; give the engines the trainer's key"
+            HTTPStatus.UNAUTHORIZED, "not signed with this run's API key; give the engines the trainer's key"
         )
     try:
         announcement = _announcement(json.loads(body))
-    except (ValueError, RecursionError):  # Of the message's form, or from json: nested too deeply.
+    except (ValueError, RecursionError):  # Not JSON, not a URL, or nested too deeply.
         announcement = None
     if announcement is None:
         raise RefusedAnnouncement(
             HTTPStatus.BAD_REQUEST,
-            "it is signed with this run's API key but malformed; start the engines with the trainer's version of "
+            "signed with this run's API key but malformed; start the engines with the trainer's version of "
             "launch/serve_rollouts.py",
         )
     if abs(time.time() - announcement.sent_at) > MAX_AGE_S:
         raise RefusedAnnouncement(
             HTTPStatus.CONFLICT,
-            f"it was signed over {MAX_AGE_S:.0f} s ago; where it is new, set the machines' clocks right",
+            f"signed more than {MAX_AGE_S:.0f} s ago, or the machines' clocks differ; synchronise the clocks",
         )
     return announcement
 
 
 def signed_reply(message: bytes, hung: Iterable[str], api_key: str) -> bytes:
-    """The trainer's answer to the announcement `message`: which of all instances have been hung for long."""
+    """The trainer's reply to the announcement `message`: all instances that have been hung for long."""
     return _signed(_REPLY + _digest(message), json.dumps({"hung": sorted(hung)}).encode(), api_key)
 
 
 def verified_reply(message: bytes, reply: bytes, api_key: str) -> frozenset[str] | None:
-    """The instances of `signed_reply` to `message`; None where it is not from a trainer that has the key."""
+    """The hung instances in a `signed_reply` to `message`; None if the signature is wrong."""
     body = _verified(_REPLY + _digest(message), reply, api_key)
     return None if body is None else frozenset(json.loads(body)["hung"])
 
@@ -97,7 +97,7 @@ def _announcement(fields: Any) -> Announcement | None:
     if not isinstance(fields, dict):
         return None
     given, leaving, sent_at = (fields.get(name) for name in ("registrations", "leaving", "sent_at"))
-    # NaN, which json reads, is no number that anything is near to.
+    # json reads NaN, which is not equal to itself.
     if not isinstance(given, list) or type(leaving) is not bool or type(sent_at) is not float or sent_at != sent_at:
         return None
     registrations = [_registration(entry) for entry in given[: MAX_REGISTRATIONS + 1]]
@@ -119,7 +119,7 @@ def _registration(fields: Any) -> Registration | None:
 
 
 def _is_engine_url(url: str) -> bool:
-    """Whether it is scheme, host and port, and nothing else. ValueError from urllib means no."""
+    """Whether the URL is scheme, host and port only. ValueError from urllib means no."""
     if len(url) > _MAX_URL_LENGTH or not url.isascii() or not url.isprintable() or " " in url:
         return False
     parts = urlsplit(url)
@@ -132,7 +132,7 @@ def _signed(context: bytes, body: bytes, api_key: str) -> bytes:
 
 
 def _verified(context: bytes, message: bytes, api_key: str) -> bytes | None:
-    """The body of a `_signed` message; None when the signature is not right."""
+    """The body of a `_signed` message; None if the signature is wrong."""
     body = message[_DIGEST_BYTES:]
     expected = hmac.digest(api_key.encode(), context + body, "sha256")
     return body if hmac.compare_digest(message[:_DIGEST_BYTES], expected) else None

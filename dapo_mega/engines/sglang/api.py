@@ -1,4 +1,4 @@
-"""What is said to an SGLang server and what its answers mean. Nothing is sent from here."""
+"""Builds the bodies of SGLang's /generate calls and checks the answers. Sends nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds
 
 Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
-"""What is wrong with an answer: its form, how many tokens it has, ids outside of the vocabulary, log-probs that are
-missing or impossible, or weights that were not to sample it."""
+"""What is wrong with an answer: its form, its number of tokens, ids outside of the vocabulary, log-probs that are
+missing or impossible, or the version of the weights that sampled it."""
 
 _ANY_TOKEN = -1
-_MAX_ROUNDING = 1e-4  # Of a certain token's log-prob, which may come out above 0.
+_MAX_ROUNDING = 1e-4  # A log-prob near 0 may be rounded to this much above 0.
 _EMPTY_TOKENS = np.empty(0, np.int32)
 
 
 class MalformedAnswer(Exception):
-    """An engine's answer that must not be used. `foreign`: weights of another run had part in it."""
+    """An engine's answer that must not be used. `foreign`: the other run's weights that sampled part of it."""
 
     def __init__(self, fault: Fault, reason: str, foreign: WeightVersion | None = None) -> None:
         super().__init__(reason)
@@ -32,8 +32,8 @@ class MalformedAnswer(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one call of the engine at `url` generated: `token_ids` [L], `logprobs` [L] and the versions that sampled
-    them, as (version, end) with ascending ends, the last of them L. After `abort` the response is not at its end."""
+    """What one call of the engine at `url` generated: `token_ids` [L] and `logprobs` [L]. `version_spans` are (weight
+    version, end) with ascending ends, the last of them L. After `abort` the response is incomplete."""
 
     token_ids: TokenIds
     logprobs: LogProbs
@@ -43,7 +43,7 @@ class Completion:
 
 
 def generate_payload(request: GenerationRequest, parts: Sequence[Completion], rid: str) -> dict[str, Any]:
-    """The body of /generate that goes on after `parts`; `rid` names the call for /abort_request."""
+    """The body of the /generate call that continues after `parts`; `rid` names the call for /abort_request."""
     sampling = request.sampling
     generated = tokens_of(parts)
     parameters: dict[str, Any] = {
@@ -51,7 +51,7 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or _ANY_TOKEN,
         "max_new_tokens": sampling.max_new_tokens - len(generated),
-        # Only servers with --enable-deterministic-inference heed it.
+        # Used only by servers with --enable-deterministic-inference.
         "sampling_seed": _seed_of_63_bits(request.seed),
     }
     if sampling.stop_token_ids:
@@ -67,7 +67,7 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
 
 
 def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
-    """The body of a /generate that asks for the log-probs of these tokens; it samples one more."""
+    """The body of a /generate call that scores these tokens; SGLang also samples one more token."""
     return {
         "input_ids": token_ids.tolist(),
         "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
@@ -77,9 +77,9 @@ def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
 
 
 def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogProbs:
-    """Log-probs [L - 1] of all tokens but the first, as a server answered to `scoring_payload`; NaN where it gave none.
+    """Log-probs [L - 1] of all tokens but the first, from the answer to `scoring_payload`; NaN where one is missing.
 
-    `versions` are the weights that may have scored them. Raises MalformedAnswer.
+    `versions` are the weight versions that may have scored the tokens. Raises MalformedAnswer.
     """
     output_ids, meta_info = _fields(body)
     _version_spans(meta_info, len(output_ids), versions)
@@ -102,9 +102,9 @@ def parse_answer(
     versions: VersionRange,
     url: str = "",
 ) -> Completion:
-    """What the /generate of the server at `url` answered to `generate_payload(request, parts, ...)`.
+    """The completion in the answer of the server at `url` to `generate_payload(request, parts, ...)`.
 
-    `versions` are the weights that may have sampled any of it. Raises MalformedAnswer.
+    `versions` are the weight versions that may have sampled its tokens. Raises MalformedAnswer.
     """
     output_ids, meta_info = _fields(body)
     token_ids = _token_ids(output_ids, vocab_size)
@@ -119,7 +119,7 @@ def parse_answer(
 
 
 def joined(request_id: int, parts: Sequence[Completion]) -> Response:
-    """One response of parts that continued each other; the last part is at the response's end."""
+    """Join parts that continue each other to one response; the last part must be complete."""
     finish = parts[-1].finish
     assert finish != "abort"
     ends: list[tuple[int, int]] = []
@@ -151,7 +151,7 @@ def tokens_of(parts: Sequence[Completion]) -> TokenIds:
 
 
 def unfit(request: GenerationRequest, vocab_size: int) -> str:
-    """Why the request must not be sent; empty when it may. A server dies of a token id that its model does not have."""
+    """Why the request must not be sent; empty if it may. A token id outside of the vocabulary kills the server."""
     tokens = request.prompt_token_ids
     if not len(tokens):
         return "its prompt is empty"
@@ -218,12 +218,12 @@ def _finish(
         raise MalformedAnswer("token_count", f"it has {length} tokens where {limit} were allowed")
     if is_stop[:-1].any():
         raise MalformedAnswer("token_count", "it goes on after a stop token")
-    # An abort can meet a response whose last token has just been sampled.
+    # An abort can come when the response's last token has just been sampled.
     if is_stop.any():
         return "stop"
     match kind:
         case "stop" if length:
-            return "stop"  # At an end-of-text token of the server's own.
+            return "stop"  # The server stopped at its model's own end-of-text token.
         case "length" | "abort" if length == limit:
             return "length"
         case "abort":
@@ -233,7 +233,7 @@ def _finish(
 
 def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange) -> tuple[tuple[int, int], ...]:
     spans = meta_info.get("weight_versions")
-    if spans is None:  # Servers that report only the version at the end.
+    if spans is None:  # This server reports only the version at the end.
         spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": length}]
     try:
         filled = [span for span in spans if span["end"] > span["start"]]

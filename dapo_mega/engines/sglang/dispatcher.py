@@ -7,7 +7,7 @@
                  +-------------+      the call failed, the engine left, or its weights are being replaced
                                +----> GenerationFailure, after `max_attempts` failed calls
 
-Everything happens on one event loop. Only calls in flight are tasks; waiting requests are entries of a queue.
+Everything runs on one event loop. Only calls in attempt are tasks; waiting requests are entries of a queue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its answer. `parts` is what calls that were ended early have generated."""
+    """A request until it has its answer. `parts` are the partial outputs of its aborted calls."""
 
     request: GenerationRequest
     prompt: bytes
@@ -56,7 +56,7 @@ class _Request:
     num_calls: int = 0
     num_failures: int = 0
     avoided_url: str = ""
-    flight: _Attempt | None = None
+    attempt: _Attempt | None = None
     retry: asyncio.TimerHandle | None = None
 
     @property
@@ -64,20 +64,19 @@ class _Request:
         return self.request.request_id
 
     def oldest_version(self, current: int) -> int:
-        """Of the weights that have a part in it; `current` are those of a call that begins now."""
-        under_way = self.flight.version if self.flight else current
+        """The oldest weight version of the parts and the running call; `current` if there are neither."""
+        under_way = self.attempt.version if self.attempt else current
         return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """One call of an engine for a request. `version` is that of the engine's weights when it began."""
+    """One call of an engine for a request. `version` is the engine's weight version when the call began."""
 
     rid: str
     work: _Request
     slot: EngineSlot
     version: int
-    started: float
     task: asyncio.Task[None] | None = None
 
 
@@ -98,12 +97,12 @@ class Dispatcher:
         backoff_s: float = 0.5,
         seed: int = 0,
     ) -> None:
-        """`on_answer` gets every answer as it comes, `on_trouble` the URL of an engine whose connection failed,
-        `on_wrong_weights` that of one which answered with other weights than it was given, with these weights where
-        they are another run's; `run` is the name that this one's go by.
+        """`run` is the name of this run's weights. Callbacks: `on_answer(answer)`; `on_trouble(url)` when a connection
+        fails; `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where
+        `weights` is None unless they are another run's.
 
-        A call takes at most `request_timeout_s`. After a failed one its request waits `backoff_s`, twice as long each
-        time and spread by `seed`, and goes to another engine where there is one.
+        A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
+        and with jitter from `seed`, and then goes to another engine if there is one.
         """
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
@@ -121,7 +120,7 @@ class Dispatcher:
         self._newest_version = -1
         self._works: dict[int, _Request] = {}
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
-        self._flights: dict[str, _Attempt] = {}
+        self._attempts: dict[str, _Attempt] = {}
         self._is_held = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,27 +130,27 @@ class Dispatcher:
     # ---- engines ----
 
     def add_engine(self, client: EngineClient, version: int) -> None:
-        """Use an engine that holds these weights."""
+        """Send requests to this engine, which holds weights of this version."""
         assert client.url not in self._slots
         self._slots[client.url] = EngineSlot(client, version)
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
     def set_version(self, url: str, version: int) -> None:
-        """The engine holds these weights now; to be said before it generates with them."""
+        """Record the version of the engine's new weights; call before it generates with them."""
         self._slots[url].version = version
         self._newest_version = max(self._newest_version, version)
 
     def remove_engine(self, url: str, reason: str) -> None:
-        """Use the engine no more; its requests go to others at once."""
+        """Stop using the engine; its requests go to other engines at once."""
         slot = self._slots.pop(url)
-        flights = [flight for flight in self._flights.values() if flight.slot is slot]
-        for flight in reversed(flights):
-            self._close_attempt(flight)
+        attempts = [attempt for attempt in self._attempts.values() if attempt.slot is slot]
+        for attempt in reversed(attempts):
+            self._close_attempt(attempt)
             self.counters.moved()
-            self._wait_first(flight.work)
-        if flights:
-            logger.info("%d requests move away from %s: %s", len(flights), url, reason)
+            self._wait_first(attempt.work)
+        if attempts:
+            logger.info("%d requests move away from %s: %s", len(attempts), url, reason)
             self._start_background(slot.client.abort(all=True))
         self._start_calls()
 
@@ -161,7 +160,7 @@ class Dispatcher:
     # ---- requests ----
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests on; those that an engine must not see are answered with a failure right away."""
+        """Queue the requests. A request that must not be sent to an engine gets a failure at once."""
         for request in requests:
             self.counters.submit(request.request_id)
             work = _Request(request, hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest())
@@ -174,22 +173,22 @@ class Dispatcher:
         self._start_calls()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
-        """Give up requests; those that have ended already are left alone."""
+        """Give up requests; requests that have ended are ignored."""
         for request_id in request_ids:
             if work := self._works.get(request_id):
-                if work.flight:
-                    self._abandon(work.flight)
+                if work.attempt:
+                    self._abandon(work.attempt)
                 self._forget(work)
                 self.counters.close(request_id, "cancelled")
         self._start_calls()
 
     def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
-        """The oldest weights that have a part in each request, by id; see `RolloutEngine`."""
+        """The oldest weight version of each unfinished request, by id; see `RolloutEngine`."""
         works = [work for request_id in request_ids if (work := self._works.get(request_id))]
         return {work.id: work.oldest_version(self._newest_version) for work in works}
 
     def hold(self) -> None:
-        """Start no calls until `resume`. What an engine aborts meanwhile is kept and goes on afterwards."""
+        """Start no calls until `resume`. Outputs that engines abort meanwhile are kept and continued afterwards."""
         self._is_held = True
 
     def resume(self) -> None:
@@ -197,30 +196,31 @@ class Dispatcher:
         self._start_calls()
 
     async def drain(self) -> None:
-        """Wait until no call is in flight; to be used after `hold`."""
+        """Wait until no call is in attempt. Call after `hold`."""
         assert self._is_held
         await self._idle.wait()
 
     async def reclaim(self, grace_s: float = 10.0) -> None:
-        """Wait for what engines return that were told to abort everything; to be used after `hold`.
+        """Wait for the partial outputs of aborted calls. Call after `hold`.
 
-        A call that had not begun on its engine does not return; it is given up after `grace_s` and made again later.
+        An aborted call that had not begun on its engine does not return: it is dropped after `grace_s` and sent again
+        later.
         """
         try:
             async with asyncio.timeout(grace_s):
                 await self.drain()
         except TimeoutError:
-            for flight in reversed(list(self._flights.values())):
-                self._abandon(flight)
+            for attempt in reversed(list(self._attempts.values())):
+                self._abandon(attempt)
                 self.counters.taken_back()
-                self._wait_first(flight.work)
+                self._wait_first(attempt.work)
 
     def pop_metrics(self) -> dict[str, float]:
-        """The counters since the last call, and what is in flight and waiting now."""
+        """The counters since the last call, and the requests in attempt and waiting now."""
         return {
             **self.counters.pop_metrics(),
-            "rollout/requests_in_flight": float(len(self._flights)),
-            "rollout/requests_waiting": float(self.counters.num_open - len(self._flights)),
+            "rollout/requests_in_flight": float(len(self._attempts)),
+            "rollout/requests_waiting": float(self.counters.num_open - len(self._attempts)),
         }
 
     async def close(self) -> None:
@@ -229,7 +229,7 @@ class Dispatcher:
         for work in self._works.values():
             if work.retry:
                 work.retry.cancel()
-        tasks = [*self._background, *(flight.task for flight in self._flights.values() if flight.task)]
+        tasks = [*self._background, *(attempt.task for attempt in self._attempts.values() if attempt.task)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -237,16 +237,16 @@ class Dispatcher:
     # ---- starting calls ----
 
     def _start_calls(self) -> None:
-        while not self._is_held and (chosen := self._next_flight()):
+        while not self._is_held and (chosen := self._next_attempt()):
             self._start_call(*chosen)
 
-    def _next_flight(self) -> tuple[_Request, EngineSlot] | None:
-        """The first request in the queue for which there is an engine, with that engine."""
+    def _next_attempt(self) -> tuple[_Request, EngineSlot] | None:
+        """The first waiting request that an engine has room for, with that engine."""
         now = self._loop.time()
         free = [slot for slot in self._slots.values() if self._router.has_room(slot, now)]
         if free:
             for work in self._waiting.values():
-                # Of several engines a request does not try the one again that failed it last.
+                # With several engines, a request avoids the engine that failed it last.
                 allowed = free if len(self._slots) == 1 else [slot for slot in free if slot.url != work.avoided_url]
                 if slot := self._router.choose(allowed, work.prompt):
                     return work, slot
@@ -254,60 +254,60 @@ class Dispatcher:
 
     def _start_call(self, work: _Request, slot: EngineSlot) -> None:
         del self._waiting[work.id]
-        self._router.settle(work.prompt, slot)
+        self._router.assign(work.prompt, slot)
         work.num_calls += 1
-        # Engines abort every call whose name starts with the one given: the dot ends it.
+        # Engines abort every call whose rid has the given prefix: the dot ends the prefix.
         rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
-        flight = _Attempt(rid, work, slot, slot.version, self._loop.time())
-        self._flights[rid] = work.flight = flight
+        attempt = _Attempt(rid, work, slot, slot.version)
+        self._attempts[rid] = work.attempt = attempt
         slot.in_flight += 1
         self._idle.clear()
-        flight.task = self._loop.create_task(self._run(flight))
-        flight.task.add_done_callback(lambda task: self._end_with_fault(flight, task))
+        attempt.task = self._loop.create_task(self._run(attempt))
+        attempt.task.add_done_callback(lambda task: self._end_with_fault(attempt, task))
 
     # ---- ending calls ----
 
-    async def _run(self, flight: _Attempt) -> None:
-        """The request has its answer, or waits for another call, when this returns."""
-        work, slot = flight.work, flight.slot
-        payload = generate_payload(work.request, work.parts, flight.rid)
+    async def _run(self, attempt: _Attempt) -> None:
+        """Make the call; afterwards the request has its answer or waits for another call."""
+        work, slot = attempt.work, attempt.slot
+        payload = generate_payload(work.request, work.parts, attempt.rid)
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
-            versions = VersionRange(self._own_run, flight.version, self._newest_version)
+            versions = VersionRange(self._own_run, attempt.version, self._newest_version)
             completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, slot.url)
         except (EngineError, MalformedAnswer) as error:
-            self._failed(flight, error)
+            self._failed(attempt, error)
         else:
-            self._close_attempt(flight)
-            self._accept(flight, completion)
+            self._close_attempt(attempt)
+            self._accept(attempt, completion)
         self._start_calls()
 
-    def _accept(self, flight: _Attempt, completion: Completion) -> None:
-        """Answer the request, or keep what was generated when the call was ended early."""
-        work = flight.work
+    def _accept(self, attempt: _Attempt, completion: Completion) -> None:
+        """Answer the request, or keep the partial output of an aborted call."""
+        work = attempt.work
         if len(completion.token_ids):
             work.parts.append(completion)
         if completion.finish != "abort":
-            flight.slot.succeeded(len(completion.token_ids), self._loop.time() - flight.started)
+            attempt.slot.succeeded()
             self._end(work, "answered", joined(work.id, work.parts))
         elif self._is_held:
             self.counters.taken_back()
             self._wait_first(work)
         else:
-            work.avoided_url = flight.slot.url
-            self._retry(work, "aborted", f"{flight.slot.url}: the engine aborted it")
+            work.avoided_url = attempt.slot.url
+            self._retry(work, "aborted", f"{attempt.slot.url}: the engine aborted it")
 
-    def _failed(self, flight: _Attempt, error: EngineError | MalformedAnswer) -> None:
-        """The call has no usable answer."""
-        work, slot = flight.work, flight.slot
+    def _failed(self, attempt: _Attempt, error: EngineError | MalformedAnswer) -> None:
+        """Handle a call without a usable answer."""
+        work, slot = attempt.work, attempt.slot
         is_unreachable = isinstance(error, EngineUnreachable)
         if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
             self._loop.call_later(pause, self._start_calls)
         if self._on_trouble and isinstance(error, EngineUnreachable | EngineDisconnected):
             self._on_trouble(slot.url)
-        self._close_attempt(flight)
+        self._close_attempt(attempt)
         work.avoided_url = slot.url
-        if is_unreachable:  # Nothing was sent, so the request has no part in it.
+        if is_unreachable:  # Nothing was sent, so this does not count as an attempt.
             self.counters.call_failed("unreachable")
             self._wait_first(work)
         elif isinstance(error, MalformedAnswer):
@@ -315,14 +315,14 @@ class Dispatcher:
         else:
             self._retry(work, _cause(error), str(error))
         if isinstance(error, EngineTimeout):
-            self._start_background(slot.client.abort(flight.rid))
+            self._start_background(slot.client.abort(attempt.rid))
         if not isinstance(error, MalformedAnswer) or error.fault != "version":
             return
         if self._on_wrong_weights and slot.url in self._slots:
             self._on_wrong_weights(slot.url, error.foreign)
 
     def _retry(self, work: _Request, cause: Cause, reason: str) -> None:
-        """Call again after a while, or give the request its failure when that was the last attempt."""
+        """Call again after a delay, or fail the request after its last attempt."""
         self.counters.call_failed(cause)
         work.num_failures += 1
         if work.num_failures >= self._max_attempts:
@@ -336,29 +336,29 @@ class Dispatcher:
         self._wait_first(work)
         self._start_calls()
 
-    def _close_attempt(self, flight: _Attempt) -> None:
-        """Take a flight off the account, and hang up unless the call itself does it."""
-        del self._flights[flight.rid]
-        flight.slot.in_flight -= 1
-        flight.work.flight = None
-        if not self._flights:
+    def _close_attempt(self, attempt: _Attempt) -> None:
+        """Remove the attempt, and cancel its task unless that task calls this."""
+        del self._attempts[attempt.rid]
+        attempt.slot.in_flight -= 1
+        attempt.work.attempt = None
+        if not self._attempts:
             self._idle.set()
-        if flight.task and flight.task is not asyncio.current_task(self._loop):
-            flight.task.cancel()
+        if attempt.task and attempt.task is not asyncio.current_task(self._loop):
+            attempt.task.cancel()
 
-    def _abandon(self, flight: _Attempt) -> None:
-        """End a flight early on an engine that stays in use."""
-        self._close_attempt(flight)
-        self._start_background(flight.slot.client.abort(flight.rid))
+    def _abandon(self, attempt: _Attempt) -> None:
+        """Abort an attempt on an engine that stays in use."""
+        self._close_attempt(attempt)
+        self._start_background(attempt.slot.client.abort(attempt.rid))
 
-    def _end_with_fault(self, flight: _Attempt, task: asyncio.Task[None]) -> None:
-        """A call that ended with a fault of the program must not leave its request waiting for ever."""
+    def _end_with_fault(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
+        """Fail the request of a call that ended with an unexpected exception, so that nothing waits for ever."""
         if task.cancelled() or not (fault := task.exception()):
             return
-        logger.critical("a call of %s failed: %r", flight.slot.url, fault, exc_info=fault)
-        if flight.rid in self._flights:
-            self._close_attempt(flight)
-            self._fail(flight.work, f"a fault of the program: {fault!r}")
+        logger.critical("a call of %s failed: %r", attempt.slot.url, fault, exc_info=fault)
+        if attempt.rid in self._attempts:
+            self._close_attempt(attempt)
+            self._fail(attempt.work, f"unexpected exception: {fault!r}")
 
     # ---- ending requests ----
 
@@ -378,18 +378,18 @@ class Dispatcher:
             work.retry.cancel()
 
     def _wait_first(self, work: _Request) -> None:
-        """Back to the head of the queue: it has waited already."""
+        """Put the request at the head of the queue, as it has waited already."""
         self._waiting[work.id] = work
         self._waiting.move_to_end(work.id, last=False)
 
     def _start_background(self, call: Coroutine[Any, Any, None]) -> None:
-        """Begin a call whose failure does not matter."""
-        task = self._loop.create_task(_attempt(call))
+        """Start a call whose failure does not matter."""
+        task = self._loop.create_task(_ignore_failure(call))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
 
-async def _attempt(call: Coroutine[Any, Any, None]) -> None:
+async def _ignore_failure(call: Coroutine[Any, Any, None]) -> None:
     try:
         await call
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""The HTTP calls that one SGLang server understands."""
+"""The HTTP client of one SGLang server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dapo_mega.engines.sglang.weight_protocol import PROTOCOL, PROTOCOL_FIELD
 
 _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
-# Servers close an idle connection after 5 s; a request that meets the closing would look like a broken one.
+# Servers close idle connections after 5 s; a request sent at that moment would fail.
 _KEEP_ALIVE_S = 2.0
-_EXCERPT_BYTES = 2000  # Of an answer that an error quotes; the line is shorter.
+_EXCERPT_BYTES = 2000  # Read from an error's answer; the line that quotes it is shorter.
 _PAGE = "a page for browsers"
-_RESERVED_POSITIONS = 6  # max_req_input_len is this much shorter than what prompt and response may take together.
+_RESERVED_POSITIONS = 6  # SGLang's max_req_input_len is this much below its limit for prompt and response together.
 
 
 class EngineError(Exception):
@@ -35,7 +35,7 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(EngineError):
-    """There was no connection: nothing has been sent."""
+    """No connection: nothing was sent."""
 
 
 class EngineDisconnected(EngineError):
@@ -55,13 +55,13 @@ class EngineRefused(EngineError):
 
 
 class EngineGarbled(EngineError):
-    """The answer is not HTTP or not JSON, or lacks what every server says."""
+    """The answer is not HTTP, not JSON, or lacks fields that every server has."""
 
 
 def is_no_engine(error: BaseException) -> bool:
-    """Whether no SGLang server answers so, now or later: a redirect, a page that is not there, other than JSON.
+    """Whether the error shows that no SGLang server is there: a redirect, a missing page, an answer that is not JSON.
 
-    Servers that start, proxies before them and those that are busy answer with other errors.
+    Servers that are starting or busy, and proxies before them, give other errors.
     """
     if isinstance(error, EngineRefused):
         return HTTPStatus.MULTIPLE_CHOICES <= error.status < HTTPStatus.INTERNAL_SERVER_ERROR and error.status not in (
@@ -86,10 +86,10 @@ def one_line(text: str, limit: int = 400) -> str:
 class EngineInfo:
     """What a server says about itself.
 
-    `context_length` is how many tokens prompt and response may have together. `process` tells a server from the one
-    that is started after it; empty where that cannot be told. `supports_sessions`: it has /begin_weight_update.
-    `plugin_protocol`: what its `dapo_mega.sglang_plugin` speaks, None without one; `has_plugin`: this trainer speaks it
-    too. `model`: the configuration of its model, where it says so.
+    `context_length` limits prompt and response together, in tokens. `process` changes when the server restarts; empty
+    if unknown. `supports_sessions`: the server has /begin_weight_update. `plugin_protocol` is the version of its
+    `dapo_mega.sglang_plugin`, None without the plugin; `has_plugin`: that version is this trainer's. `model` is the
+    model's configuration, if the server reports one.
     """
 
     url: str
@@ -109,7 +109,7 @@ class EngineInfo:
 
 
 class EngineClient:
-    """One engine, on one event loop. Every method raises EngineError when the engine did not do as it was told."""
+    """One engine, on one event loop. Every method raises EngineError when its call fails."""
 
     def __init__(self, url: str, api_key: str, timeout_s: float = 600.0) -> None:
         """`timeout_s` limits the calls that update weights or move memory."""
@@ -119,7 +119,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def info(self) -> EngineInfo:
-        """Settings of the server and the weights it holds."""
+        """The server's settings and the version of its weights."""
         server = await self._json("GET", "/server_info")
         model = await self._json("GET", "/model_info")
         try:
@@ -128,12 +128,12 @@ class EngineClient:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
     async def weight_version(self) -> str:
-        """The weights it holds, by the name that it was given for them; empty where it does not say."""
+        """The name of the engine's weights, as the last update set it; empty if it reports none."""
         model = await self._json("GET", "/model_info")
         return str(model.get("weight_version", "")) if isinstance(model, dict) else ""
 
     async def probe(self, timeout_s: float) -> None:
-        """Return when the engine has shown that it generates; it takes at least a second."""
+        """Return once the engine has generated a token, which takes at least a second."""
         await self._request("GET", "/health", timeout_s=timeout_s)
 
     async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
@@ -141,11 +141,11 @@ class EngineClient:
         return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))
 
     async def abort(self, rid: str | None = None, all: bool = False) -> None:
-        """End calls of /generate early: those whose `rid` starts with this, or all."""
+        """Abort the /generate calls whose `rid` starts with this one, or all."""
         await self._request("POST", "/abort_request", {"rid": rid or "", "abort_all": all})
 
     async def pause(self, mode: str) -> None:
-        """Stop generating. `abort` ends all calls, `retract` and `in_place` leave them waiting."""
+        """Stop generating. Mode `abort` ends all calls, `retract` and `in_place` leave them waiting."""
         await self._request("POST", "/pause_generation", {"mode": mode}, self._timeout_s)
 
     async def resume(self, timeout_s: float = _SHORT_TIMEOUT_S) -> None:
@@ -153,7 +153,7 @@ class EngineClient:
         await self._request("POST", "/continue_generation", {}, timeout_s)
 
     async def flush_cache(self, wait_s: float = 0.0) -> None:
-        """Forget the keys and values of all prefixes; refused while anything runs and not done within `wait_s`."""
+        """Drop the cached keys and values of all prefixes; fails if requests still run after `wait_s`."""
         await self._request("POST", f"/flush_cache?timeout={wait_s:g}", {})
 
     async def begin_weight_update(self) -> None:
@@ -165,7 +165,7 @@ class EngineClient:
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
     ) -> None:
-        """Join a process group whose first process listens at `address`; returns when it is complete."""
+        """Join the process group whose rank 0 listens at `address`; returns when the group is complete."""
         await self._command(
             "/init_weights_update_group",
             {
@@ -192,7 +192,7 @@ class EngineClient:
         flush_cache: bool,
         load_format: str | None = None,
     ) -> None:
-        """Receive these tensors in the group's broadcasts; `version` None leaves the version as it is."""
+        """Receive these tensors in the group's broadcasts; `version=None` keeps the version."""
         await self._command(
             "/update_weights_from_distributed",
             {
@@ -226,11 +226,11 @@ class EngineClient:
         )
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free the memory of `tags` (weights, kv_cache, cuda_graph), or all of it; the engine must be idle."""
+        """Free the memory of `tags` (weights, kv_cache, cuda_graph), or all memory; the engine must be idle."""
         await self._request("POST", "/release_memory_occupation", _tagged(tags), self._timeout_s)
 
     async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `release_memory` freed; a server that had freed nothing dies."""
+        """Allocate again what `release_memory` freed; a server that has freed nothing dies."""
         await self._request("POST", "/resume_memory_occupation", _tagged(tags), self._timeout_s)
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ class EngineClient:
             await self._session.close()
 
     async def _has(self, path: str) -> bool:
-        """Whether there is such a POST call, without making it."""
+        """Whether the server has this POST call; does not make it."""
         try:
             await self._request("GET", path)
         except EngineRefused as error:
@@ -258,7 +258,7 @@ class EngineClient:
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            raise EngineGarbled(self.url, f"{path} answered what is not JSON: {_quote(content)}") from None
+            raise EngineGarbled(self.url, f"the answer to {path} is not JSON: {_quote(content)}") from None
 
     @contextmanager
     def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
@@ -266,12 +266,12 @@ class EngineClient:
         try:
             yield
         except (aiohttp.InvalidURL, UnicodeError) as error:
-            raise EngineGarbled(self.url, f"there can be no host of that name: {error}") from error
+            raise EngineGarbled(self.url, f"invalid host name: {error}") from error
         except aiohttp.ClientSSLError as error:
             raise EngineGarbled(self.url, f"no TLS connection for {path}: {error}") from error
         except aiohttp.ClientResponseError as error:
             raise EngineGarbled(
-                self.url, f"{path} was answered with what is not HTTP (is it https?): {error.message}"
+                self.url, f"the answer to {path} is not HTTP (is it https?): {error.message}"
             ) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnreachable(self.url, f"no connection for {path}: {error}") from error
@@ -294,7 +294,7 @@ class EngineClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit: whoever sends the requests limits them, and an abort must not queue behind them.
+            # No limit here: the dispatcher limits requests, and an abort must not queue behind them.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
@@ -305,7 +305,7 @@ def _tagged(tags: Sequence[str] | None) -> dict[str, Any]:
 
 
 async def _excerpt(response: aiohttp.ClientResponse) -> str:
-    """The start of what was answered, or where else the answer is said to be."""
+    """The start of the answer, or the target of a redirect."""
     if response.status < HTTPStatus.BAD_REQUEST:
         return f"redirects to {response.headers.get('Location', 'nowhere')}"
     start = b""

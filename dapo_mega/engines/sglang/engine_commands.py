@@ -1,4 +1,4 @@
-"""How SGLang is started as a rollout engine: its command line, its environment and its share of the node's GPUs."""
+"""The command line, environment variables and GPUs with which each SGLang engine is started."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dapo_mega.atomic_files import read_json_object
 from dapo_mega.errors import InputError
-from dapo_mega.files import read_json_object
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
 
-# In SGLang's environment. Editable: a copy would stay behind when the project changes.
+# Run in SGLang's environment. Editable: a copy would not follow changes of the project.
 INSTALL_PLUGIN = "pip install --no-deps --editable ."
 
 _DTYPE_ARGUMENTS: dict[EngineDtype, list[str]] = {
@@ -28,9 +28,9 @@ _DTYPE_ARGUMENTS: dict[EngineDtype, list[str]] = {
 _CPU_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
-    # An idle scheduler would spin, and take a core from the trainer.
+    # An idle scheduler would busy-wait and take a core from the trainer.
     "--sleep-on-idle",
-    # Without a limit the cache for keys and values takes most of the machine's memory.
+    # Without a limit the KV cache takes most of the machine's memory.
     *("--max-total-tokens", "16384"),
 ]
 _OURS = {
@@ -42,8 +42,8 @@ import importlib.metadata, torch
 importlib.metadata.version("sglang")
 print(torch.cuda.device_count())
 """
-# Of glibc: freed memory stays with the process. Otherwise every bucket of a weight update is received into fresh pages,
-# which the kernel fills with zeros first; that alone takes longer than the bucket's way.
+# glibc then keeps freed memory in the process. Otherwise every bucket of a weight update goes into fresh pages, which
+# the kernel zeroes first; zeroing takes longer than receiving the bucket.
 _KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
 _ROUTER_KEY = "ROUTER_API_KEY"
 _ROUTER = f"""
@@ -56,9 +56,9 @@ launch_router(RouterArgs(api_key=os.environ.pop("{_ROUTER_KEY}"), **json.loads(s
 
 @dataclass(frozen=True)
 class Node:
-    """The engines of one machine. Engine i serves at `port` + i, on `tp_size` of the `gpus`; without GPUs on the CPU.
+    """The engines of one machine. Engine i serves at `port` + i on `tp_size` of the `gpus`, or on the CPU without GPUs.
 
-    `with_text` loads the tokenizer too: the trainer sends and receives token ids only. `extra` goes to SGLang verbatim.
+    `with_text` loads the tokenizer, which the trainer does not need. `extra` goes to SGLang verbatim.
     """
 
     python: Path
@@ -75,7 +75,7 @@ class Node:
     extra: tuple[str, ...] = ()
 
     def url(self, engine: int) -> str:
-        """Where the engine answers."""
+        """The engine's base URL."""
         return f"http://{self.host}:{self.port + engine}"
 
 
@@ -98,7 +98,7 @@ def sglang_gpus(python: Path) -> int:
 
 
 def share_of_gpus(chosen: str | None, num_seen: int, num_needed: int) -> tuple[str, ...]:
-    """The `num_needed` GPUs to use: of `chosen` ("0,2"), of CUDA_VISIBLE_DEVICES, or of those seen; none on a machine
+    """The first `num_needed` GPUs of `chosen` ("0,2"), of CUDA_VISIBLE_DEVICES, or of those seen; none on a machine
     without. Raises InputError where there are too few."""
     listed = chosen or os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [gpu.strip() for gpu in listed.split(",") if gpu.strip()] if listed else [str(i) for i in range(num_seen)]
@@ -113,13 +113,13 @@ def share_of_gpus(chosen: str | None, num_seen: int, num_needed: int) -> tuple[s
 
 
 def check_node(node: Node) -> None:
-    """Raises InputError for what could only fail later, or would take the engines' protection away."""
+    """Raises InputError for options that would fail later or leave the engines unprotected."""
     if not (node.model / "config.json").is_file():
         raise InputError(f"--model {node.model} holds no config.json; give the folder of a Hugging Face checkpoint")
     if node.dtype == "fp8" and not _has_fp8_blocks(node.model):
         raise InputError(
             "--dtype fp8 needs a checkpoint with FP8 blocks of 128 x 128 (quantization_config.weight_block_size in its "
-            f"config.json), in which weights can be updated, and --model {node.model} has none; quantize it so, or use "
+            f"config.json), whose weights can be updated, and --model {node.model} has none; quantize it so, or use "
             "--dtype bf16"
         )
     if node.host in ("", "0.0.0.0", "::"):
@@ -139,10 +139,10 @@ def _has_fp8_blocks(model: Path) -> bool:
 
 
 def command(node: Node, engine: int, key_path: Path) -> list[str]:
-    """What starts the engine. The key is read at `key_path`, for all users of a machine see its command lines."""
+    """The engine's command line. SGLang reads the key at `key_path`, as all users of a machine see command lines."""
     arguments = ["--config", str(key_path), "--model-path", str(node.model), "--tp-size", str(node.tp_size)]
     arguments += ["--host", node.host, "--port", str(node.port + engine), *_DTYPE_ARGUMENTS[node.dtype]]
-    # At level info SGLang logs its arguments, the key among them.
+    # At level info SGLang logs its arguments, including the key.
     arguments += ["--log-level", "warning"]
     if not node.gpus:
         arguments += _CPU_ARGUMENTS
@@ -160,7 +160,7 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if node.gpus:
         if node.colocated:
-            # The trainer's memory is known by the number of its GPU, which must be the same here.
+            # CUDA IPC names memory by GPU number, so trainer and engine must number the GPUs alike.
             return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
         first = engine * node.tp_size
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus[first : first + node.tp_size])}
@@ -169,16 +169,16 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
     if node.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(engine * node.tp_size, (engine + 1) * node.tp_size)
-        # SGLang compiles the lookup in a part of the vocabulary, which takes a compiler that a CPU's environment lacks.
+        # SGLang would compile the vocabulary-parallel lookup, and CPU environments lack the compiler.
         variables.setdefault("TORCHDYNAMO_DISABLE", "1")
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return variables
 
 
 def router_command(node: Node, port: int) -> list[str]:
-    """What starts sglang-router in front of the node's engines, for clients besides the trainer: evaluation tools.
+    """The command line of sglang-router in front of the node's engines, for clients besides the trainer.
 
-    It asks for the same API key. Weight updates, pauses and aborts go to each engine, not through the router.
+    The router requires the same API key. The trainer calls the engines directly, not through the router.
     """
     arguments = {
         "host": node.host,
@@ -194,7 +194,7 @@ def router_command(node: Node, port: int) -> list[str]:
 
 
 def router_environment(inherited: Mapping[str, str], api_key: str) -> dict[str, str]:
-    """The router's environment variables; it takes its key from there and forgets it."""
+    """The router's environment variables, with the API key, which the router removes from them."""
     return {**inherited, _ROUTER_KEY: api_key}
 
 
@@ -214,5 +214,5 @@ def _check_port(host: str, port: int, option: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise InputError(f"port {port} of {host} is taken; give another {option}") from error
         raise InputError(
-            f"{host}:{port} cannot be listened at ({error.strerror}); give an address of this machine as --host"
+            f"cannot listen on {host}:{port} ({error.strerror}); give an address of this machine as --host"
         ) from error

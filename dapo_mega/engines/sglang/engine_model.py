@@ -1,4 +1,4 @@
-"""Whether an engine that says what its model is serves the policy's."""
+"""Compares the model configuration that an engine reports with the policy's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.models.families import families, find_family
 
-# The vocabulary is compared with what every server says; lengths are limited by an engine's own setting.
+# Membership compares the vocabulary and the context length with settings that every server reports.
 _NOT_COMPARED = ("model_type", "vocab_size", "max_positions")
 
 
 def described_model(internal_states: Any) -> Mapping[str, Any] | None:
-    """The configuration of a server's model as `config.json` has it, where the server has the plugin that says so."""
+    """The server's model configuration, in the form of `config.json`; None without the plugin."""
     for state in internal_states:
         if isinstance(state.get(MODEL_FIELD), str):
             described = json.loads(state[MODEL_FIELD])
@@ -25,9 +25,9 @@ def described_model(internal_states: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def model_misfit(described: Mapping[str, Any] | None, arch: Architecture) -> str:
-    """How the described model differs from the policy's; empty where it does not, or where that cannot be told: then
-    the engine's log-probs will show it."""
+def model_difference(described: Mapping[str, Any] | None, arch: Architecture) -> str:
+    """How the described model differs from the policy's; empty if it does not or if that is unknown (then the check of
+    the engine's log-probs decides)."""
     if described is None or described.get("model_type") not in families():
         return ""
     # FP8 engines quantize the same model.

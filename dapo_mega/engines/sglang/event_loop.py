@@ -17,13 +17,13 @@ _STOP_TIMEOUT_S = 10.0
 
 
 def report_fault(task: asyncio.Task[None]) -> None:
-    """A task's callback when it is done: nobody else hears of a fault of the program in it."""
+    """A done-callback that logs a task's unexpected exception, which nobody else would see."""
     if not task.cancelled() and (fault := task.exception()):
-        logger.critical("%s ended with a fault of the program: %r", task.get_name(), fault, exc_info=fault)
+        logger.critical("%s ended with an unexpected exception: %r", task.get_name(), fault, exc_info=fault)
 
 
 class LoopThread:
-    """Runs coroutines beside the main thread until it is closed."""
+    """Runs coroutines in a second thread until `close`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -31,11 +31,11 @@ class LoopThread:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin; the future's `result()` waits."""
+        """Start the coroutine; the future's `result()` waits for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run to the end; TimeoutError, with the coroutine cancelled, when it takes longer."""
+        """Run the coroutine to its end. After `timeout_s` cancels it and raises TimeoutError."""
         future = self.start(coroutine)
         try:
             return future.result(timeout_s)
@@ -44,7 +44,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel the remaining tasks and end the thread."""
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

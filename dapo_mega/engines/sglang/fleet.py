@@ -1,4 +1,4 @@
-"""The fleet of SGLang engines as every process of the trainer sees it: rank 0 drives, the others follow."""
+"""The fleet of SGLang engines on every rank of the trainer: rank 0 gives commands, the other ranks follow."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _POLL_S = 0.5
 class SglangFleet(RolloutFleet):
     """SGLang servers behind one `FleetClient`.
 
-    Engines that join or come back while rank 0 waits for answers get the current weights at once: all processes take
-    part in that, which is what they wait for in `serve`.
+    Engines that join or come back while rank 0 waits for answers get the current weights at once. The other ranks wait
+    in `serve` to take part in such updates.
     """
 
     def __init__(self, processes: Processes, client: FleetClient | None) -> None:
-        """`client` is given exactly on rank 0."""
+        """`client` is given on rank 0 only."""
         assert (client is not None) == (processes.rank == 0)
         self._processes = processes
         self._client = client
         self._set_aside: deque[Answer] = deque()
         self._others_left = False
-        self._update_stale_engines: Callable[[], object] = lambda: None
+        self._update_outdated_engines: Callable[[], object] = lambda: None
 
     @property
     def client(self) -> FleetClient:
@@ -39,21 +39,21 @@ class SglangFleet(RolloutFleet):
 
     def on_outdated_engines(self, update: Callable[[], object]) -> None:
         """See `RolloutFleet`."""
-        self._update_stale_engines = update
+        self._update_outdated_engines = update
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take the requests on and return at once; rank 0 only."""
+        """Start the requests and return at once; rank 0 only."""
         self.client.submit(requests)
 
     def next_answer(self) -> Answer:
-        """Wait for the next finished request; rank 0 only.
+        """Wait for the next answer; rank 0 only.
 
-        Raises FleetError when too few engines are there for longer than `rollout.fleet.wait_limit_s`.
+        Raises FleetError when too few engines are reachable for longer than `rollout.fleet.wait_limit_s`.
         """
         return self._set_aside.popleft() if self._set_aside else self._wait()
 
     def poll_answer(self) -> Answer | None:
-        """A finished request that is there already; rank 0 only."""
+        """The next answer if one is ready, else None; rank 0 only."""
         return self._set_aside.popleft() if self._set_aside else self.client.next_answer(0)
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
@@ -87,23 +87,23 @@ class SglangFleet(RolloutFleet):
         return [by_id[request.request_id] for request in requests]
 
     def serve(self) -> None:
-        """Take part in updates until rank 0 releases; on the other processes only."""
+        """Take part in updates until rank 0 calls `end_serving`; on the other ranks only."""
         while self._command(None) == "update":
-            self._update_stale_engines()
+            self._update_outdated_engines()
 
     def end_serving(self) -> None:
-        """Send the other processes on; rank 0 only."""
+        """Make the other ranks return from `serve`; rank 0 only."""
         if not self._others_left:
             self._command("release")
 
     def _update(self) -> None:
-        # An error is raised on all processes, and the others are not in `serve` any more then.
+        # An error is raised on all ranks, so after it the others have left `serve`.
         self._others_left = True
-        self._update_stale_engines()
+        self._update_outdated_engines()
         self._others_left = False
 
     def sleep(self) -> None:
-        """Free the GPUs for the policy until the next update, where the engines are colocated; rank 0 only."""
+        """Free the memory of colocated engines for the policy until the next update; rank 0 only."""
         self.client.sleep()
 
     def pop_metrics(self) -> dict[str, float]:
@@ -111,7 +111,7 @@ class SglangFleet(RolloutFleet):
         return self.client.pop_metrics()
 
     def close(self) -> None:
-        """Let go of the engines, which stay up for the next run."""
+        """Disconnect from the engines, which keep running for the next run."""
         if self._client:
             self._client.close()
 

@@ -1,7 +1,7 @@
-"""Rank 0's side of a fleet of SGLang engines: requests to them, weights for them, and waiting for enough of them.
+"""Rank 0's client of a fleet of SGLang engines: sends requests and weight updates, and waits for enough engines.
 
-The public methods are for the main thread; what they start runs on an event loop beside it. See `membership.py` for
-which engines take part.
+The public methods are for the main thread and run their coroutines on an event loop in a second thread. `membership.py`
+decides which engines take part.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", 
 
 @dataclass(frozen=True)
 class SyncTarget:
-    """An engine that is to get weights, by `tp_size` processes. `is_stale`: it joined or came back since the last
-    update. `has_plugin`: it has `dapo_mega.sglang_plugin`."""
+    """An engine to update, with `tp_size` ranks. `is_outdated`: the engine joined or came back since the last update.
+    `has_plugin`: the engine has `dapo_mega.sglang_plugin`."""
 
     url: str
     tp_size: int
-    is_stale: bool = False
+    is_outdated: bool = False
     has_plugin: bool = False
 
 
 class FleetClient:
-    """Drives all engines of a run over HTTP."""
+    """Uses all engines of a run over HTTP."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class FleetClient:
         arch: Architecture | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`vocab_size` bounds the token ids that are sent; `run` names this start of the trainer to engines, and their
-        models must have the sizes `arch`. `check_stop` is called while answers or engines are waited for, and may raise
-        StopRequested. Raises InputError when rollout.fleet.rendezvous is taken."""
+        """`vocab_size` bounds the token ids that are sent. `run` names this start of the trainer to engines. The
+        engines' models must have the sizes `arch`. `check_stop` is called during waits and may raise StopRequested.
+        Raises InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
         self._check_stop = check_stop
         self._fleet = config.rollout.fleet
@@ -84,7 +84,7 @@ class FleetClient:
     # ---- generation, from the main thread ----
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take the requests on and return at once."""
+        """Start the requests and return at once."""
         self._on_loop(lambda: self._dispatcher.submit(requests))
 
     def cancel(self, request_ids: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class FleetClient:
         return self._on_loop(lambda: self._dispatcher.oldest_versions(request_ids))
 
     def next_answer(self, timeout_s: float) -> Answer | None:
-        """The next finished request; None when there is none within the time, which may be 0."""
+        """The next answer, or None if none comes within `timeout_s`, which may be 0."""
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -104,7 +104,7 @@ class FleetClient:
 
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
-        return bool(self._membership.in_state("stale"))
+        return bool(self._membership.in_state("outdated"))
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
@@ -126,51 +126,53 @@ class FleetClient:
     # ---- weight updates, from the main thread ----
 
     def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        """The engines that can be updated, once at least `min_engines` are there.
+        """The engines that can be updated, once at least `min_engines` are reachable.
 
-        Says when the run pauses for want of engines, each minute why, and when it goes on. Raises FleetError after
-        `wait_limit_s`, or when every engine that is there does not fit the run.
+        While the run waits, logs each minute which engines are missing and why. Raises FleetError after `wait_limit_s`,
+        or when no known engine fits the run.
         """
         self.wait_for_engines()
         members = self._membership
-        return self._targets(members.in_state("stale") if only_outdated else members.in_state("stale", "serving"))
+        return self._targets(members.in_state("outdated") if only_outdated else members.in_state("outdated", "serving"))
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]
-        return [SyncTarget(url, m.info.tp_size, m.state == "stale", m.info.has_plugin) for url, m in members if m.info]
+        return [
+            SyncTarget(url, m.info.tp_size, m.state == "outdated", m.info.has_plugin) for url, m in members if m.info
+        ]
 
     def wait_for_engines(self) -> None:
-        """Return when at least `min_engines` are reachable; see `targets`. Raises FleetError, too, when another trainer
+        """Return when at least `min_engines` are reachable; see `targets`. Also raises FleetError when another trainer
         uses the engines, and StopRequested when the run is to stop."""
         self._check_stop()
-        self._refuse_conflict()
+        self._raise_on_conflict()
         started = time.monotonic()
         is_paused = False
         speaks_next = self._fleet.heartbeat_s
         while (present := self._num_reachable()) < self._fleet.min_engines:
             waited = time.monotonic() - started
             self._check_stop()
-            self._refuse_conflict()
+            self._raise_on_conflict()
             if self._registry is None or waited > _REGISTRATION_GRACE_S:
-                self._refuse_misfits()
+                self._raise_if_all_refused()
             if waited > self._fleet.wait_limit_s:
                 raise FleetError(
-                    f"{present} of at least {self._fleet.min_engines} engines (rollout.fleet.min_engines) are there "
-                    f"after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
-                    f"launch/serve_rollouts.py, and start the run again: it continues from its last checkpoint"
+                    f"{present} of {self._fleet.min_engines} required engines (rollout.fleet.min_engines) are "
+                    f"reachable after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
+                    f"launch/serve_rollouts.py, and run the same command: training resumes from the last checkpoint"
                 )
             if waited > speaks_next:
                 self._membership.counts["pauses"] += not is_paused
                 is_paused = True
                 speaks_next = waited + _REMIND_EVERY_S
-                self._say_that_it_pauses(present, waited)
+                self._warn_paused(present, waited)
             time.sleep(_POLL_S)
         if is_paused:
-            logger.warning("the run goes on with %d engines", present)
+            logger.warning("the run continues with %d engines", present)
 
-    def _say_that_it_pauses(self, present: int, waited: float) -> None:
+    def _warn_paused(self, present: int, waited: float) -> None:
         logger.warning(
-            "the run pauses: %d of at least %d engines are there, for %.0f s now and at most %.0f s; missing: %s; "
+            "the run is paused: %d of %d required engines are reachable, waited %.0f of at most %.0f s; missing: %s; "
             "what to do: %s",
             present,
             self._fleet.min_engines,
@@ -180,18 +182,18 @@ class FleetClient:
             self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
         )
 
-    def _refuse_conflict(self) -> None:
+    def _raise_on_conflict(self) -> None:
         if self._membership.conflict:
             raise FleetError(self._membership.conflict)
 
     def _num_reachable(self) -> int:
-        return len(self._membership.in_state("stale", "serving"))
+        return len(self._membership.in_state("outdated", "serving"))
 
-    def _refuse_misfits(self) -> None:
+    def _raise_if_all_refused(self) -> None:
         members = dict(self._members)
-        misfits = [f"{url}: {member.reason}" for url, member in members.items() if member.state == "refused"]
-        if misfits and len(misfits) == len(members):
-            raise FleetError(f"no engine fits the run: {'; '.join(misfits)}")
+        refused = [f"{url}: {member.reason}" for url, member in members.items() if member.state == "refused"]
+        if refused and len(refused) == len(members):
+            raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
 
     def _absences(self) -> str:
         return self._on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
@@ -199,7 +201,7 @@ class FleetClient:
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
     ) -> Future[dict[str, T | EngineError]]:
-        """Begin a call on all targets at once; the future gives result or error by URL."""
+        """Start a call on all targets at once; the future gives the result or error by URL."""
         return self._thread.start(self._call(targets, method, timeout_s))
 
     def call(
@@ -224,16 +226,16 @@ class FleetClient:
         return {target.url: result for target, result in zip(targets, results, strict=True)}
 
     def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
-        """Start nothing more on the targets, and let what is in flight finish or pause as configured. Returns the
-        targets that are still there then."""
+        """Stop dispatching to the targets, then drain or pause running requests as `weight_sync.in_flight` says.
+        Returns the targets that are still reachable."""
         return self._targets(self._thread.run(self._pause_generation([target.url for target in targets])))
 
     async def _pause_generation(self, urls: Sequence[str]) -> list[str]:
         if serving := self._present(urls, "serving"):
             await self._drain_or_pause(serving)
             await self._ask_for_versions(serving)
-        # Until here an engine that hangs must be found out; from here on none can answer probes.
-        for url in (present := self._present(urls, "stale", "serving")):
+        # Probes find hung engines up to here; a paused engine cannot answer probes.
+        for url in (present := self._present(urls, "outdated", "serving")):
             await self._monitor.suspend(url)
         await self._wake(present, frozenset({"weights"}))
         for url in present:
@@ -253,11 +255,11 @@ class FleetClient:
         mode = sync.pause
         if mode == "abort":
             await self._take_back(urls, limit_s)
-            mode = "retract"  # There is nothing left, and SGLang's own `abort` takes a second to see that.
+            mode = "retract"  # Nothing is left to abort, and SGLang's own `abort` takes a second to notice.
         await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
 
     async def _ask_for_versions(self, urls: Sequence[str]) -> None:
-        """Find out whether another trainer has used the engines since they were last updated."""
+        """Check whether another trainer has updated the engines since this one did."""
         targets = self._targets(self._present(urls, "serving"))
         limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
         versions = await self._call(targets, lambda client: client.weight_version(), limit_s)
@@ -266,8 +268,8 @@ class FleetClient:
                 self._membership.reported(url, version)
 
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
-        """Abort what is in flight, again and again: a call may come to its engine only after the first time. Pausing
-        would do it too, but looks only once a second whether all have ended, and keeps calls that come meanwhile."""
+        """Abort all calls repeatedly, as a call may reach its engine after the first abort. SGLang's pause would abort
+        them too, but checks only once a second whether all have ended, and keeps calls that arrive meanwhile."""
         returning = asyncio.create_task(self._dispatcher.reclaim(limit_s))
         while not returning.done():
             await self._call(self._targets(urls), lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
@@ -280,28 +282,28 @@ class FleetClient:
 
     async def _resume_generation(self, urls: Sequence[str]) -> None:
         await self._wake(urls, _ALL_MEMORY)
-        present = self._targets(self._present(urls, "stale", "serving"))
-        self._leave_where_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
+        present = self._targets(self._present(urls, "outdated", "serving"))
+        self._remove_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
         for url in urls:
             self._monitor.resume(url)
         self._dispatcher.resume()
 
-    def _leave_where_failed(self, results: Mapping[str, object]) -> None:
-        """Ask engines whose call ended with an error nothing more until they have joined again."""
+    def _remove_failed(self, results: Mapping[str, object]) -> None:
+        """Remove engines whose call failed until they join again."""
         for url, result in results.items():
             if isinstance(result, EngineError):
                 self._membership.leave(url, result.reason)
 
     def synced(self, url: str, version: int) -> None:
-        """The engine holds these weights now, and serves."""
+        """Record that the engine holds weights of this version and serves."""
         self._on_loop(lambda: self._membership.synced(url, version))
 
     def failed(self, url: str, reason: str) -> None:
-        """The engine did not take the weights: it leaves the fleet until it answers probes again."""
+        """Remove an engine whose update failed until it answers probes again."""
         self._on_loop(lambda: self._membership.failed(url, reason))
 
     def disagrees(self, url: str, reason: str) -> None:
-        """The engine took the weights but does not compute what the trainer does."""
+        """Record that the updated engine's log-probs are not the trainer's."""
         self._on_loop(lambda: self._membership.disagrees(url, reason))
 
     # ---- colocated engines, from the main thread ----
@@ -314,17 +316,17 @@ class FleetClient:
     async def _sleep(self) -> None:
         self._dispatcher.hold()
         await self._dispatcher.drain()
-        urls = self._membership.in_state("stale", "serving")
+        urls = self._membership.in_state("outdated", "serving")
         for url in urls:
             await self._monitor.suspend(url)
         results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)
-        self._leave_where_failed(results)
+        self._remove_failed(results)
         for url, result in results.items():
             if result is None:
                 self._members[url].asleep = _ALL_MEMORY
 
     async def _wake(self, urls: Sequence[str], memory: frozenset[str]) -> None:
-        """Give engines back what they were told to free of this memory."""
+        """Make engines allocate again the parts of `memory` that they have freed."""
         for url in urls:
             member = self._members[url]
             if tags := member.asleep & memory:
@@ -334,10 +336,10 @@ class FleetClient:
                 except EngineError as error:
                     self._membership.leave(url, error.reason)
 
-    # ---- the rest ----
+    # ---- closing and helpers ----
 
     def close(self) -> None:
-        """Leave the engines running and let go of everything here."""
+        """Disconnect from the engines, which keep running."""
         if self._thread.loop.is_closed():
             return
         self._thread.run(self._close(), _CALL_TIMEOUT_S)
@@ -357,7 +359,7 @@ class FleetClient:
 
 
 async def _fall_asleep(client: EngineClient) -> None:
-    """The engine dies when it is not idle, and refuses to flush its cache while it is not."""
+    """Free all memory of an idle engine. A busy engine would die; flush_cache fails first if it is busy."""
     await client.abort(all=True)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Tells apart engines that work, that hang, that are gone and that are not there yet.
+"""Probes engines and tells apart which are starting, healthy, hung, dead or no SGLang server.
 
 ::
 
@@ -8,8 +8,9 @@
         +-- dead <-+                    no connection, twice in a row
         +- foreign <                    what answers is no SGLang server
 
-Foreign, hung and dead engines are probed on, and become `healthy` when they answer again. An engine whose generation
-is paused answers no probe: those that are not in use, which a trainer may have left so, are told to go on before each.
+Foreign, hung and dead engines are still probed, and become `healthy` when they answer. A paused engine answers no
+probe, and a trainer that was killed may have left one paused: engines that are not in use are resumed before each
+probe.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ _NUM_LATENCIES = 3
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """The latest verdict on an engine, `state_s` seconds old; `silence_s` is how long ago it last answered a probe, or
-    was first asked. `restarts` counts the new processes that were met behind its URL, `probe_latency_s` is None before
-    some probes were answered."""
+    """The latest verdict on an engine, `state_s` seconds old. `silence_s` is the time since its last answer, or since
+    the first probe. `restarts` counts new processes behind its URL. `probe_latency_s` is None before enough answers."""
 
     state: State
     reason: str
@@ -80,7 +80,7 @@ class _Watch:
 
 
 class HealthMonitor:
-    """Probes every engine that it watches; made and used on one running event loop."""
+    """Probes every watched engine; made and used on one running event loop."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class HealthMonitor:
         watch.loop.add_done_callback(report_fault)
 
     async def suspend(self, url: str) -> None:
-        """Do not judge the engine until `resume`: while its weights are replaced, or asleep, it cannot answer."""
+        """Ignore the engine until `resume`: it cannot answer during an update or while its memory is freed."""
         watch = self._watches[url]
         watch.probed.clear()
         if watch.probe:
@@ -113,14 +113,14 @@ class HealthMonitor:
             await asyncio.wait([watch.probe])
 
     def resume(self, url: str) -> None:
-        """Judge the engine again, by what it does from now on."""
+        """Judge the engine again, by its answers from now on."""
         watch = self._watches[url]
         watch.last_answer = self._loop.time()
         watch.failed_connections = 0
         watch.probed.set()
 
     def check_now(self, url: str) -> None:
-        """Probe the engine without waiting for the next heartbeat; to be called when a request met trouble."""
+        """Probe the engine now, without waiting for the next heartbeat; for a request whose connection failed."""
         self._watches[url].wanted.set()
 
     def engines(self) -> dict[str, EngineHealth]:
@@ -168,7 +168,7 @@ class HealthMonitor:
             pass
 
     def _probe_timeout_s(self, watch: _Watch) -> float:
-        """As long as silence is no reason to call the engine hung; a hung one gets the whole time."""
+        """The time until the engine's silence makes it hung; the full limit for an engine that is hung already."""
         remaining = watch.last_answer + self._hung_after_s - self._loop.time()
         return remaining if remaining > self._heartbeat_s else self._hung_after_s
 
@@ -193,7 +193,7 @@ class HealthMonitor:
             await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
 
     async def _arrival(self, watch: _Watch) -> str:
-        """Who it is that answers (again)."""
+        """Whether the answering engine is the same process as before, as text."""
         known = watch.process
         try:
             watch.process = (await watch.client.info()).process
@@ -215,7 +215,7 @@ class HealthMonitor:
 
 
 async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
-    """Return when the engine has shown that it generates. Raises EngineError."""
+    """Return once the engine has generated a token. Raises EngineError."""
     if state != "healthy":
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)

@@ -2,11 +2,11 @@
 
 An engine passes through these states::
 
-    joining -> stale -> serving          answers probes -> its settings fit -> holds the current weights
+    joining -> outdated -> serving          answers probes -> its settings fit -> holds the current weights
        ^         |         |
        +------ away <------+             dead or hung: its work moves to others at once
 
-Only engines that serve are asked anything, so none answers with weights of its own. All of it runs on one event loop.
+Only serving engines get requests, so no answer comes from other weights. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
 from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
-from dapo_mega.engines.sglang.engine_model import model_misfit
+from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.engines.sglang.event_loop import report_fault
 from dapo_mega.engines.sglang.health import HealthMonitor
 from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 _UPKEEP_S = 1.0
 _MAX_FAILED_UPDATES = 3
-# A trainer that was killed may have left an update under way, which ends when this run's has.
+# A killed trainer's unfinished update may end after this run's first update.
 _LATE_UPDATES = 1
 _NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-State = Literal["joining", "stale", "serving", "away", "refused"]
+State = Literal["joining", "outdated", "serving", "away", "refused"]
 
 
 @dataclass
 class Member:
-    """One engine. `version` is that of its weights, -1 when they are not the run's; `asleep` is the memory that it was
-    told to free. `changes` counts joins and departures, so that a join that was overtaken notices; `update_began_at` is
-    what it was when the latest update began. `missing_since` (of the monotonic clock) is when it was first looked for,
-    or left the last time. `foreign` are the weights of another run that the engine was last seen with since it held
-    this run's; `num_foreign` counts how often such have come to it while this run used it. `disagreed`: with the
-    weights that it took last its log-probs were not the trainer's."""
+    """One engine. `version` is its weight version, -1 if the weights are not this run's. `asleep` is the memory that it
+    was told to free. `changes` counts joins and departures, so that an outdated join or update notices;
+    `update_began_at` is what it was when the latest update began. `missing_since` (monotonic clock) is when it was
+    first watched, or left the last time. `foreign` are the other run's weights that the engine last held after it had
+    this run's; `num_foreign` counts how often this happened. `disagreed`: after its last update its log-probs were not
+    the trainer's."""
 
     client: EngineClient
     instance: str = ""
@@ -70,7 +70,7 @@ class Member:
 
 
 class Membership:
-    """Takes engines up and lets them go, as registry, monitor and dispatcher find them. Made on a running loop."""
+    """Adds and removes engines as registry, monitor and dispatcher report them. Made on a running event loop."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Membership:
         run: str = "",
         arch: Architecture | None = None,
     ) -> None:
-        """Watches `rollout.fleet.urls` from now on, and what registers. `vocab_size` bounds the ids that are sent;
-        `run` names this start of the trainer. Engines that say what their model is must have one of sizes `arch`.
-        `conflict` says which other trainer uses an engine once that is certain.
+        """Watch the engines of `rollout.fleet.urls` and those that register. `vocab_size` bounds the ids that are sent;
+        `run` names this start of the trainer. Engines that report their model must have one of sizes `arch`. `conflict`
+        is an error text once another trainer certainly uses an engine.
         """
         self.members: dict[str, Member] = {}
         self.counts: Counter[str] = Counter()
@@ -123,22 +123,22 @@ class Membership:
         return [url for url, member in list(self.members.items()) if member.state in states]
 
     def leave(self, url: str, reason: str) -> None:
-        """Ask the engine nothing more until it has joined again."""
+        """Remove the engine until it joins again."""
         member = self.members[url]
         if member.state == "serving":
             self.dispatcher.remove_engine(url, reason)
-        if member.state in ("serving", "stale"):
+        if member.state in ("serving", "outdated"):
             member.missing_since = time.monotonic()
             logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
         member.changes += 1
         member.state, member.version, member.reason = "away", -1, reason
 
     def synced(self, url: str, version: int) -> None:
-        """The engine holds these weights now, and serves; nothing happens to one that has left meanwhile."""
+        """Record that the engine holds weights of this version and serves; ignored if it has left meanwhile."""
         member = self.members[url]
         if member.changes != member.update_began_at:
             return
-        if member.state == "stale":
+        if member.state == "outdated":
             assert member.info
             self.dispatcher.add_engine(member.client, version)
         elif member.state == "serving":
@@ -149,13 +149,13 @@ class Membership:
         member.foreign, member.disagreed = None, False
 
     def begin_update(self, url: str) -> None:
-        """From now on the engine gets weights, until `synced`, `failed` or `disagrees`."""
+        """Record that an update of the engine begins; `synced`, `failed` or `disagrees` ends it."""
         member = self.members[url]
         member.update_began_at = member.changes
 
     def disagrees(self, url: str, reason: str) -> None:
-        """The engine took the weights but does not compute what the trainer does: it leaves, and is refused when that
-        happens again. Once it may be that what another trainer left under way came in between."""
+        """Remove an updated engine whose log-probs are not the trainer's, and refuse it the second time. The first time
+        a killed trainer's unfinished update may be the cause."""
         member = self.members[url]
         if member.changes != member.update_began_at:
             return
@@ -168,7 +168,7 @@ class Membership:
         self._refuse(member, reason)
 
     def failed(self, url: str, reason: str) -> None:
-        """The engine did not take weights: it leaves, and is refused when that happens again and again."""
+        """Remove an engine whose update failed, and refuse it after several failures in a row."""
         member = self.members[url]
         self.counts["failed_updates"] += 1
         self.leave(url, reason)
@@ -181,40 +181,40 @@ class Membership:
             self._refuse(member, f"{_MAX_FAILED_UPDATES} updates in a row failed, lastly: {reason}")
 
     def reported(self, url: str, version: str) -> None:
-        """The engine says that it holds these weights. With another run's it leaves."""
+        """Remove the engine if the weights that it reports are another run's."""
         held = WeightVersion.parse(version)
         if held and held.run != self._run and self.members[url].state == "serving":
-            self._meet_foreign(url, held)
+            self._report_foreign(url, held)
             self.leave(url, f"it holds weights of {held.describe()}")
 
     def _answered_with_wrong_weights(self, url: str, foreign: WeightVersion | None) -> None:
         if foreign:
-            self._meet_foreign(url, foreign)
+            self._report_foreign(url, foreign)
         self.leave(url, "it answered with other weights than it was given")
 
-    def _meet_foreign(self, url: str, foreign: WeightVersion) -> None:
-        """Weights of another run have come to an engine that this run uses."""
+    def _report_foreign(self, url: str, foreign: WeightVersion) -> None:
+        """Warn of another run's weights in an engine that this run uses; the second time is a conflict."""
         member = self.members[url]
         member.foreign = foreign
         member.num_foreign += 1
         if member.num_foreign > _LATE_UPDATES:
             self.conflict = (
                 f"another trainer uses this engine: {url} was given weights of run {self._run} and came to hold those "
-                f"of {foreign.describe()}, for the second time; nothing that these sampled was used. End one of the "
-                "two runs, or give each engines of its own, and start the run again: it continues from its last "
+                f"of {foreign.describe()}, for the second time; no response sampled with these was used. End one of "
+                "the two runs or give each its own engines, and run the same command: training resumes from the last "
                 "checkpoint"
             )
         else:
             logger.warning(
-                "engine %s holds weights of %s, which this run (%s) did not send: what a trainer before left "
-                "under way, or another trainer uses this engine",
+                "engine %s holds weights of %s, which this run (%s) did not send: an earlier trainer's "
+                "unfinished update, or another trainer uses this engine",
                 url,
                 foreign.describe(),
                 self._run,
             )
 
     async def close(self) -> None:
-        """Stop watching and let go of the connections."""
+        """Stop watching and close the connections."""
         for task in [self._upkeep, *self._joins]:
             task.cancel()
         await asyncio.gather(self._upkeep, *self._joins, return_exceptions=True)
@@ -224,7 +224,7 @@ class Membership:
             await member.client.close()
 
     async def _poll(self) -> None:
-        """Take up engines that register, and those that left although they are healthy."""
+        """Start joins of engines that register, and of healthy engines that had left."""
         while True:
             if self._registry:
                 self._apply_registrations(self._registry.poll())
@@ -235,7 +235,7 @@ class Membership:
             await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
 
     def _hung_for_long(self) -> list[str]:
-        """Instances that hang for longer than a step of an update may take: they do not come back by themselves."""
+        """Instances hung for longer than one call of an update may take: they do not recover by themselves."""
         return [
             self.members[url].instance
             for url, health in self.monitor.engines().items()
@@ -250,8 +250,8 @@ class Membership:
                 self._watch(registration.url, registration.instance)
             elif known.instance != registration.instance:
                 known.instance = registration.instance
-                if known.state in ("stale", "serving"):
-                    self.leave(registration.url, "it was started anew")
+                if known.state in ("outdated", "serving"):
+                    self.leave(registration.url, "it was restarted")
 
     def _watch(self, url: str, instance: str) -> None:
         client = EngineClient(url, self._api_key, timeout_s=self._config.weight_sync.timeout_s)
@@ -259,18 +259,18 @@ class Membership:
         self.monitor.watch(client)
 
     async def _changed(self, url: str, old: str, new: str, reason: str) -> None:
-        """The monitor's verdict on an engine has changed."""
+        """Handle a new verdict of the monitor on an engine."""
         if new in ("dead", "hung"):
             self.counts[f"engines_{new}"] += 1
             self.leave(url, f"{new}: {reason}")
         elif new == "foreign":
             self.leave(url, reason)
             self._refuse(self.members[url], _no_engine(reason))
-        elif new == "healthy" and self.members[url].state not in ("stale", "serving"):
+        elif new == "healthy" and self.members[url].state not in ("outdated", "serving"):
             self._start_join(url)
 
     def _start_join(self, url: str) -> None:
-        """Beside the caller: an engine may take long to answer."""
+        """Join the engine in a task, as it may take long to answer."""
         member = self.members[url]
         member.changes += 1
         member.state = "joining"
@@ -280,12 +280,12 @@ class Membership:
         task.add_done_callback(report_fault)
 
     async def _join(self, url: str, member: Member, change: int) -> None:
-        """Check the engine's settings and undo what a trainer that is gone may have left in it."""
+        """Check the engine's settings, and resume it and abort its calls, which an earlier trainer may have left."""
         try:
             info = await member.client.info()
         except EngineError as error:
             if member.changes == change:
-                self._did_not_tell(member, error)
+                self._handle_info_error(member, error)
             return
         try:
             if member.changes != change:
@@ -293,13 +293,13 @@ class Membership:
             is_new = member.info is None or info.process != member.info.process
             if is_new:
                 member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
-            self._look_for_foreign(url, member, info, is_new)
+            self._check_foreign(url, member, info, is_new)
             member.info = info
-            misfit = _incompatibility(info, self._config, self._vocab_size)
-            if not misfit and self._arch:
-                misfit = model_misfit(info.model, self._arch)
-            if misfit:
-                self._refuse(member, misfit)
+            difference = _incompatibility(info, self._config, self._vocab_size)
+            if not difference and self._arch:
+                difference = model_difference(info.model, self._arch)
+            if difference:
+                self._refuse(member, difference)
                 return
             await member.client.resume()
             if member.changes == change:
@@ -309,19 +309,19 @@ class Membership:
                 member.state, member.reason = "away", str(error)
             return
         if member.changes == change:
-            member.state, member.version, member.reason = "stale", -1, ""
+            member.state, member.version, member.reason = "outdated", -1, ""
             self.counts["engines_joined"] += 1
             logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
-            self._warn_of_plugin(url, info)
+            self._warn_about_plugin(url, info)
 
-    def _warn_of_plugin(self, url: str, info: EngineInfo) -> None:
+    def _warn_about_plugin(self, url: str, info: EngineInfo) -> None:
         if info.has_plugin:
             return
         if info.plugin_protocol is not None:
             logger.warning(
-                "engine %s has dapo_mega in its environment, but a copy that speaks protocol %s and not %d as this "
-                "trainer does, so all engines get weights without it; install the trainer's project folder there and "
-                "start the engine again: %s",
+                "engine %s has another version of dapo_mega (weight protocol %s; this trainer: %d), so all engines get "
+                "weights without the plugin; install the trainer's project folder in the engine's environment and "
+                "restart the engine: %s",
                 url,
                 info.plugin_protocol,
                 PROTOCOL,
@@ -329,26 +329,27 @@ class Membership:
             )
         if self._config.weight_sync.full_every > 1:
             logger.warning(
-                "engine %s, and all others with it, gets all weights at every update: weight_sync.full_every=%d "
-                "needs dapo_mega installed in its environment (in the project folder: %s)",
+                "engine %s lacks this version of the plugin, so all engines get all weights at every update: "
+                "weight_sync.full_every=%d needs dapo_mega installed in every engine's environment (in the project "
+                "folder: %s)",
                 url,
                 self._config.weight_sync.full_every,
                 INSTALL_PLUGIN,
             )
 
-    def _look_for_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
-        """What it holds when it is met for the first time may be left from any run, or what it was started with."""
+    def _check_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
+        """Check the weights of an engine that joins. At its first join they may be any run's, which is no conflict."""
         held = WeightVersion.parse(info.weight_version)
         if held is None or held.run == self._run:
             return
         if not is_new and held != member.foreign:
-            self._meet_foreign(url, held)
+            self._report_foreign(url, held)
         member.foreign = held
 
-    def _did_not_tell(self, member: Member, error: EngineError) -> None:
+    def _handle_info_error(self, member: Member, error: EngineError) -> None:
         if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
             name = self._fleet.api_key_env
-            self._refuse(member, f"it does not take the API key in {name}; give trainer and engines the same one")
+            self._refuse(member, f"it rejects the API key in {name}; give trainer and engines the same key")
         elif is_no_engine(error):
             self._refuse(member, _no_engine(error.reason))
         else:
@@ -361,7 +362,7 @@ class Membership:
 
 def _no_engine(answer: str) -> str:
     return (
-        f"what answers there is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
+        f"it is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
         "prints it, with no router or proxy between"
     )
 
@@ -393,7 +394,7 @@ def _incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> st
     sync = config.weight_sync
     if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
         return (
-            "its prefix cache would keep entries of old weights under weight_sync.pause=in_place; start it with "
+            "with weight_sync.pause=in_place its prefix cache would keep entries of old weights; start it with "
             "--disable-radix-cache, or use pause=retract or abort"
         )
     return ""

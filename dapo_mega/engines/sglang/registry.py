@@ -1,7 +1,7 @@
-"""Where engines of other machines become known: they announce themselves at the trainer's rendezvous address.
+"""Registers the engines that announce themselves at the trainer's rendezvous address.
 
-Announcements are signed with the API key and repeated, so that a trainer that starts again finds its engines. Strangers
-can delay them, and nothing else: nothing of what they send is kept.
+Announcements are signed with the API key and repeated, so that a restarted trainer finds its engines. Clients without
+the key can only delay announcements: nothing that they send is kept.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 _MIN_KEY_LENGTH = 16
 _MAX_ENGINES = 4096
 _REFUSALS: dict[int, str] = {
-    HTTPStatus.UNAUTHORIZED: "refuses the announcement: it has another API key",
+    HTTPStatus.UNAUTHORIZED: "refuses the announcement: its API key is another one",
     HTTPStatus.CONFLICT: f"refuses the announcement: the machines' clocks differ by more than {MAX_AGE_S:.0f} s",
 }
 
 
 def require_api_key(env_name: str) -> str:
-    """The API key that the environment variable holds. Raises InputError where there is none."""
+    """The API key in the environment variable. Raises InputError if it is missing or too weak."""
     key = os.environ.get(env_name, "")
     if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
         given = "is not set; it" if not key else "cannot be used; it"
@@ -60,9 +60,9 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 class EngineRegistry:
-    """The trainer's side: listens at `address` (this interface only) for engines that hold the API key.
+    """The trainer's side: listens on `address` (this interface only) for engines that have the API key.
 
-    Raises InputError where the address cannot be listened at, also after waiting for it a while.
+    Raises InputError if it cannot listen on the address within a few seconds.
     """
 
     def __init__(self, address: str, api_key: str) -> None:
@@ -77,18 +77,18 @@ class EngineRegistry:
             self._server = PostServer(host, port, self._receive, MAX_MESSAGE_BYTES)
         except OSError as error:
             raise InputError(
-                f"rollout.fleet.rendezvous={address} cannot be listened at ({error.strerror}); give an address of "
-                "this machine and a free port, none that engines (22000 to 29999) or the system (on Linux from 32768) "
-                "take for themselves"
+                f"cannot listen on rollout.fleet.rendezvous={address} ({error.strerror}); give an address of this "
+                "machine and a free port outside of those that engines (22000 to 29999) and the system (on Linux from "
+                "32768) use"
             ) from error
 
     def poll(self) -> list[Registration]:
-        """The engines that are registered now. Does not wait."""
+        """The engines registered now. Does not wait."""
         with self._lock:
             return list(self._registered.values())
 
     def report_hung(self, instances: Iterable[str]) -> None:
-        """Tell launchers from now on that these instances have been hung for long."""
+        """From now on tell launchers that these instances have been hung for long."""
         self._hung = frozenset(instances)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class EngineRegistry:
             self._registered[url] = registration
 
     def _make_room(self) -> None:
-        """Forget of engines that have left what protects from announcements that are too old by now."""
+        """Forget the newest times of engines that have left, where an older announcement has expired anyway."""
         if len(self._newest) < _MAX_ENGINES:
             return
         expired = time.time() - MAX_AGE_S
@@ -132,7 +132,7 @@ class EngineRegistry:
 
 @dataclass(frozen=True)
 class TrainerReply:
-    """What a trainer said to an announcement: a `refusal`, or which instances it has found hung for long."""
+    """A trainer's reply to an announcement: a `refusal`, or the instances that have been hung for long."""
 
     refusal: str = ""
     hung: frozenset[str] = frozenset()
@@ -141,7 +141,7 @@ class TrainerReply:
 def announce(
     address: str, api_key: str, registrations: Sequence[Registration], *, leaving: bool = False
 ) -> TrainerReply | None:
-    """The engines' side: tell the trainer at `address` of engines that serve, or leave. None: no trainer is there."""
+    """The engines' side: tell the trainer at `address` which engines serve or leave. None if no trainer answers."""
     host, port = parse_address(address)
     hung: frozenset[str] = frozenset()
     for start in range(0, len(registrations), MAX_REGISTRATIONS):
@@ -150,9 +150,9 @@ def announce(
             return None
         status, content = answer
         if status != HTTPStatus.OK:
-            # Only the status is used: whoever sits at the address may have written the rest.
+            # Only the status is used: the rest is not authenticated.
             return TrainerReply(_REFUSALS.get(status, f"refuses the announcement (HTTP {status})"))
         if (named := verified_reply(message, content, api_key)) is None:
-            return TrainerReply("is none that has this API key")
+            return TrainerReply("does not have this API key")
         hung |= named
     return TrainerReply(hung=hung)

@@ -1,7 +1,7 @@
-"""Both ends of one small HTTP request: a launcher of engines posts an announcement, the trainer answers.
+"""The HTTP server and client with which an engine launcher posts an announcement and the trainer answers.
 
-Everyone who reaches the trainer's address can connect, so what connections may take together is bounded: bytes, time
-and their number. When there are too many the oldest goes, for an honest one takes milliseconds.
+Everyone who reaches the trainer's address can connect, so bytes, time and number of connections are bounded. Above the
+limit the oldest connection is closed, as an honest one takes milliseconds.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Handler = Callable[[bytes], tuple[HTTPStatus, bytes]]
 
 
 class PostServer:
-    """Answers posted bodies, one a connection, on a thread of its own."""
+    """Answers POST requests, one per connection, in its own thread."""
 
     def __init__(self, host: str, port: int, handle: Handler, max_body_bytes: int) -> None:
-        """Listens at this address only. `handle` gives status and content for a body, on the server's thread.
+        """Listen on this address only. `handle` gives status and content for a body, in the server's thread.
 
-        An address in use is waited for for a while: what the trainer before left may still hold it. Raises OSError
-        where the address cannot be listened at.
+        Waits a while for an address in use, which a trainer that has just ended may still hold. Raises OSError if it
+        cannot listen on the address.
         """
         listener = _listen(host, port)
         self._handle = handle
@@ -73,7 +73,7 @@ class PostServer:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, EOFError):  # TimeoutError included.
-            pass  # Whoever it was is gone, or takes too long.
+            pass  # The client is gone or too slow.
         finally:
             self._connections.pop(writer, None)
             writer.transport.abort()
@@ -101,13 +101,13 @@ class PostServer:
         if not self._is_warned:
             self._is_warned = True
             logger.warning(
-                "the rendezvous was called in another protocol than HTTP; if that was an older "
-                "launch/serve_rollouts.py, take the trainer's version of it"
+                "the rendezvous got a call that is not HTTP; if it came from an older launch/serve_rollouts.py, use "
+                "the trainer's version"
             )
 
 
 def post(host: str, port: int, body: bytes) -> tuple[int, bytes] | None:
-    """(status, content) of the answer; None where nobody answers HTTP. Takes a few seconds at most."""
+    """(status, content) of the answer; None if no HTTP server answers. Takes a few seconds at most."""
     deadline = time.monotonic() + _LIMIT_S
     head = f"POST {_PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     try:
@@ -126,7 +126,7 @@ def post(host: str, port: int, body: bytes) -> tuple[int, bytes] | None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """All that comes until the connection ends. Raises TimeoutError after the deadline."""
+    """All bytes until the connection ends. Raises TimeoutError after the deadline."""
     received = b""
     while len(received) < _MAX_REPLY_BYTES:
         if (remaining := deadline - time.monotonic()) <= 0:

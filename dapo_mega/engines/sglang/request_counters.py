@@ -1,4 +1,4 @@
-"""The account of every request: what was submitted is answered, failed, cancelled or still open, and nothing twice."""
+"""Counts requests: every submitted request is answered, failed, cancelled or still open, and counted once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cause = Literal[Fault, "unreachable", "disconnected", "timeout", "refused", "abo
 
 
 class RequestCounters:
-    """Counts since the start; `pop_metrics` gives what was added since the last time."""
+    """Counts since the start; `pop_metrics` gives the counts since its last call."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -31,32 +31,32 @@ class RequestCounters:
         return self._ends[end]
 
     def submit(self, request_id: int) -> None:
-        """Raises ValueError for a request that is open already."""
+        """Count a new request. Raises ValueError if it is open already."""
         if request_id in self._open:
-            raise ValueError(f"request {request_id} is in flight already; give every request a number of its own")
+            raise ValueError(f"request {request_id} is in flight already; give every request its own id")
         self._open.add(request_id)
         self.num_submitted += 1
 
     def close(self, request_id: int, end: End) -> None:
-        """The one end of an open request."""
+        """Count the end of an open request."""
         assert request_id in self._open, f"request {request_id} ended twice"
         self._open.remove(request_id)
         self._ends[end] += 1
 
     def call_failed(self, cause: Cause) -> None:
-        """A call did not answer its request."""
+        """Count a call that did not answer its request."""
         self._causes[cause] += 1
 
     def moved(self) -> None:
-        """A call was given up because its engine left."""
+        """Count a call that was given up because its engine left."""
         self._moves["moved"] += 1
 
     def taken_back(self) -> None:
-        """A call was ended early to go on with other weights."""
+        """Count a call that was aborted and continues with new weights."""
         self._moves["taken_back"] += 1
 
     def check(self) -> None:
-        """Assert that the account balances."""
+        """Assert that the counts add up."""
         assert self.num_submitted == self._ends.total() + len(self._open)
 
     def pop_metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Keeps the SGLang engines of one node running: start, readiness, announcement, restart, end."""
+"""Starts, announces, restarts and ends the SGLang engines of one node."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SILENT_S = 30.0
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """How engines are looked after. Times are in seconds; `max_restarts` is per engine, None for no limit.
+    """How engines are started and restarted. Times are in seconds; `max_restarts` is per engine, None for no limit.
 
-    `restart_hung_after_s` None leaves an engine alone that answers no probe any more.
+    With `restart_hung_after_s=None` an engine that answers no probe is not restarted.
     """
 
     api_key: str
@@ -47,12 +47,12 @@ class ServingOptions:
 
 
 class ProcessGroup:
-    """A program in a process group of its own, which ends with the process that started it, however that one ends."""
+    """A program in its own process group, which is killed when this process ends, whatever the cause."""
 
     def __init__(
         self, arguments: Sequence[str], variables: dict[str, str], log: Path, inherited: Sequence[int] = ()
     ) -> None:
-        """`inherited` are file descriptors that the program gets too."""
+        """`inherited` are file descriptors that the program inherits."""
         with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
             self._process = subprocess.Popen(
                 arguments,
@@ -63,7 +63,7 @@ class ProcessGroup:
                 start_new_session=True,
                 pass_fds=inherited,
             )
-        # Its input ends when this process does. SGLang's own watch over its parent misses children that still start.
+        # Standard input ends with this process. SGLang's own parent watch misses children that are still starting.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "guard", str(self.pid)],
             env={},
@@ -75,7 +75,7 @@ class ProcessGroup:
 
     @property
     def pid(self) -> int:
-        """Of the main process, which is the id of the group as well."""
+        """The main process's id, which is also the group's."""
         return self._process.pid
 
     def status(self) -> int | None:
@@ -88,7 +88,7 @@ class ProcessGroup:
             self._process.terminate()
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` (of the monotonic clock), then kill all that is left of the group."""
+        """Wait until `deadline` (monotonic clock), then kill the rest of the group."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ class ProcessGroup:
 
 
 class HealthWatch:
-    """Probes an engine in a thread of its own: one that hangs must not keep the others waiting."""
+    """Probes an engine in its own thread, so that a hung engine does not delay the others."""
 
     def __init__(self, is_healthy: Callable[[], bool]) -> None:
         self._is_healthy = is_healthy
@@ -113,7 +113,7 @@ class HealthWatch:
         return time.monotonic() - self._last_answer
 
     def end(self) -> None:
-        """Probe no more; does not wait for a probe under way."""
+        """Stop probing; does not wait for a running probe."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -123,7 +123,7 @@ class HealthWatch:
 
 
 class Engine:
-    """One engine through its restarts. `registration` is None while it does not serve."""
+    """One engine and its restarts. `registration` is None while the engine does not serve."""
 
     def __init__(self, node: Node, index: int, options: ServingOptions) -> None:
         self.url = node.url(index)
@@ -142,7 +142,7 @@ class Engine:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the engine has died more often than it is restarted."""
+        """Whether the engine has used up its restarts."""
         limit = self._options.max_restarts
         return limit is not None and self._num_restarts > limit
 
@@ -157,22 +157,22 @@ class Engine:
             if time.monotonic() >= self._start_at:
                 self._start()
         elif (status := self._group.status()) is not None:
-            self._bury(f"ended with status {status}")
+            self._handle_end(f"ended with status {status}")
         elif self.registration is None:
             if self._is_ready():
                 self._serve()
             elif time.monotonic() - self._started > self._options.start_limit_s:
-                self._bury(f"did not serve within {self._options.start_limit_s:g} s")
+                self._handle_end(f"did not serve within {self._options.start_limit_s:g} s")
         elif self._is_hung():
-            self._bury(f"answered no probe for {self._options.restart_hung_after_s:g} s")
+            self._handle_end(f"answered no probe for {self._options.restart_hung_after_s:g} s")
 
     def ask_to_end(self) -> None:
-        """Begin to end the engine, if it runs."""
+        """Send SIGTERM to the engine, if it runs."""
         if self._group is not None:
             self._group.ask_to_end()
 
     def end(self, deadline: float) -> None:
-        """End the engine and whatever it started, by `deadline` of the monotonic clock if need be by force."""
+        """End the engine and its child processes; kill them at `deadline` (monotonic clock)."""
         if self._group is not None:
             self._group.end(deadline)
         if self._watch is not None:
@@ -180,9 +180,9 @@ class Engine:
         self._group = self._watch = self.registration = None
 
     def restart_if_silent(self) -> None:
-        """A trainer has found the engine hung for longer than an update takes; restart it if it is silent here, too."""
+        """Restart an engine that the trainer reports as hung if it answers no probe here either."""
         if self._watch is not None and self._watch.silence_s > _SILENT_S:
-            self._bury("is hung for the trainer and answers no probe")
+            self._handle_end("is hung, says the trainer, and answers no probe")
 
     def _start(self) -> None:
         variables = environment(self._node, self._index, os.environ)
@@ -193,14 +193,14 @@ class Engine:
         print(f"engine {self.url} starts (pid {self._group.pid}, log {self.log})", flush=True)
 
     def _is_ready(self) -> bool:
-        """Whether the engine is healthy. Raises FleetError when it answers callers that have no key."""
+        """Whether the engine is healthy. Raises FleetError if it answers callers without the key."""
         if not self._is_healthy():
             return False
         status = self._status_without_key("/model_info")
         if status not in (None, http.client.UNAUTHORIZED):
             raise FleetError(
-                f"engine {self.url} answers callers without the API key; leave out the arguments after -- that turn "
-                "its check off"
+                f"engine {self.url} answers callers without the API key; remove the arguments after -- that turn the "
+                "check off"
             )
         return status is not None
 
@@ -213,7 +213,7 @@ class Engine:
         self.registration = Registration(url=self.url, instance=uuid.uuid4().hex)
         print(f"engine {self.url} serves (pid {self._group.pid}, instance {self.registration.instance})", flush=True)
 
-    def _bury(self, what: str) -> None:
+    def _handle_end(self, what: str) -> None:
         self.end(time.monotonic())
         if not self._has_served:
             raise FleetError(f"engine {self.url} {what} before it ever served: {_last_line(self.log)}; see {self.log}")
@@ -221,7 +221,7 @@ class Engine:
         back_off_s = min(2.0**self._failures, _LONGEST_BACK_OFF_S)
         self._failures += 1
         self._start_at = time.monotonic() + back_off_s
-        outlook = "is not started any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
+        outlook = "is not restarted any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
         print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
 
     def _is_hung(self) -> bool:
@@ -232,7 +232,7 @@ class Engine:
         return self._status_without_key("/health") == http.client.OK
 
     def _status_without_key(self, path: str) -> int | None:
-        """HTTP status of the engine's answer; None where it does not answer."""
+        """HTTP status of the engine's answer; None without an answer."""
         connection = http.client.HTTPConnection(self._node.host, self._node.port + self._index, timeout=_PROBE_LIMIT_S)
         try:
             connection.request("GET", path)
@@ -245,9 +245,9 @@ class Engine:
 
 @contextmanager
 def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
-    """(pipe, path): a program that inherits the pipe reads the key as SGLang's configuration at the path, once.
+    """(pipe, path): a program that inherits the pipe can read the key once, as SGLang's configuration at `path`.
 
-    So the key is on no disk. The path is only a name with the ending that SGLang asks for.
+    The key is never on disk: `path` is a link with the file ending that SGLang requires.
     """
     reading, writing = os.pipe()
     try:
@@ -261,7 +261,7 @@ def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
 
 
 class Router:
-    """sglang-router in front of the engines, started again when it ends."""
+    """sglang-router in front of the engines, restarted when it ends."""
 
     def __init__(self, node: Node, options: ServingOptions, port: int) -> None:
         self._node = node
@@ -296,9 +296,9 @@ class Router:
 
 
 class Announcements:
-    """Repeats to the trainer which engines serve, and tells it at once when that changes.
+    """Tells the trainer repeatedly, and at once after a change, which engines serve.
 
-    `hung` are the instances that the trainer last called hung, all of them announced to it.
+    `hung` are the announced instances that the trainer's last reply called hung.
     """
 
     def __init__(self, options: ServingOptions) -> None:
@@ -327,16 +327,16 @@ class Announcements:
             self.hung = reply.hung
             state = "knows of the engines"
         else:
-            state = f"{reply.refusal if reply else 'is not there'}; trying again every {_ANNOUNCE_EVERY_S:g} s"
+            state = f"{reply.refusal if reply else 'does not answer'}; trying again every {_ANNOUNCE_EVERY_S:g} s"
         if state != self._state:
             self._state = state
             print(f"the trainer at {self._options.rendezvous} {state}", flush=True)
 
 
 def serve(node: Node, options: ServingOptions) -> None:
-    """Run the node's engines until SIGTERM, SIGINT or SIGHUP; none of their processes is left then.
+    """Run the node's engines until SIGTERM, SIGINT or SIGHUP, then end all their processes.
 
-    Raises FleetError when an engine ends before it ever served, and when all have used up their restarts.
+    Raises FleetError when an engine ends before it ever served, and when all engines have used up their restarts.
     """
     options.log_folder.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()

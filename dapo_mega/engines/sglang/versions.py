@@ -1,4 +1,4 @@
-"""How engines are told which weights they hold: by the run and the step that these are of."""
+"""Names the weights in an engine by their run and step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Weights of a run after a step, as text `run:step`; only `step` where the run has no name."""
+    """Weights of a run after a step, as text `run:step`, or `step` for a run without a name."""
 
     run: str
     step: int
@@ -24,18 +24,18 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: object) -> WeightVersion | None:
-        """What an engine says that it holds; None when no trainer has named it so."""
+        """The version that an engine reports; None if no trainer has named it."""
         run, _, step = str(text).rpartition(":")
         return cls(run, int(step)) if re.fullmatch("[0-9]{1,18}", step) else None
 
     def describe(self) -> str:
-        """For people."""
+        """The version in words, for messages."""
         return f"run {self.run or 'without a name'} after step {self.step}"
 
 
 @dataclass(frozen=True)
 class VersionRange:
-    """The weights of a run from `oldest` to `newest`, both included."""
+    """Weight versions of a run from `oldest` to `newest`, both included."""
 
     run: str
     oldest: int
@@ -46,7 +46,7 @@ class VersionRange:
 
 
 def run_name(output_dir: str) -> str:
-    """A name for this start of a trainer: the run's folder, the machine, and what no other start has."""
+    """A unique name for this start of a trainer: the run's folder, the machine, and a random suffix."""
     parts = (Path(output_dir).absolute().name, socket.gethostname())
     folder, host = (_NOT_PLAIN.sub("_", part)[:_MOST_CHARACTERS] for part in parts)
     return f"{folder}@{host}-{secrets.token_hex(4)}"

@@ -1,11 +1,11 @@
-"""How weights are encoded for engines that have `dapo_mega.sglang_plugin`; used at both ends.
+"""The encoding of weights for engines with `dapo_mega.sglang_plugin`, shared by trainer and plugin.
 
-pieces     several broadcasts, each of some of the bucket's tensors, one after the other as bytes
-changes    two broadcasts: the number of bytes that follow, and these: for each tensor the number of its values that
-           follow and the checksum of the whole tensor, then for each tensor either all values, or the places and the
-           values of those that have changed
+pieces     several broadcasts; each holds the bytes of some of the bucket's tensors, one after the other
+changes    two broadcasts: the number of bytes in the second one, and the second one: first the number of values sent
+           of each tensor, then the checksum of each whole tensor, then for each tensor either all values, or the
+           positions and the values of the changed ones
 
-Numbers are int64, places int32, each starts at a multiple of 8 bytes.
+Numbers are int64, positions int32; each part starts at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from dapo_mega.types import WeightSpec
 
 PROTOCOL = 4
-"""Count it up whenever one end would no longer understand the other."""
+"""Increase it with every change after which one side no longer understands the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
-"""The field of a server's internal state in which the plugin gives its protocol."""
+"""The field of a server's internal state that holds the plugin's protocol."""
 MODEL_FIELD = "dapo_mega_model"
-"""The field in which it describes its model: the text of a `config.json`."""
+"""The field that holds the server's model configuration: the text of a `config.json`."""
 OTHER_MODEL = "its model is not the policy's"
-"""An engine that cannot serve the model that was sent begins its refusal with this."""
+"""The start of an engine's error when the weights sent are another model's."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
@@ -36,7 +36,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def limited_group(name: str, limit_s: float) -> str:
-    """The name of a process group that engines give up joining after the limit. SGLang has no field for a limit."""
+    """A process group's name that contains the time limit for joining it, as SGLang has no field for a limit."""
     return f"{name}-within-{max(1, round(1000 * limit_s))}ms"
 
 
@@ -48,8 +48,8 @@ def limit_of_group(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class PiecesFormat:
-    """The load format of a bucket in pieces, which hold `lengths` tensors each. An engine receives pieces ahead of the
-    one that it loads while they fit into `window_bytes` together, but always one."""
+    """The load format of a bucket in pieces; piece i holds `lengths[i]` tensors. Beside the piece that it loads, an
+    engine receives further pieces while they fit into `window_bytes`, and always at least one."""
 
     lengths: tuple[int, ...]
     window_bytes: int
@@ -67,12 +67,12 @@ class PiecesFormat:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's own: `bfloat16`."""
+    """torch's name of the dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def weight_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[WeightSpec]:
-    """From what a call to an engine says; `dtypes` as `dtype_name` gives them."""
+    """The specs of the tensors in a call to an engine; `dtypes` as `dtype_name` gives them."""
     return [
         WeightSpec(name, getattr(torch, dtype), tuple(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
@@ -95,13 +95,14 @@ def unpacked(piece: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of all values' bits, [] int64: the same however a tensor is cut, transposed or fused with others."""
+    """The sum of all values' bits, [] int64; it does not change when a tensor is cut, transposed or fused with
+    others."""
     return tensor.view(_BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
 def find_changes(new: Tensor, held: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """(places [n] int32, values [n]) where the bits of `new` differ from those of `held`; (None, all values) where
-    that takes less, or nothing is held."""
+    """(places [n] int32, values [n]) where the bits of `new` and `held` differ; (None, all values) if that is smaller
+    or `held` is None."""
     # A tensor of one value may be read as a number instead of being copied.
     can_have_places = new.is_floating_point() and 1 < new.numel() <= torch.iinfo(torch.int32).max
     if held is None or not can_have_places:
@@ -114,7 +115,8 @@ def find_changes(new: Tensor, held: Tensor | None) -> tuple[Tensor | None, Tenso
 
 
 def pack_changes(changes: Sequence[tuple[Tensor | None, Tensor]], checksums: Sequence[Tensor]) -> Tensor:
-    """[bytes] uint8: what `find_changes` found in each tensor of a bucket, with the checksums of the whole tensors."""
+    """[bytes] uint8: the result of `find_changes` for each tensor of a bucket, with the checksums of the whole
+    tensors."""
     counts = [_ALL if places is None else len(places) for places, _ in changes]
     device = changes[0][1].device
     parts = [torch.tensor(counts, dtype=torch.int64, device=device), torch.stack(list(checksums))]
@@ -130,8 +132,8 @@ def pack_changes(changes: Sequence[tuple[Tensor | None, Tensor]], checksums: Seq
 
 @dataclass(frozen=True)
 class Change:
-    """Values of one tensor: all of them [shape], or where `places` [n] int32 are given, those at them [n]. `checksum`
-    is that of the whole new tensor."""
+    """Values of one tensor: all values [shape], or the values [n] at `places` [n] int32. `checksum` is the whole new
+    tensor's."""
 
     values: Tensor
     places: Tensor | None
@@ -139,7 +141,7 @@ class Change:
 
 
 def unpack_changes(packed: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Change]:
-    """What `pack_changes` packed; values are views of `packed`."""
+    """The inverse of `pack_changes`; values are views of `packed`."""
     start = 0
 
     def take(dtype: torch.dtype, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16 does otherwise than a run needs, and what is done about it.
+"""Repairs of Megatron-Core 0.16 where it does not do what a run needs.
 
-Each repair stands beside its cause and says when it can go. Nothing else in the package changes Megatron.
+Each repair documents its cause and when it can be removed. Nothing else in the package changes Megatron.
 """

@@ -1,9 +1,8 @@
 """Writes the files of Megatron's asynchronous checkpoints in a thread, from a snapshot that training cannot change.
 
-Megatron-Core 0.16 offers processes only: they are forked from a trainer whose other threads (gloo's, autograd's) may
-hold locks at that moment, fork again for each file, and outlive a trainer that is killed. A thread has neither problem,
-and while bytes move from memory to disk it does not hold Python's lock. Everything else, the plan of what each process
-writes and the steps after all have written, stays Megatron's. Can go when Megatron writes without forking.
+Megatron-Core 0.16 offers processes only. It forks them from a trainer whose other threads (gloo's, autograd's) may hold
+locks, they fork again for each file, and they outlive a killed trainer. A thread has none of these problems, and
+releases the GIL while it writes. Planning and finalizing stay Megatron's. Can go when Megatron writes without forking.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 
-from dapo_mega.files import checksum
+from dapo_mega.atomic_files import checksum
 
 
 class BackgroundWriting(AsyncCallsQueue):
@@ -32,17 +31,17 @@ class BackgroundWriting(AsyncCallsQueue):
 
 
 def keep_results_in_process() -> None:
-    """Give the next save a queue of its own for what its writers report. Megatron 0.16 would start a manager process
-    for it, which outlives a killed trainer."""
+    """Give the next save its own queue for the writers' results. Megatron 0.16 would start a manager process for it,
+    which outlives a killed trainer."""
     filesystem_async._results_queue = queue.Queue()
 
 
 def from_snapshot(request: AsyncRequest, live: Set[int], checksums: MutableMapping[str, int]) -> AsyncRequest:
     """The request with its data copied to host memory and its files written without further processes.
 
-    The checksum of each file goes into `checksums`, by its name, when it is on disk. `live` are the addresses of the
-    storages that the data was taken from. Megatron copies what lies on a GPU or is a view; other tensors in host memory
-    it would write as they are by then.
+    When a file is on disk, its checksum is stored in `checksums` under its name. `live` has the addresses of the
+    storages that hold the data. Megatron copies GPU tensors and views, but not other tensors in host memory, which
+    could change before they are written.
     """
     if request.async_fn is None:
         return request
@@ -68,14 +67,14 @@ def _write(
     results: queue.Queue[Any],
     checksums: MutableMapping[str, int],
 ) -> None:
-    """What Megatron's `write_preloaded_data_multiproc` does, one file after the other, and their checksums."""
+    """Like Megatron's `write_preloaded_data_multiproc`, one file after the other, with checksums."""
     reports: queue.Queue[Any] = queue.Queue()
     unfinished: queue.Queue[int] = queue.Queue()
     for number, bucket in enumerate(buckets):
         unfinished.put(number)
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, reports, unfinished, use_fsync=True)
         file = Path(bucket[0])
-        with contextlib.suppress(OSError):  # What was written is then read when the checkpoint is completed.
+        with contextlib.suppress(OSError):  # The checksum is then read from the file when the checkpoint is completed.
             checksums[file.name] = checksum(file)
     written = dict(reports.get() for _ in buckets)
     failure = next((report for report in written.values() if isinstance(report, Exception)), None)
@@ -83,7 +82,7 @@ def _write(
 
 
 class _ThreadCaller(AsyncCaller):
-    """Runs one request. The thread is no daemon: a process that ends by itself waits for the files."""
+    """Runs one request in a thread. It is no daemon, so a process that ends normally waits for the files."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

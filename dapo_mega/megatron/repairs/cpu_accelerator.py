@@ -2,11 +2,11 @@
 
 Megatron-Core 0.16 was written for CUDA devices only: it creates tensors on the device "cuda", asks for the
 current CUDA device, uses streams and events, and checks tensors by their CUDA type names. On a machine without
-CUDA, `install()` answers each of these questions for the CPU. Nothing is changed on a machine with CUDA.
+CUDA, `install()` makes each of these work on the CPU. It changes nothing on a machine with CUDA.
 
-Megatron's modules get a `torch` of their own, in which only the names below differ; everybody else, transformers
-above all, keeps the real one. Every replacement stands beside its cause in Megatron-Core 0.16.1. All of them can
-go once Megatron-Core takes its device from configuration.
+Megatron's modules get their own `torch`, in which only the names below differ; all other packages, such as
+transformers, keep the real one. Every replacement names its cause in Megatron-Core 0.16.1. All can go once
+Megatron-Core takes its device from configuration.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def _make_torch() -> types.ModuleType:
-    """torch with factories that take device="cuda" for the CPU, and with a `torch.cuda` that answers for the CPU."""
+    """torch with factories that map device="cuda" to the CPU, and with a `torch.cuda` for the CPU."""
     replacement = _copy_of(torch)
     for name in _FACTORIES:
         setattr(replacement, name, _redirected(getattr(torch, name)))
@@ -151,8 +151,8 @@ def _make_cuda() -> types.ModuleType:
 
 
 def _make_distributed() -> types.ModuleType:
-    """The token dispatcher of experts turns split sizes into lists only where it copies them from a CUDA device
-    (moe_utils.maybe_move_tensor_to_cpu); gloo takes nothing else."""
+    """The token dispatcher of experts turns split sizes into lists only when it copies them from a CUDA device
+    (moe_utils.maybe_move_tensor_to_cpu); gloo takes lists only."""
     distributed: Any = _copy_of(torch.distributed)
 
     def all_to_all_single(

@@ -9,7 +9,7 @@ from megatron.core.transformer import multi_latent_attention
 
 
 def know_local_layers() -> None:
-    """Megatron 0.16.1 takes Transformer Engine for installed in this module, and asks for its types. Can go when
+    """Megatron 0.16.1 assumes in this module that Transformer Engine is installed, and uses its types. Can go when
     multi_latent_attention sets HAVE_TE by whether it could be imported."""
     module: Any = multi_latent_attention
     module.HAVE_TE = HAVE_TE

@@ -1,4 +1,4 @@
-"""The optimizer's state in Megatron-Core 0.16's `fully_reshardable` checkpoints, as saving and loading need it."""
+"""Repairs the optimizer's state for Megatron-Core 0.16's `fully_reshardable` checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def allocate_adam_state(optimizer: Any) -> None:
-    """Give torch's Adam the zero state it would start its first step with: Megatron 0.16 reads the step count out of
-    it on saving and loading. The optimizers of Apex and Transformer Engine need none of this. Can go when it takes the
-    count for 0 where an optimizer has no state yet."""
+    """Allocate torch's Adam state as zeros before the first step: Megatron 0.16 reads the step count from it when
+    saving and loading. The optimizers of Apex and Transformer Engine need none of this. Can go when Megatron takes the
+    count as 0 for an optimizer without state."""
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if not _is_torch_adam(inner):
@@ -36,9 +36,9 @@ def keep_adam_step(optimizer: Any) -> None:
 
 def keep_bucket_padding(optimizer: Any) -> None:
     """Megatron 0.16 gathers the optimizer's state without the padding at the end of each gradient bucket, and then
-    cuts parameters out of it by positions that count the padding: with more than one bucket (tied embeddings on
-    several pipeline stages have their own) it would write shifted state into the checkpoint. Here the padding is put
-    back. Can go when sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
+    slices parameters by positions that count the padding: with more than one bucket (tied embeddings on several
+    pipeline stages have their own) the checkpoint would hold shifted state. This puts the padding back. Can go when
+    sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
     for part in optimizer.chained_optimizers:
         part.get_parameter_state_dp_zero = functools.partial(_padded_world_state, part)
 

@@ -1,9 +1,8 @@
-"""Megatron's loading of a distributed checkpoint, without its unrestricted unpickling.
+"""Loads Megatron's distributed checkpoints without unrestricted unpickling.
 
 Megatron-Core 0.16 reads `.metadata` with `pickle.load`, the states of layers with `torch.load(weights_only=False)`, and
-`common.pt` with whatever an environment variable makes of torch's default. Here it gets a reader, a planner and a
-strategy that go through `pickles`, so that what was checked is what is used. Can go when its loading strategies are
-restricted by themselves.
+`common.pt` with torch's default, which an environment variable can change. Here Megatron gets a reader, a planner and a
+strategy that use `pickles`, which checks every pickle. Can go when Megatron's own loading is restricted.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from dapo_mega.atomic_files import check_regular, disk_refusal, read_json_object, replace_file
 from dapo_mega.errors import InputError
-from dapo_mega.files import check_regular, disk_refusal, read_json_object, replace_file
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count

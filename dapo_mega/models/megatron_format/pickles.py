@@ -30,8 +30,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
+from dapo_mega.atomic_files import check_regular, inside
 from dapo_mega.errors import InputError
-from dapo_mega.files import check_regular, inside
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"

@@ -121,7 +121,7 @@ def assert_columns_follow_their_tokens(micro_batch, columns):
 
 
 def refuse(case, num_replicas, groups):
-    """Samples that do not make whole mini-batches are refused on every process, and all go on together."""
+    """Samples that do not fill whole mini-batches are refused on every process, and all go on together."""
     given = samples_of(case) if dist.get_rank() == 0 else None
     message = ""
     try:
@@ -136,7 +136,7 @@ def refuse(case, num_replicas, groups):
         )
     except InputError as error:
         message = str(error)
-    refused = torch.tensor([int("do not make whole mini-batches" in message)])
+    refused = torch.tensor([int("do not fill whole mini-batches" in message)])
     dist.all_reduce(refused)
     if dist.get_rank() == 0:
         print("refused on", int(refused), flush=True)

@@ -72,7 +72,7 @@ def test_micro_batches_hold_the_whole_step():
 
 
 def test_samples_that_make_no_whole_mini_batches_are_refused():
-    with pytest.raises(InputError, match="7 samples do not make whole mini-batches of 4"):
+    with pytest.raises(InputError, match="7 samples do not fill whole mini-batches of 4"):
         plan_step(np.full(7, 9), PackingLayout(2), **FOUR)
 
 

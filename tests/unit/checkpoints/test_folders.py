@@ -57,7 +57,9 @@ DAMAGES = {
     "manifest.json lists no files": lambda folder: (folder / "manifest.json").write_text("[1]"),
     "manifest.json lists no files ": lambda folder: (folder / "manifest.json").write_text("null"),
     "manifest.json lists no files  ": lambda folder: (folder / "manifest.json").write_text("{}"),
-    "manifest.json says of loop.json": lambda folder: (folder / "manifest.json").write_text('{"loop.json": [3]}'),
+    "neither size nor checksum of loop.json": lambda folder: (folder / "manifest.json").write_text(
+        '{"loop.json": [3]}'
+    ),
     "manifest.json": lambda folder: (folder / "manifest.json").write_bytes(b"\xff" * 9),
     "manifest.json maximum recursion": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
 }
@@ -81,7 +83,7 @@ def test_changed_bytes_are_found_by_checksum(tmp_path):
     file.write_bytes(b"x" * 50 + b"y" + b"x" * 49)
     assert folders.newest().name == "step_00000002"
     names = list(read_manifest(file.parent))
-    assert "__0_0.distcp holds other bytes" in find_changed_bytes(file.parent, names)
+    assert "__0_0.distcp has a wrong checksum" in find_changed_bytes(file.parent, names)
     assert find_changed_bytes(file.parent, ["loop.json"]) is None
     file.write_bytes(b"x" * 100)
     assert find_changed_bytes(file.parent, names) is None

@@ -36,7 +36,7 @@ MODEL = ModelConfig(path="model")
     [
         (DENSE, {"recompute": "selective", "recompute_modules": ["moe"]}, r"\['moe'\] need a mixture-of-experts"),
         (DENSE, {"moe": {"aux_loss_coefficient": 0.1}}, "compute.moe is for mixture-of-experts models"),
-        (EXPERTS, {"moe": {"router_bias_update_rate": 0.1}}, "needs a model whose router scores are sigmoids"),
+        (EXPERTS, {"moe": {"router_bias_update_rate": 0.1}}, "needs a model with sigmoid router scores"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(arch, compute, message):

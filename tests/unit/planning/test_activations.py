@@ -7,7 +7,7 @@ from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.packed_attention import packed_segments
 from dapo_mega.planning import memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
-from dapo_mega.planning.placement import Chunk, RankLayout
+from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 from .models import dense, latent, mixture, shared
 

@@ -4,7 +4,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import layer_flops
 from dapo_mega.planning.workload import Workload
 

@@ -14,7 +14,7 @@ from dapo_mega.planning.parameters import (
     stage_buffers,
     stage_bytes,
 )
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 from .models import dense, latent, mixture, shared
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.rollout.buffer import GroupBuffer, most_offered
+from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import dataset_fingerprint, pack_groups, unpack_groups
 from dapo_mega.types import Group, Prompt, Response, ScoredResponse
 
@@ -70,13 +70,13 @@ def test_the_share_kept_lately_outlives_the_counts_of_a_step():
 
 @given(st.integers(1, 600), st.floats(0.01, 1))
 def test_of_the_most_groups_offered_hardly_ever_more_are_kept_than_wanted(num_kept, share):
-    offered = most_offered(num_kept, share)
+    offered = max_offered(num_kept, share)
     assert offered >= num_kept
     if offered > num_kept:
         assert offered * share + 3 * (offered * share * (1 - share)) ** 0.5 <= num_kept + 1e-6
         offered += 1
         assert offered * share + 3 * (offered * share * (1 - share)) ** 0.5 > num_kept - 1e-6
-    assert most_offered(num_kept, 1.0) == num_kept
+    assert max_offered(num_kept, 1.0) == num_kept
 
 
 def test_groups_leave_in_the_order_they_were_asked_and_surplus_stays():

@@ -372,7 +372,7 @@ def test_groups_in_flight_survive_a_checkpoint_asked_once():
 def test_a_run_that_cannot_continue_groups_does_not_drop_them():
     subject = collector(ScriptedEngine(every_other), partial())
     subject.collect(0)
-    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true goes on with"):
+    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true can continue"):
         collector(ScriptedEngine(every_other), config()).load_state(*subject.state())
 
 

@@ -91,7 +91,7 @@ def test_what_a_loader_leaves_behind_is_received_all_the_same():
 def test_what_is_no_longer_there_cannot_be_loaded_again():
     weights = arriving(Group(), 10**6)
     assert len(list(weights)) == len(NAMES)
-    with pytest.raises(RuntimeError, match="these weights are gone"):
+    with pytest.raises(RuntimeError, match="these weights are freed"):
         list(weights)
 
 
@@ -198,8 +198,8 @@ def test_an_engine_with_a_draft_model_is_without_the_plugin(algorithm, announced
 def test_ranks_together_say_what_is_missing_or_has_no_place():
     ranks = [(["head [3, 2]"], {"expert_0", "bias"}), (["head [3, 2]", *"abcd"], {"expert_1", "bias"})]
     difference = "it has head [3, 2], a, b, c and 1 more, for which no weights come; it has no place for bias"
-    assert sglang_plugin._misfit(ranks) == f"{OTHER_MODEL}: {difference}"
-    assert sglang_plugin._misfit([([], {"expert_0"}), ([], {"expert_1"})]) == ""
+    assert sglang_plugin._model_difference(ranks) == f"{OTHER_MODEL}: {difference}"
+    assert sglang_plugin._model_difference([([], {"expert_0"}), ([], {"expert_1"})]) == ""
 
 
 def test_the_format_says_the_same_at_both_ends():

@@ -103,7 +103,7 @@ def wait_until_ended(process):
             "training",
             "does not",
             75,
-            r"stopped: SIGTERM came 0.5 s ago \(checkpoint.grace_s\) .* torchrun --shutdown-t",
+            r"stopped: the step did not end within 0.5 s after SIGTERM \(checkpoint.grace_s\).* torchrun --shutdown-t",
         ),
         ("before", "heeds", 75, "stopped: the run was stopped by SIGTERM before training began; start the same"),
     ],

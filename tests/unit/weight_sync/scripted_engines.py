@@ -31,7 +31,7 @@ torch.save({name: tensor.clone() for name, tensor in named_tensors}, sys.stdout.
 class Target:
     url: str
     tp_size: int = 1
-    is_stale: bool = False
+    is_outdated: bool = False
     has_plugin: bool = False
 
 
@@ -152,11 +152,11 @@ class ScriptedEngine:
 
 
 class ScriptedFleet:
-    """Engines that fail are stale until `return_all`."""
+    """Engines that fail are outdated until `return_all`."""
 
     def __init__(self, num_engines, timeout_s):
         self.engines = {url: ScriptedEngine(url, timeout_s) for url in (f"http://e{i}" for i in range(num_engines))}
-        self.stale = set(self.engines)
+        self.outdated = set(self.engines)
         self.without_plugin = set(self.engines)
         self.away = {}
         self.disagreeing = {}
@@ -167,11 +167,11 @@ class ScriptedFleet:
 
     def targets(self, only_outdated):
         present = [
-            Target(url, is_stale=url in self.stale, has_plugin=url not in self.without_plugin)
+            Target(url, is_outdated=url in self.outdated, has_plugin=url not in self.without_plugin)
             for url in self.engines
             if url not in self.away
         ]
-        return [target for target in present if target.is_stale or not only_outdated]
+        return [target for target in present if target.is_outdated or not only_outdated]
 
     def start_call(self, targets, method, timeout_s):
         async def one(url):
@@ -197,7 +197,7 @@ class ScriptedFleet:
         self.released.append([target.url for target in targets])
 
     def synced(self, url, version):
-        self.stale.discard(url)
+        self.outdated.discard(url)
         self.synced_versions[url] = version
 
     def failed(self, url, reason):
@@ -207,7 +207,7 @@ class ScriptedFleet:
         self.away[url] = self.disagreeing[url] = reason
 
     def return_all(self):
-        self.stale |= set(self.away)
+        self.outdated |= set(self.away)
         self.away.clear()
 
     def close(self):

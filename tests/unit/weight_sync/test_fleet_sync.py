@@ -164,7 +164,7 @@ def test_only_engines_that_join_are_compared(agreeing, agreement, fleet):
     agreeing.push(policy, 4)
     agreeing.push(policy.advance(), 5)
     assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 1]
-    fleet.stale = {URLS[2]}
+    fleet.outdated = {URLS[2]}
     agreeing.push_to_outdated(policy, 5)
     assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 2]
     assert agreement.asked == [4, 5]
@@ -374,7 +374,7 @@ def test_an_engine_that_was_started_anew_joins_again(sync, fleet):
     policy = Policy().advance()
     sync.push(policy, 1)
     fleet.engines[URLS[0]].groups.clear()
-    fleet.stale.add(URLS[0])
+    fleet.outdated.add(URLS[0])
     sync.push(policy.advance(), 2)
     assert holders(fleet, policy) == URLS
     assert not fleet.away
@@ -394,7 +394,7 @@ def test_a_push_that_no_engine_took_is_repeated_and_then_given_up(sync, fleet):
     policy = Policy().advance()
 
     def come_back(url, reason):
-        fleet.stale.add(url)
+        fleet.outdated.add(url)
 
     fleet.failed = come_back
     for engine in fleet.engines.values():
@@ -412,7 +412,7 @@ def test_memory_of_this_machine_reaches_engines_bucket_by_bucket(processes, flee
     config = WeightSyncConfig(timeout_s=60)
     sync = FleetWeightSync(processes, fleet, config, SharedMemoryTransport(processes, config))
     fleet.engines = {LOCAL_URL: ScriptedEngine(LOCAL_URL, 60), "http://far.away": ScriptedEngine("http://far.away", 60)}
-    fleet.stale = set(fleet.engines)
+    fleet.outdated = set(fleet.engines)
     policy = Policy().advance()
     metrics = sync.push(policy, 4)
     assert holders(fleet, policy) == [LOCAL_URL]

@@ -526,7 +526,7 @@ def test_a_fault_of_the_program_fails_the_request_instead_of_losing_it(caplog):
             sampling.top_k.add(1)
             answers = await fleet.ask(broken, good)
             assert isinstance(answers[0], GenerationFailure)
-            assert "a fault of the program" in answers[0].reason
+            assert "unexpected exception" in answers[0].reason
             assert_exact(answers[1], good)
 
     within_deadline(body)
@@ -625,20 +625,6 @@ def test_metrics_are_counted_since_the_last_time():
             metrics = fleet.dispatcher.pop_metrics()
             assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 1
             assert metrics["rollout/requests_open"] == metrics["rollout/requests_in_flight"] == 0
-
-    within_deadline(body)
-
-
-def test_an_engines_speed_is_known_after_some_answers():
-    async def body():
-        (engine,) = engines(1, tokens_per_s=200)
-        async with fleet_of(engine) as fleet:
-            await fleet.ask(*(make_request() for _ in range(7)))
-            assert fleet.dispatcher.speeds() == {}
-            await fleet.ask(make_request())
-            assert 20 < fleet.dispatcher.speeds()[engine.url] <= 220
-            (snapshot,) = fleet.dispatcher.engines()
-            assert (snapshot.finished, snapshot.tokens, snapshot.in_flight) == (8, 64, 0)
 
     within_deadline(body)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from dapo_mega.engines.sglang.engine_model import described_model, model_misfit
+from dapo_mega.engines.sglang.engine_model import described_model, model_difference
 from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD
 from dapo_mega.models import load_architecture
 from tests.distributed import tiny
@@ -19,5 +19,5 @@ def test_a_model_as_an_engine_describes_it_is_that_of_its_folder(tmp_path, monke
     # What SGLang has: read by transformers, quantized perhaps, and with a context length of its own.
     described = AutoConfig.from_pretrained(tmp_path).to_dict() | {"quantization_config": {"quant_method": "fp8"}}
     told = described_model([{}, {MODEL_FIELD: json.dumps(described, default=str)}])
-    assert model_misfit(told, arch) == ""
-    assert "num_layers is 9 instead of" in model_misfit({**told, "num_hidden_layers": 9}, arch)
+    assert model_difference(told, arch) == ""
+    assert "num_layers is 9 instead of" in model_difference({**told, "num_hidden_layers": 9}, arch)

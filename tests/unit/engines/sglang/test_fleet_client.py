@@ -244,7 +244,7 @@ def test_an_engine_back_while_being_compared_gets_the_weights_again(servers, dri
 def test_an_engine_that_does_not_know_the_key_is_refused_at_once(servers, drive):
     group = servers(1)
     group.engines[0].api_key = "another"
-    with pytest.raises(FleetError, match="does not take the API key in DAPO_MEGA_API_KEY"):
+    with pytest.raises(FleetError, match="rejects the API key in DAPO_MEGA_API_KEY"):
         drive(group.urls).targets(only_outdated=False)
 
 
@@ -256,7 +256,7 @@ PAGE = "<!DOCTYPE html>\n<html><body>It works!</body></html>\n"
     [
         ({"/health": ""}, r"HTTP 404: /server_info: a page"),
         ({}, r"HTTP 404: /health: a page"),
-        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"/server_info answered what is not JSON: a"),
+        (dict.fromkeys(("/health", "/server_info", "/model_info"), PAGE), r"the answer to /server_info is not JSON: a"),
         (dict.fromkeys(("/health", "/server_info", "/model_info"), "{}"), r"are not SGLang's: KeyError"),
         ({"/health": "", "/server_info": web.HTTPFound("/login")}, r"HTTP 302: /server_info: redirects to /login"),
         ({"/health": web.HTTPForbidden(text=PAGE)}, r"HTTP 403: /health: a page"),
@@ -293,29 +293,29 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
 
     def told(*parts):
         def is_told():
-            lines = [record.getMessage() for record in caplog.records if "run pauses" in record.getMessage()]
+            lines = [record.getMessage() for record in caplog.records if "run is paused" in record.getMessage()]
             return lines and all(part in lines[-1] for part in parts)
 
         return is_told
 
     with ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(driver.wait_for_engines)
-        wait_until(told("pauses: 2 of at least 3 engines are there, ", f"missing: {lost} since ", "s): dead for "))
+        wait_until(told("paused: 2 of 3 required engines", f"missing: {lost} since ", "s): dead for "))
         group.engines[0].health = "silent"
-        hung = (f"missing: {group.urls[0]} since", "1 of at least 3", "hung for ", "restart those that hang")
-        wait_until(told(*hung, f"{lost} since", "start those without connection again"))
+        hung = (f"missing: {group.urls[0]} since", "1 of 3 required", "hung for ", "restart the hung engines")
+        wait_until(told(*hung, f"{lost} since", "restart the dead engines"))
         group.engines[0].health = "ok"
-        wait_until(told("pauses: 2 of at least 3 engines are there, ", f"missing: {lost} since "))
-        assert "hung" not in [r.getMessage() for r in caplog.records if "run pauses" in r.getMessage()][-1]
+        wait_until(told("paused: 2 of 3 required engines", f"missing: {lost} since "))
+        assert "hung" not in [r.getMessage() for r in caplog.records if "run is paused" in r.getMessage()][-1]
         group.start_again(2)
         waiting.result(10)
     assert driver.pop_metrics()["fleet/pauses"] == 1
-    assert caplog.records[-1].getMessage() == "the run goes on with 3 engines"
+    assert caplog.records[-1].getMessage() == "the run continues with 3 engines"
 
 
 def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
     driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
-    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*no others are known"):
+    with pytest.raises(FleetError, match=r"1 of 2 required engines .*no others are known"):
         driver.targets(only_outdated=False)
     assert (
         "missing: no others are known; what to do: start engines with launch/serve_rollouts.py and name them in "
@@ -350,7 +350,7 @@ def test_an_engine_with_other_weights_than_it_was_given_gets_them_again(servers,
     found = answers(driver, 20)
     assert {answer.weight_version for answer in found} == {4}
     wait_until(driver.has_outdated)
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_outdated=True)]
 
 
 @pytest.mark.parametrize("reports_spans", [True, False])
@@ -480,7 +480,7 @@ def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers
     driver.submit(requests(6, first=100, length=2))
     answers(driver, 6)
     assert len(group.engines[1].payloads) == asked
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_outdated=True)]
     metrics = driver.pop_metrics()
     assert metrics["fleet/engines_dead"] == 1
     assert metrics["rollout/requests_answered"] == metrics["rollout/requests_submitted"] == 18
@@ -522,16 +522,16 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
     driver.wait_for_engines()
     back.close()
-    (line,) = (record.getMessage() for record in caplog.records if "the run pauses" in record.getMessage())
-    assert line.startswith("the run pauses: 1 of at least 2 engines are there, ")
+    (line,) = (record.getMessage() for record in caplog.records if "the run is paused" in record.getMessage())
+    assert line.startswith("the run is paused: 1 of 2 required engines are reachable, ")
     assert f"; missing: {group.urls[0]} since " in line
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[0], 1, is_outdated=True)]
 
 
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
     group = servers(1)
     driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
-    with pytest.raises(FleetError, match=r"1 of at least 2 engines .*min_engines.*serve_rollouts\.py.*start the run"):
+    with pytest.raises(FleetError, match=r"1 of 2 required engines .*min_engines.*serve_rollouts\.py.*same command"):
         driver.targets(only_outdated=False)
 
 
@@ -634,7 +634,7 @@ def test_an_engine_that_stays_paused_leaves_and_joins_again(servers, drive, capl
     assert "has left the fleet (no connection for /continue_generation" in caplog.text
     group.start_again(1)
     wait_until(driver.has_outdated)
-    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_stale=True)]
+    assert driver.targets(only_outdated=True) == [SyncTarget(group.urls[1], 1, is_outdated=True)]
 
 
 def test_colocated_engines_sleep_until_the_next_update(servers, drive):

@@ -269,7 +269,7 @@ def test_probing_that_ends_by_a_fault_of_the_program_is_reported(caplog):
             await monitor.close()
 
     within_deadline(body)
-    assert re.search(r"probing http://\S+ ended with a fault of the program", caplog.text)
+    assert re.search(r"probing http://\S+ ended with an unexpected exception", caplog.text)
 
 
 def test_a_wrong_key_is_told_as_the_reason():

@@ -72,8 +72,7 @@ def test_announcements_of_strangers_are_ignored_and_logged_once(trainer, address
         push(address, signed(ENGINE).replace(b":30000", b":40000"))
         assert trainer.poll() == []
     assert [record.message for record in caplog.records] == [
-        "an engine's announcement is ignored: it is not signed with this run's API key; give the engines the trainer's "
-        "key"
+        "an engine's announcement is ignored: not signed with this run's API key; give the engines the trainer's key"
     ]
 
 
@@ -96,7 +95,7 @@ def test_an_old_announcement_is_refused_by_a_trainer_that_starts_anew(trainer, a
     push(address, message)
     with caplog.at_level(logging.WARNING):
         assert trainer.poll() == []
-    assert "set the machines' clocks right" in caplog.text
+    assert "synchronise the clocks" in caplog.text
 
 
 def body_signed(content):
@@ -234,8 +233,8 @@ def test_the_trainer_says_why_it_ignores_a_torch_store(trainer, address, caplog)
     with caplog.at_level(logging.WARNING), pytest.raises(DistError):
         TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
     assert [record.message for record in caplog.records] == [
-        "the rendezvous was called in another protocol than HTTP; if that was an older launch/serve_rollouts.py, take "
-        "the trainer's version of it"
+        "the rendezvous got a call that is not HTTP; if it came from an older launch/serve_rollouts.py, use the "
+        "trainer's version"
     ]
 
 
@@ -268,7 +267,7 @@ def test_launchers_hear_of_hung_engines_only_from_their_own_trainer(trainer, add
     trainer.report_hung([])
     assert announce(address, KEY, [ENGINE]).hung == set()
     assert announce(address, "the-key-of-another-run", [ENGINE]) == registry.TrainerReply(
-        "refuses the announcement: it has another API key"
+        "refuses the announcement: its API key is another one"
     )
 
 
@@ -288,7 +287,7 @@ def test_answers_of_strangers_or_old_ones_name_no_engine_nor_the_key():
     address, server = answering(replay)
     try:
         assert announce(address, KEY, [ENGINE]).hung == {"first"}
-        assert announce(address, KEY, [ENGINE]) == registry.TrainerReply("is none that has this API key")
+        assert announce(address, KEY, [ENGINE]) == registry.TrainerReply("does not have this API key")
     finally:
         server.close()
     assert not any(KEY.encode() in message for message in seen)
@@ -366,13 +365,13 @@ def test_an_address_that_stays_in_use_is_an_input_error(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LISTEN_PATIENCE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(InputError, match=f"rollout.fleet.rendezvous={address} cannot be listened at"):
+        with pytest.raises(InputError, match=f"cannot listen on rollout.fleet.rendezvous={address}"):
             EngineRegistry(address, KEY)
 
 
 def test_an_address_of_another_machine_is_an_input_error_at_once(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waiting makes no address this machine's"))
-    with pytest.raises(InputError, match="cannot be listened at"):
+    with pytest.raises(InputError, match="cannot listen on"):
         EngineRegistry("203.0.113.7:21600", KEY)
 
 

@@ -93,7 +93,7 @@ def test_an_engine_waits_longer_after_each_failure_and_not_forever(make_engine, 
         "starts again in 1 s",
         "starts again in 2 s",
         "starts again in 4 s",
-        "is not started any more",
+        "is not restarted any more",
     ]
     engine.advance()
     assert engine._group is None
@@ -259,7 +259,7 @@ def test_a_trainer_may_have_an_engine_restarted_that_is_silent_and_may_be(
 
     run(complain, behaviour, restart_hung_after_s=limit_s)
     output = capsys.readouterr().out
-    assert ("is hung for the trainer and answers no probe and starts again in 1 s" in output) == is_restarted
+    assert ("is hung, says the trainer, and answers no probe and starts again in 1 s" in output) == is_restarted
     assert output.count(" serves (pid ") == 1 + is_restarted
 
 
@@ -358,7 +358,7 @@ def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatc
         announcements.update([first])
     assert announcements.hung == {"instance"}
     assert capsys.readouterr().out.splitlines() == [
-        "the trainer at trainer:1 is not there; trying again every 5 s",
+        "the trainer at trainer:1 does not answer; trying again every 5 s",
         "the trainer at trainer:1 refuses; trying again every 5 s",
         "the trainer at trainer:1 knows of the engines",
     ]

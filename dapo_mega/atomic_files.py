@@ -1,4 +1,4 @@
-"""Small files on disk that are whole or not there, and reading files that someone else wrote."""
+"""Writes small files atomically, and reads files of other programs with clear errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Errors of the operating system in this block name `path`, which a full disk's do not by themselves."""
+    """Add `path` to operating system errors in this block, because a full disk's error does not name the file."""
     try:
         yield
     except OSError as error:
@@ -49,9 +49,9 @@ _REFUSALS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
 def disk_refusal(error: BaseException) -> str | None:
-    """Why the disk refused, where a library reports only what came of it, such as torch's "unexpected pos".
+    """The disk error behind a library's error that does not show it, such as torch's "unexpected pos".
 
-    Looks through the errors behind this one, and in its text, which may be the traceback of another process.
+    Searches the error's causes, and its text, which may be the traceback of another process.
     """
     behind: BaseException | None = error
     while behind is not None:
@@ -60,7 +60,7 @@ def disk_refusal(error: BaseException) -> str | None:
         behind = behind.__cause__ or behind.__context__
     found = next((refusal for refusal in _REFUSALS if refusal in str(error)), None)
     if found is None and "unexpected pos" in str(error):
-        return "the disk took a part only of what was written; it is full or failing"
+        return "only a part was written to the disk, which is full or failing"
     return found
 
 
@@ -74,7 +74,7 @@ def checksum(file: Path) -> int:
 
 
 def check_regular(file: Path) -> None:
-    """Raise InputError for what opening or reading would hang on or fail at with a misleading reason.
+    """Raises InputError for a file on which opening or reading would hang or fail with a misleading error.
 
     Links are followed: the files of a Hugging Face cache are links.
     """
@@ -91,18 +91,18 @@ def check_regular(file: Path) -> None:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise InputError if the folder holds a FIFO, socket or device, which a library would hang on."""
+    """Raises InputError if the folder has a FIFO, socket or device, on which a library would hang."""
     for file in sorted(folder.iterdir()):
         try:
             kind = _SPECIAL.get(stat.S_IFMT(file.stat().st_mode))
         except OSError:
-            continue  # A link without a target, say; an error only for who needs the file.
+            continue  # Such as a dangling link, which is an error only if the file is needed.
         if kind and not file.is_dir():
             raise InputError(f"{file} is {kind}, not a file; remove it, or copy the checkpoint again")
 
 
 def open_regular(file: Path) -> bytes:
-    """The content of a file. Raises InputError naming it, and the cause, where it cannot be had."""
+    """Read a file. Raises InputError with its name and the cause if this fails."""
     check_regular(file)
     try:
         content = file.read_bytes()
@@ -115,7 +115,7 @@ def open_regular(file: Path) -> bytes:
 
 
 def refuse_lfs_pointer(file: Path, start: bytes) -> None:
-    """Raise InputError if a file that begins with `start` is what git keeps in place of a large file."""
+    """Raises InputError if the file's first bytes `start` are those of a git-lfs pointer."""
     if start.startswith(_LFS_POINTER):
         raise InputError(
             f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in the folder that was cloned"
@@ -123,13 +123,13 @@ def refuse_lfs_pointer(file: Path, start: bytes) -> None:
 
 
 def inside(name: str) -> bool:
-    """Whether `name`, as a file lists it, is that of a file in the folder or one of its sub-folders."""
+    """Whether the listed path `name` is inside the folder or one of its sub-folders."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Raises ValueError for text that is no JSON, too deep or not UTF-8."""
+    """Parse JSON. Raises ValueError for text that is not JSON, nested too deeply or not UTF-8."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -137,7 +137,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_json_object(file: Path, remedy: str = "copy the checkpoint again") -> dict[str, Any]:
-    """The JSON object in a file. Raises InputError naming the file, and what to do, for anything else."""
+    """The JSON object in a file. Raises InputError with the file's name and the remedy for any other content."""
     try:
         found = parse_json(open_regular(file))
     except InputError:

@@ -1,7 +1,7 @@
 import pytest
 
 from dapo_mega.config import ParallelConfig
-from dapo_mega.planning.placement import RankLayout
+from dapo_mega.planning.rank_layout import RankLayout
 
 from .models import dense
 

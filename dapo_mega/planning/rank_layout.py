@@ -1,4 +1,4 @@
-"""Which part of the model a process holds in a layout, and the order in which a pipeline stage works."""
+"""The part of the model on each rank of a layout, and the order of a pipeline stage's passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """A model in a layout of `world_size` processes."""
+    """A model in a parallel layout of `world_size` ranks."""
 
     arch: Architecture
     parallel: ParallelConfig
