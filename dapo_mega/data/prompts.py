@@ -59,7 +59,6 @@ class _Question:
     text: str
     truth: str
     answer: str
-    data_source: str
     fields: dict[str, Any]
 
 
@@ -149,10 +148,9 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
             kept = questions[key]
             num_conflicting += truth != kept.truth and _extracted(row, truth, config) != kept.answer
             continue
-        source = row.value(columns.data_source, "columns.data_source") if columns.data_source else ""
         place = Row(row.source, row.number, {}, row.unit)
         fields = row.without(columns.prompt, columns.ground_truth)
-        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), str(source), fields)
+        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), fields)
     return list(questions.values()), num_rows, num_conflicting
 
 
@@ -175,7 +173,7 @@ def _tokenized(
                 f"{max_prompt_tokens}; raise it, or set long_prompts=drop"
             )
         fields = MappingProxyType(question.fields)
-        prompt = Prompt(len(prompts), question.text, _ids(token_ids), question.answer, question.data_source, fields)
+        prompt = Prompt(len(prompts), question.text, _ids(token_ids), question.answer, fields)
         prompts.append(prompt)
     return prompts
 

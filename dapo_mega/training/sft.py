@@ -14,6 +14,7 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, print_once
 from dapo_mega.config import SftConfig, dump_config, load_config
+from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
@@ -89,8 +90,7 @@ def _refuse_changes(config: SftConfig, folder: Path) -> None:
         return
     saved = load_config(SftConfig, folder / "config.yaml").model_dump()
     given = config.model_dump()
-    free = ("output_dir", "threads_per_process", "parallel", "tokens_per_microbatch")
-    changed = sorted(name for name in given if given[name] != saved[name] and name not in free)
+    changed = sorted(name for name in given if given[name] != saved[name] and not may_change_at_resume(SftConfig, name))
     if changed:
         raise InputError(
             f"{folder} holds a model fine-tuned with another configuration (different: {', '.join(changed)}); give "
