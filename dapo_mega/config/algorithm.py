@@ -76,12 +76,12 @@ class AlgorithmConfig(Section):
         default=0.2,
         gt=0,
         lt=1,
-        description="The loss stops to push a token's probability down below (1 - clip_low) times its old value.",
+        description="The loss stops pushing a token's probability down below (1 - clip_low) times its old value.",
     )
     clip_high: float = Field(
         default=0.28,
         gt=0,
-        description="The loss stops to push a token's probability up above (1 + clip_high) times its old value. Raise "
+        description="The loss stops pushing a token's probability up above (1 + clip_high) times its old value. Raise "
         "it if entropy falls too fast, lower it if training is unstable.",
     )
     dual_clip: float | None = Field(

@@ -25,7 +25,8 @@ class CheckpointConfig(Section):
     hf_every: int = Field(
         default=0,
         ge=0,
-        description="Steps between exports in Hugging Face format to output_dir/hf_step_N, all kept. 0: none.",
+        description="Steps between exports in Hugging Face format to output_dir/hf_step_00000030 and so on, all kept. "
+        "0: none.",
     )
     grace_s: float = Field(
         default=25.0,

@@ -70,8 +70,10 @@ class DatasetConfig(Section):
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: DatasetConfig
-    evaluation: DatasetConfig | None = None
+    train: DatasetConfig = Field(description="Prompts to train on; keys below.")
+    evaluation: DatasetConfig | None = Field(
+        default=None, description="Held-out prompts, needed by the section evaluation; the same keys."
+    )
     max_prompt_tokens: int = Field(
         default=2048,
         ge=1,
