@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import Section
+from dapo_mega.errors import InputError
+
+_MIN_KEY_LENGTH = 16
 
 
 class FleetConfig(Section):
@@ -71,3 +75,24 @@ class FleetConfig(Section):
                 f"{self.heartbeat_s:g}"
             )
         return self
+
+
+def require_api_key(env_name: str) -> str:
+    """The API key in the environment variable. Raises InputError if it is missing or too weak."""
+    key = os.environ.get(env_name, "")
+    if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        given = "is not set; it" if not key else "cannot be used; it"
+        raise InputError(
+            f"{env_name} {given} must have at least {_MIN_KEY_LENGTH} printable ASCII characters and no space, for "
+            f"whoever knows it can overwrite the engines' weights; give the trainer and all engines the same secret: "
+            f'export {env_name}=$(python3 -c "import secrets; print(secrets.token_hex(32))")'
+        )
+    return key
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """(host, port) of `host:port`. Raises InputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:21600")
+    return host, int(port)
