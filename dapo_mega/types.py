@@ -44,7 +44,6 @@ class Prompt:
     text: str
     token_ids: TokenIds
     ground_truth: str
-    data_source: str = ""
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -11,6 +11,7 @@ from dapo_mega.cli import leave_at_sigterm, quiet_libraries, run_command
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a model on demonstrations with Megatron-Core.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--dry-run", action="store_true", help="validate, print configuration and layout, and exit")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
     )
@@ -23,6 +24,11 @@ def main() -> None:
     from dapo_mega.config import SftConfig, load_config
 
     config = load_config(SftConfig, arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from dapo_mega.planning.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return
     from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()

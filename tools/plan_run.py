@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.cli import print_once, run_command
-from dapo_mega.config import RunConfig, load_config
+from dapo_mega.config import ParallelConfig, RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.planning.estimate import Assumptions, estimate
@@ -31,7 +31,7 @@ from dapo_mega.planning.step_time import Machine
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of a configuration."""
     options = _parser().parse_intermixed_args(argv)
-    config = load_config(RunConfig, options.config, options.overrides)
+    config = given = load_config(RunConfig, options.config, options.overrides)
     if options.gpus is not None:
         # The file's own number would refuse another one.
         parallel = config.parallel.model_copy(update={"world_size": None})
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world_size = options.gpus or config.parallel.world_size or 1
     arch, assumptions = _architecture(config), _assumptions(options, config)
     if options.propose:
-        _print_proposals(config, arch, world_size, assumptions)
+        _print_proposals(config, given, arch, world_size, assumptions)
         return
     for line in describe_run(config, world_size):
         print_once(line)
@@ -47,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_once(line)
 
 
-def _print_proposals(config: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions) -> None:
-    placement = RankLayout(arch, config.parallel, world_size)
-    proposals, num_valid = propose(config, placement, assumptions)
-    for line in proposal_lines(proposals, num_valid, world_size, assumptions, config.rollout.placement):
+def _print_proposals(
+    config: RunConfig, given: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions
+) -> None:
+    proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
+    for line in proposal_lines(proposals, num_valid, world_size, assumptions, given):
         print_once(line)
 
 

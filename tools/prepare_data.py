@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 
+_PROMPT_COLUMN = "prompt"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, or 2 after one line on standard error."""
     options = _parser().parse_args(argv)
@@ -99,17 +102,24 @@ def init_model(options: argparse.Namespace) -> None:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Print the columns, the number of rows, and the first prompt as the policy would see it."""
+    """Print the columns with the first row's values, the number of rows, and the first prompt rendered."""
     rows = read_rows(DatasetConfig(path=options.file, split=options.split))
     first = next(rows, None)
     if first is None:
         raise InputError(f"dataset {options.file} has no rows")
-    print("columns:")
-    for name, value in _fields(first.values):
+    fields = dict(_fields(first.values))
+    print("columns, with the first row's values:")
+    for name, value in fields.items():
         print(f"  {name}: {value!r:.80}")
     print(f"rows: {1 + sum(1 for _ in rows)}")
-    prompt = render_prompt(first.value(options.prompt_column, "--prompt-column"), options.template)
-    print(f"first prompt ({options.prompt_column}, template {options.template}):\n{prompt}")
+    column = options.prompt_column or _PROMPT_COLUMN
+    if not options.prompt_column and column not in fields:
+        print(
+            f"no column {column!r}: to see a prompt as it is asked, add --prompt-column with one of the columns above"
+        )
+        return
+    prompt = render_prompt(first.value(column, "--prompt-column"), options.template)
+    print(f"first prompt ({column}, template {options.template}):\n{prompt}")
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("inspect", help="columns, rows and first prompt of a data set")
     command.add_argument("file", help="file or folder of files")
     command.add_argument("--split", default="train", help="which files of a folder (default: %(default)s)")
-    command.add_argument("--prompt-column", default="prompt", help="dotted name (default: %(default)s)")
+    command.add_argument("--prompt-column", help=f"dotted name of the prompts' column (default: {_PROMPT_COLUMN})")
     command.add_argument(
         "--template", default="as_is", help=f"{', '.join(TEMPLATES)}, or text with {{problem}} (default: %(default)s)"
     )

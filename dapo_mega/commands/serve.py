@@ -58,8 +58,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments(sys.argv[1:])
     quiet_libraries()
+    from dapo_mega.config.fleet import parse_address, require_api_key
     from dapo_mega.engines.sglang.engine_commands import Node, check_node, check_router, sglang_gpus, share_of_gpus
-    from dapo_mega.engines.sglang.registry import parse_address, require_api_key
     from dapo_mega.engines.sglang.serving import ServingOptions, serve
 
     api_key = require_api_key(options.api_key_env)

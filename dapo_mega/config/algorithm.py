@@ -40,34 +40,88 @@ class KlConfig(Section):
     As a loss term k1 has no gradient in expectation and only serves as a metric; k2 and k3 do have one.
     """
 
-    coefficient: float = Field(default=0.0, ge=0)
-    estimator: KlKind = "k3"
+    coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL penalty in the loss. 0: no penalty, and no reference model in memory. Raise it "
+        "(GRPO uses 0.04) where the policy must stay close to the starting model.",
+    )
+    estimator: KlKind = Field(
+        default="k3",
+        description="Formula of the KL per token, from the difference d = log p_reference - log p_policy. k1: -d; k2: "
+        "d^2 / 2; k3: exp(d) - d - 1. In a loss k1 has no gradient on average, so use k2 or k3.",
+    )
 
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective. `preset` sets the defaults of the other keys."""
 
-    preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = "dapo"
-    advantage: AdvantageKind = "group_norm"
-    aggregation: AggregationKind = "token_mean"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
-    dual_clip: float | None = Field(default=10.0, gt=1)
-    dynamic_sampling: bool = True
-    max_generation_rounds: int = Field(default=10, ge=1)
-    max_staleness: int = Field(
-        default=1, ge=0, description="Steps a surplus group may wait in the buffer; 0 drops surplus at once."
+    preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = Field(
+        default="dapo",
+        description="Published algorithm whose settings fill in the keys of this section that the file leaves out. "
+        "Keys that the file gives win.",
     )
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    advantage: AdvantageKind = Field(
+        default="group_norm",
+        description="Advantage of a response from the rewards of its group. group_norm: (R - mean) / (std + 1e-6); "
+        "group_mean: R - mean; leave_one_out: R - mean of the other responses.",
+    )
+    aggregation: AggregationKind = Field(
+        default="token_mean",
+        description="How token losses become one number. token_mean: every token of an update weighs the same; "
+        "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_constant: sum of each "
+        "response / rollout.max_response_tokens, then mean over responses.",
+    )
+    clip_low: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="The loss stops pushing a token's probability down below (1 - clip_low) times its old value.",
+    )
+    clip_high: float = Field(
+        default=0.28,
+        gt=0,
+        description="The loss stops pushing a token's probability up above (1 + clip_high) times its old value. Raise "
+        "it if entropy falls too fast, lower it if training is unstable.",
+    )
+    dual_clip: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound.",
+    )
+    dynamic_sampling: bool = Field(
+        default=True,
+        description="Train only on groups with right and wrong responses, and generate more until a step is full. "
+        "Switch it off for smoke tests with a model that is always wrong: such a run would end as starved.",
+    )
+    max_generation_rounds: int = Field(
+        default=10,
+        ge=1,
+        description="Generation rounds a step may take. If they leave too few usable groups, the run ends with exit "
+        "status 3. Raise it if few prompts are neither always right nor always wrong.",
+    )
+    max_staleness: int = Field(
+        default=1,
+        ge=0,
+        description="Steps a surplus group may wait in the buffer. 0 drops surplus at once. Higher wastes fewer "
+        "responses but trains on older ones.",
+    )
+    entropy_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of an entropy bonus in the loss. The paper uses none; try 0.001 if entropy collapses.",
+    )
     importance_cap: float | Literal["auto"] | None = Field(
         default="auto",
-        description="Truncated importance sampling: cap of trainer / rollout probability per token. null: off; "
-        "auto: 2 if engine and trainer compute in different dtypes, else off.",
+        description="Truncated importance sampling: each token's loss is weighted by its trainer / engine "
+        "probability, at most this. Corrects engines that compute a little differently. A number above 0; null: off; "
+        "auto: 2 if engine and trainer compute in different dtypes or the trainer in FP8, else off.",
     )
     sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
         default="auto",
-        description="Leave a response out of the loss if its geometric mean of trainer / rollout probability is "
-        "outside of [low, high]. null: off; auto: [0.5, 2] if importance_cap's auto is on, else off.",
+        description="[low, high] with 0 <= low < 1 < high. A response whose geometric mean of trainer / engine "
+        "probability is outside is left out of the loss. null: off; auto: [0.5, 2] where importance_cap's auto is 2, "
+        "else off.",
     )
     kl: KlConfig = KlConfig()
 

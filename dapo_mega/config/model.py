@@ -14,14 +14,22 @@ class ModelConfig(Section):
 
     path: str = Field(
         json_schema_extra=FREE,
-        description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.",
+        description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer. Training starts "
+        "from it.",
     )
     architecture: str | None = Field(
         json_schema_extra=FREE,
         default=None,
-        description="A config.json to check sizes with if model.path is not on this machine (--dry-run).",
+        description="A config.json with the model's sizes, for --dry-run and plan_run where model.path is not on this "
+        "machine. Training does not read it.",
     )
-    dtype: Literal["fp32", "bf16"] = "bf16"
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="bf16",
+        description="Number format of weights and activations; the optimizer keeps fp32. fp32 for CPUs and "
+        "comparisons.",
+    )
     layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto", description="auto: Transformer Engine if it is installed and there is a GPU, else local layers."
+        default="auto",
+        description="Layers of the policy. local: Megatron's in torch; transformer_engine: for GPUs; auto: "
+        "Transformer Engine if it is installed and there is a GPU, else local.",
     )

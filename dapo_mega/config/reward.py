@@ -13,16 +13,40 @@ class RewardConfig(Section):
     """Rule reward and overlong shaping (DAPO section 2.4, 3.4)."""
 
     source: Literal["verifier", "random"] = Field(
-        default="verifier", description="random: a fair coin, as a control experiment that must not learn."
+        default="verifier",
+        description="What judges a response. verifier: compares its answer with the ground truth; random: a fair "
+        "coin, a control experiment that must not learn.",
     )
-    extraction: Literal["dapo", "boxed", "none"] = "dapo"
-    correct: float = 1.0
-    incorrect: float = -1.0
-    overlong_punishment: bool = True
-    overlong_cache_tokens: int = Field(default=4096, ge=1)
-    overlong_filtering: bool = False
-    num_workers: int = Field(json_schema_extra=FREE, default=2, ge=1)
-    time_limit_s: float = Field(default=5.0, gt=0)
+    extraction: Literal["dapo", "boxed", "none"] = Field(
+        default="dapo",
+        description="Where a response's answer is. dapo: last 'Answer: ...' of its last 300 characters; boxed: last "
+        "\\boxed{}; none: the whole response. It must be what data.*.template asks for.",
+    )
+    correct: float = Field(default=1.0, description="Reward of a right answer; larger than incorrect.")
+    incorrect: float = Field(default=-1.0, description="Reward of a wrong or missing answer.")
+    overlong_punishment: bool = Field(
+        default=True,
+        description="Take up to 1 off the reward of a response that comes close to rollout.max_response_tokens. "
+        "Switch it off for plain GRPO.",
+    )
+    overlong_cache_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="The punishment grows from 0 to 1 over the last this many tokens before max_response_tokens, which "
+        "it must not exceed. A fifth of max_response_tokens is usual.",
+    )
+    overlong_filtering: bool = Field(
+        default=False, description="Leave truncated responses out of the loss. They still count in their group."
+    )
+    num_workers: int = Field(
+        json_schema_extra=FREE,
+        default=2,
+        ge=1,
+        description="Processes that compare answers by computer algebra. Raise it if time/score_s is large.",
+    )
+    time_limit_s: float = Field(
+        default=5.0, gt=0, description="Seconds one comparison may take; the answer counts as wrong after that."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:

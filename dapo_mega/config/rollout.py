@@ -16,25 +16,53 @@ class RolloutConfig(Section):
 
     placement: Literal["embedded", "fleet", "colocated"] = Field(
         default="embedded",
-        description="embedded: transformers in the trainer's processes; fleet: SGLang engines on GPUs or hosts of "
-        "their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains.",
+        description="What generates. embedded: transformers in the trainer's processes, for CPUs and tests; fleet: "
+        "SGLang engines on GPUs or machines of their own; colocated: SGLang engines on the trainer's GPUs, asleep "
+        "while the policy trains.",
     )
     fleet: FleetConfig = Field(default=FleetConfig(), json_schema_extra=FREE)
     dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
-        default="policy", description="The engines' dtype; fleet engines with another dtype are refused."
+        default="policy",
+        description="Number format in which engines compute; policy: model.dtype. An engine with another one is "
+        "refused.",
     )
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    max_response_tokens: int = Field(default=20480, ge=1)
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Sampling temperature in training. Leave it at 1 unless entropy is far too low or high.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that hold this share of the probability. 1: from all. Below 1 "
+        "the trainer's probabilities are not those sampled from.",
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        description="Sample from this many likeliest tokens. 0: from all. Above 0 the trainer's probabilities are not "
+        "those sampled from.",
+    )
+    max_response_tokens: int = Field(
+        default=20480,
+        ge=1,
+        description="Longest response in tokens; longer ones are cut off. With data.max_prompt_tokens it must fit the "
+        "model's context. Raise it if rollout/truncated_share is high.",
+    )
     max_batch_rows: int = Field(
-        json_schema_extra=FREE, default=512, ge=1, description="Rows that the embedded engine decodes at once."
+        json_schema_extra=FREE,
+        default=512,
+        ge=1,
+        description="Embedded engine: responses it decodes at once. Lower it when out of memory.",
     )
-    max_attempts: int = Field(default=3, ge=1, description="Fleet: attempts at a request before its group is dropped.")
+    max_attempts: int = Field(
+        default=3, ge=1, description="SGLang engines: attempts at a response before its group is dropped."
+    )
     partial: bool = Field(
         default=False,
-        description="Fleet: when a step has its groups, continue unfinished responses in the next step. The groups "
-        "of a step then depend on which responses finish first.",
+        description="Fleet: when a step has its groups, continue unfinished responses in the next step. Saves the "
+        "wait for the longest ones, but which groups a step gets then depends on timing.",
     )
     mismatch_warning: float | None = Field(
         json_schema_extra=FREE,
@@ -47,15 +75,16 @@ class RolloutConfig(Section):
         json_schema_extra=FREE,
         default=0.5,
         gt=0,
-        description="End the run at this mean difference, in nats; null: never.",
+        description="End the run if engine and trainer log-probs differ by more than this many nats on average; null: "
+        "never.",
     )
     engine_tolerance: float | None = Field(
         json_schema_extra=FREE,
         default=None,
         gt=0,
-        description="Fleet: refuse a joining engine if its log-probs of a fixed sequence differ from the trainer's by "
-        "more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if the engine computes in "
-        "fp8, else 0.15.",
+        description="SGLang engines: refuse an engine that joins if its log-probs of a fixed sequence differ from the "
+        "trainer's by more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if the engine "
+        "computes in fp8, else 0.15.",
     )
 
 

@@ -26,11 +26,23 @@ from dapo_mega.config.weight_sync import WeightSyncConfig
 class RunConfig(Section):
     """A whole run, as written to `output_dir/config.yaml`."""
 
-    output_dir: str = Field(json_schema_extra=FREE)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    num_steps: int = Field(json_schema_extra=FREE, ge=1)
+    output_dir: str = Field(
+        json_schema_extra=FREE,
+        description="Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it.",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of all random numbers: data order and sampling.")
+    num_steps: int = Field(
+        json_schema_extra=FREE,
+        ge=1,
+        description="Rollout steps of the run; each generates, scores and updates. Raise it to train a finished run "
+        "further (only with optimizer.schedule=constant).",
+    )
     threads_per_process: int | None = Field(
-        json_schema_extra=FREE, default=None, ge=1, description="Intra-op threads on the CPU."
+        json_schema_extra=FREE,
+        default=None,
+        ge=1,
+        description="CPU threads of torch in each process; null: torch's choice. Set it where processes share few "
+        "cores.",
     )
     model: ModelConfig
     data: DataConfig

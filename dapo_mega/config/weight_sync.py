@@ -13,32 +13,38 @@ class WeightSyncConfig(Section):
     """How weights reach the engines."""
 
     bucket_mib: float = Field(
-        default=512.0, gt=0, description="Size of a bucket; at most two buckets are in memory at a time."
+        default=512.0,
+        gt=0,
+        description="MiB of weights sent at once; at most two such buckets are in memory. Lower it when out of memory.",
     )
     transport: Literal["auto", "distributed", "disk", "tensor"] = Field(
         default="auto",
-        description="Fleet: distributed broadcasts (NCCL on GPUs, gloo on the CPU), disk writes a checkpoint that all "
-        "machines see, tensor shares memory on one machine (CUDA IPC). auto: tensor if engines are colocated, else "
-        "distributed.",
+        description="How weights reach SGLang engines. distributed: broadcast (NCCL on GPUs, gloo on the CPU); disk: "
+        "a checkpoint in a folder that all machines see; tensor: memory of one machine (CUDA IPC). auto: tensor if "
+        "engines are colocated, else distributed.",
     )
     in_flight: Literal["finish", "continue"] = Field(
         default="finish",
-        description="Unfinished responses at an update: finish waits for them, continue goes on with the new weights "
-        "(partial rollouts).",
+        description="Unfinished responses at a weight update (only rollout.partial leaves any). finish: wait for them; "
+        "continue: go on with the new weights.",
     )
     pause: Literal["abort", "retract", "in_place"] = Field(
         default="abort",
-        description="How engines pause responses that continue: abort ends the calls and requests the rest later, "
-        "retract recomputes keys and values with the new weights, in_place keeps the old keys and values.",
+        description="How engines hold responses that continue. abort: end the calls and ask for the rest later; "
+        "retract: compute keys and values again with the new weights; in_place: keep the old ones (fastest; the "
+        "engine needs --disable-radix-cache).",
     )
     full_every: int = Field(
         default=1,
         ge=1,
-        description="Delta sync: send all weights every this many updates and when an engine joins, otherwise only the "
-        "values that have changed in bf16. Needs dapo_mega in the engines' environments.",
+        description="Weight updates from one full one to the next. 1: all are full. Above 1 the updates between send "
+        "only values that changed in bf16: less traffic between machines. Needs rollout.placement=fleet, bf16 engines "
+        "and dapo_mega in their environments.",
     )
     timeout_s: float = Field(
-        default=600.0, gt=0, description="Time limit of each step of an update, such as one bucket."
+        default=600.0,
+        gt=0,
+        description="Seconds each part of a weight update, such as a bucket, may take. Raise it for slow networks.",
     )
     folder: str | None = Field(
         default=None, description="Folder of transport=disk, which engines must see; null: output_dir/weight_sync."

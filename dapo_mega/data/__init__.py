@@ -5,7 +5,7 @@ Nothing here generates or scores.
 
 from dapo_mega.data.arithmetic import ArithmeticDemonstration, ArithmeticTask, Problem
 from dapo_mega.data.cursor import PromptCursor
-from dapo_mega.data.prompts import Demonstration, PromptDataset, load_demonstrations, load_prompts
+from dapo_mega.data.prompts import Demonstration, PromptDataset, check_dataset, load_demonstrations, load_prompts
 from dapo_mega.data.readers import Row, read_rows
 from dapo_mega.data.templates import TEMPLATES, render, render_prompt
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
@@ -21,6 +21,7 @@ __all__ = [
     "Row",
     "build_byte_tokenizer",
     "build_character_tokenizer",
+    "check_dataset",
     "load_demonstrations",
     "load_prompts",
     "load_tokenizer",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_BATCH = 512
+
+_CHECKED_ROWS = 100
 
 _EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
 """`DatasetConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
@@ -59,7 +63,6 @@ class _Question:
     text: str
     truth: str
     answer: str
-    data_source: str
     fields: dict[str, Any]
 
 
@@ -133,6 +136,26 @@ def load_demonstrations(
     return demonstrations
 
 
+def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None:
+    """Check what can be checked without a tokenizer: the template and, if the dataset is on this machine, its first
+    rows. `has_responses`: they are demonstrations. Raises `InputError` as `load_prompts` and `load_demonstrations` do.
+    """
+    template_text(config.template)
+    if not Path(config.path).exists():
+        return
+    without_chat = config.model_copy(update={"chat_template": False})
+    num_rows = 0
+    for row in islice(read_rows(config), _CHECKED_ROWS):
+        num_rows += 1
+        _prompt_text(row, without_chat, None)
+        if has_responses:
+            row.value(config.columns.response, "columns.response")
+        else:
+            _extracted(row, _ground_truth_text(row, config), config)
+    if not num_rows:
+        raise InputError(f"dataset {config.path} has no rows; give one that has some")
+
+
 def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Question], int, int]:
     """The distinct questions, the number of rows read, and the number of repeated rows that contradict the first."""
     questions: dict[Any, _Question] = {}
@@ -149,10 +172,9 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
             kept = questions[key]
             num_conflicting += truth != kept.truth and _extracted(row, truth, config) != kept.answer
             continue
-        source = row.value(columns.data_source, "columns.data_source") if columns.data_source else ""
         place = Row(row.source, row.number, {}, row.unit)
         fields = row.without(columns.prompt, columns.ground_truth)
-        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), str(source), fields)
+        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), fields)
     return list(questions.values()), num_rows, num_conflicting
 
 
@@ -175,12 +197,12 @@ def _tokenized(
                 f"{max_prompt_tokens}; raise it, or set long_prompts=drop"
             )
         fields = MappingProxyType(question.fields)
-        prompt = Prompt(len(prompts), question.text, _ids(token_ids), question.answer, question.data_source, fields)
+        prompt = Prompt(len(prompts), question.text, _ids(token_ids), question.answer, fields)
         prompts.append(prompt)
     return prompts
 
 
-def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
     prompt = row.value(config.columns.prompt, "columns.prompt")
     try:
         text = render_prompt(prompt, config.template, tokenizer if config.chat_template else None)

@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from dapo_mega.cli import print_once
-from dapo_mega.config import RunConfig, dump_config
-from dapo_mega.planning.plan import describe_run
+from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
+from dapo_mega.config.fleet import require_api_key
+from dapo_mega.data import check_dataset
+from dapo_mega.errors import InputError
+from dapo_mega.planning.plan import describe_fine_tuning, describe_run
 
 
-def print_dry_run(config: RunConfig) -> None:
-    """Print the resolved configuration, the parallel layout and the batch arithmetic."""
-    lines = describe_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+def print_dry_run(config: RunConfig | SftConfig) -> None:
+    """Print the resolved configuration, the layout, the batch arithmetic, and notes on what is not on this machine.
+
+    Raises InputError, in one line, for what would end the run at its start.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(config, SftConfig):
+        lines = describe_fine_tuning(config, world_size)
+        _check("data.train", config.data.train, has_responses=True)
+    else:
+        lines = describe_run(config, world_size) + _key_notes(config)
+        _check("data.train", config.data.train)
+        if config.data.evaluation:
+            _check("data.evaluation", config.data.evaluation)
     print_once(dump_config(config))
     print_once("\n".join(lines))
-    print_once("dry run: the configuration is valid; nothing was started")
+    print_once(f"dry run: the configuration is valid{_exceptions(lines)}; nothing was started")
+
+
+def _check(name: str, dataset: DatasetConfig, has_responses: bool = False) -> None:
+    try:
+        check_dataset(dataset, has_responses=has_responses)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _key_notes(config: RunConfig) -> list[str]:
+    """A note where the engines' API key is not set, as on the machine that only checks a file. Raises InputError for
+    one that cannot be used."""
+    if config.rollout.placement == "embedded":
+        return []
+    name = config.rollout.fleet.api_key_env
+    if not os.environ.get(name):
+        return [
+            f"note: the environment variable {name} is not set here; before the run starts, set it to the same secret "
+            f'for the trainer and all engines: export {name}=$(python3 -c "import secrets; '
+            f'print(secrets.token_hex(32))")'
+        ]
+    require_api_key(name)
+    return []
+
+
+def _exceptions(lines: Sequence[str]) -> str:
+    num_notes = sum(line.startswith("note: ") for line in lines)
+    if not num_notes:
+        return ""
+    return f", apart from what the {'note' if num_notes == 1 else f'{num_notes} notes'} above could not check here"

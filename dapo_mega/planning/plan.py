@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
+from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.families import read_architecture
@@ -12,48 +14,99 @@ from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
-    """Lines that say how the run would be laid out. Raises InputError for sizes that contradict each other."""
-    world_size = config.parallel.world_size or world_size
+    """Lines that say how the run would be laid out. Raises InputError for what contradicts itself."""
+    _check_fleet(config)
+    longest = ("data.max_prompt_tokens + rollout.max_response_tokens", config.data.max_prompt_tokens)
+    lines, notes, data_size = _describe_model(
+        config, world_size, longest[0], longest[1] + config.rollout.max_response_tokens
+    )
+    lines.append(_rollout_line(config))
+    lines += _batch_lines(config, data_size)
+    datasets = (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
+    notes += [note for name, dataset in datasets if dataset for note in _missing_dataset(name, dataset)]
+    return lines + [f"note: {note}" for note in notes]
+
+
+def describe_fine_tuning(config: SftConfig, world_size: int) -> list[str]:
+    """The same of supervised training."""
+    lines, notes, data_size = _describe_model(config, world_size, "data.max_tokens", config.data.max_tokens)
+    lines.append(
+        f"run: {config.num_steps} updates of {config.batch_samples} demonstrations, about "
+        f"{config.batch_samples / data_size:g} per data-parallel rank, in micro-batches of at most "
+        f"{config.tokens_per_microbatch} tokens; learning rate {config.optimizer.learning_rate:g} after "
+        f"{config.optimizer.warmup_steps} warm-up steps, {config.optimizer.schedule}"
+    )
+    notes += _missing_dataset("data.train", config.data.train)
+    return lines + [f"note: {note}" for note in notes]
+
+
+def _describe_model(
+    config: RunConfig | SftConfig, world_size: int, length_keys: str, longest: int
+) -> tuple[list[str], list[str], int]:
+    """(lines on layout and model, notes, data-parallel size)."""
+    parallel = config.parallel
+    world_size = parallel.world_size or world_size
     arch, notes = find_architecture(config)
     if arch:
-        arch.check_layout(config.parallel)
+        arch.check_layout(parallel)
     try:
-        data_size = config.parallel.data_size(world_size)
+        data_size = parallel.data_size(world_size)
     except ValueError as error:
         raise InputError(str(error)) from error
-    notes += [
-        f"{name}.path={dataset.path} is not on this machine"
-        for name, dataset in (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
-        if dataset and not Path(dataset.path).exists()
-    ]
     lines = [
-        f"parallel layout: {world_size} processes = tensor {config.parallel.tensor} x pipeline "
-        f"{config.parallel.pipeline}{f' x context {config.parallel.context}' if config.parallel.context > 1 else ''} "
+        f"parallel layout: {world_size} processes = tensor {parallel.tensor} x pipeline "
+        f"{parallel.pipeline}{f' x context {parallel.context}' if parallel.context > 1 else ''} "
         f"x data {data_size}"
-        + (", sequence parallel" if config.parallel.sequence else "")
-        + (f", {config.parallel.virtual_pipeline} chunks per stage" if config.parallel.virtual_pipeline > 1 else "")
-        + (f", experts over {config.parallel.expert}" if config.parallel.expert > 1 else "")
+        + (", sequence parallel" if parallel.sequence else "")
+        + (f", {parallel.virtual_pipeline} chunks per stage" if parallel.virtual_pipeline > 1 else "")
+        + (f", experts over {parallel.expert}" if parallel.expert > 1 else "")
     ]
     if arch:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         if longest > arch.max_positions:
             raise InputError(
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
-                f"max_position_embeddings={arch.max_positions}; shorten one of them"
+                f"{length_keys} = {longest} exceeds the model's max_position_embeddings={arch.max_positions}; shorten "
+                f"one of them"
             )
         lines.append(
             f"model: {arch.model_type}, {num_parameters(arch) / 1e6:,.1f} M parameters"
             + (f" ({num_active_parameters(arch) / 1e6:,.1f} M per token)" if arch.experts else "")
-            + f", {arch.num_layers} layers ({arch.num_layers // config.parallel.pipeline} per stage), "
+            + f", {arch.num_layers} layers ({arch.num_layers // parallel.pipeline} per stage), "
             f"hidden {arch.hidden_size}, "
-            f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(config.parallel.tensor)})"
+            f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(parallel.tensor)})"
         )
-    lines.append(_rollout_line(config))
-    lines += _batch_lines(config, data_size)
-    return lines + [f"note: {note}" for note in notes]
+    return lines, notes, data_size
 
 
-def find_architecture(config: RunConfig) -> tuple[Architecture | None, list[str]]:
+def _check_fleet(config: RunConfig) -> None:
+    """Raise InputError for a fleet that no trainer could start with."""
+    fleet = config.rollout.fleet
+    if fleet.rendezvous:
+        try:
+            parse_address(fleet.rendezvous)
+        except InputError as error:
+            raise InputError(f"rollout.fleet.rendezvous={error}") from error
+    elif 0 < len(fleet.urls) < fleet.min_engines:
+        raise InputError(
+            f"rollout.fleet.min_engines={fleet.min_engines}, but rollout.fleet.urls has {len(fleet.urls)}, so the run "
+            f"would wait for ever; name all engines, or set min_engines to at most {len(fleet.urls)}"
+        )
+
+
+def _missing_dataset(name: str, dataset: DatasetConfig) -> list[str]:
+    """A note on a dataset that is not here, as it may be on the cluster."""
+    path = Path(dataset.path)
+    if path.exists():
+        return []
+    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    return [
+        f"{name}.path={path} is not on this machine{hint}; its columns and rows were not checked, and it must be there "
+        f"when the run starts"
+    ]
+
+
+def find_architecture(config: RunConfig | SftConfig) -> tuple[Architecture | None, list[str]]:
     """The sizes of the model at `model.path`, or else of `model.architecture`, with notes on where they are from."""
     if Path(config.model.path).is_dir():
         return load_architecture(Path(config.model.path))[1], []

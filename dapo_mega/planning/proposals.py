@@ -22,6 +22,11 @@ class Proposal:
     settings: dict[str, object]
     estimate: Estimate
 
+    def overrides(self, config: RunConfig) -> list[str]:
+        """What to add to `config` for this layout, as `key=value` of a command line."""
+        before = _settings(config)
+        return [f"{name}={_yaml(value)}" for name, value in self.settings.items() if value != before.get(name)]
+
     @property
     def reason(self) -> str:
         time = self.estimate.time
@@ -93,12 +98,16 @@ def _accepted(base: RankLayout, settings: dict[str, int | bool]) -> Iterator[Par
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """The layout as the configuration's keys."""
-    parallel, compute = config.parallel.model_dump(exclude={"world_size"}), config.compute
+    parallel, compute = config.parallel.model_dump(), config.compute
     settings: dict[str, object] = {f"parallel.{name}": value for name, value in parallel.items()}
     settings["compute.recompute"] = compute.recompute
     if compute.recompute == "selective":
         settings["compute.recompute_modules"] = f"[{','.join(compute.recompute_modules)}]"
     return settings
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower()
 
 
 def _with_layout(config: RunConfig, base: RankLayout, parallel: ParallelConfig, recompute: str) -> RunConfig:

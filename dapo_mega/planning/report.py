@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import ActivationModel
 from dapo_mega.planning.estimate import Assumptions, Estimate
 from dapo_mega.planning.memory import (
@@ -18,7 +19,6 @@ from dapo_mega.planning.proposals import Proposal
 from dapo_mega.planning.step_time import most_useful_engines
 
 _LARGEST_SHOWN = 10
-_DEFAULTS: tuple[object, ...] = (1, False, "none")
 _PLACEMENTS = {
     "embedded": "with the embedded engine on each replica's leader",
     "fleet": "engines on GPUs of their own",
@@ -48,9 +48,10 @@ def report(plan: Estimate) -> Iterator[str]:
 
 
 def proposal_lines(
-    proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions, placement: str
+    proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions, config: RunConfig
 ) -> Iterator[str]:
-    """The fastest layouts that fit, one a line, with what their time consists of. `placement` is where engines are."""
+    """The fastest layouts that fit, one a line, as overrides of `config`, with what their time consists of."""
+    placement = config.rollout.placement
     available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     yield (
         f"layouts of {world_size} GPUs: {num_valid} are valid for this model, {len(proposals)} of them fit into "
@@ -64,17 +65,12 @@ def proposal_lines(
             "rollout.fleet.rendezvous=HOST:PORT"
         )
     for proposal in proposals[:_LARGEST_SHOWN]:
-        settings = proposal.settings
         memory, time = proposal.estimate.worst, proposal.estimate.time
-        text = " ".join(
-            f"{name}={str(value).lower()}"
-            for name, value in settings.items()
-            if value is True or value not in _DEFAULTS
-        )
+        text = " ".join(proposal.overrides(config))
         data_size = proposal.estimate.workload.placement.data_size
         yield (
-            f"  {time.total:8,.0f} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
-            f"{text or 'no model parallelism'} (data {data_size}): {proposal.reason}"
+            f"  {_seconds(time.total):>8} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
+            f"{text or 'as in the file'} (data {data_size}): {proposal.reason}"
         )
 
 
@@ -157,8 +153,8 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
         yield (
             f"  {generated.rows} responses at once per engine"
             + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
-            + f"; one round of decoding about {generated.seconds:,.0f} s (assumed: reading weights and cache sets the "
-            "pace; prefill left out)"
+            + f"; one round of decoding about {_seconds(generated.seconds)} s (assumed: reading weights and cache sets "
+            "the pace; prefill left out)"
         )
         if not engine.is_embedded and not engine.is_colocated:
             most = most_useful_engines(workload, generated.rows)
@@ -238,10 +234,9 @@ def _traffic_lines(plan: Estimate) -> Iterator[str]:
 def _time_lines(plan: Estimate) -> Iterator[str]:
     time, machine = plan.time, plan.assumptions.machine
     yield (
-        f"step time without generation: {time.total:,.0f} s = {time.scoring:,.0f} scoring + {time.updates:,.0f} "
-        "updates "
-        f"+ {time.bubble:,.0f} bubble + {time.communication:,.0f} communication not hidden; with one round of "
-        f"generation {time.total + plan.generation.seconds:,.0f} s"
+        f"step time without generation: {_seconds(time.total)} s = {_seconds(time.scoring)} scoring + "
+        f"{_seconds(time.updates)} updates + {_seconds(time.bubble)} bubble + {_seconds(time.communication)} "
+        f"communication not hidden; with one round of generation {_seconds(time.total + plan.generation.seconds)} s"
     )
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "
@@ -251,6 +246,11 @@ def _time_lines(plan: Estimate) -> Iterator[str]:
         f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and "
         f"checkpoints left out, the last stage (with the output layer) sets the pace"
     )
+
+
+def _seconds(seconds: float) -> str:
+    """Whole seconds, below ten two digits that count."""
+    return f"{seconds:,.0f}" if seconds >= 9.95 or seconds == 0 else f"{seconds:.2g}"
 
 
 def _cell(parts: Mapping[str, float], name: str) -> str:

@@ -255,9 +255,9 @@ def _embedded(config: RunConfig, processes: Processes, check_stop: Callable[[], 
 def _fleet(
     config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
 ) -> Rollouts:
+    from dapo_mega.config.fleet import require_api_key
     from dapo_mega.engines.sglang.fleet import SglangFleet
     from dapo_mega.engines.sglang.fleet_client import FleetClient
-    from dapo_mega.engines.sglang.registry import require_api_key
     from dapo_mega.engines.sglang.versions import run_name
     from dapo_mega.weight_sync.agreement import PolicyAgreement
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync

@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dapo_mega.config import FleetConfig, RunConfig
+from dapo_mega.config.fleet import parse_address
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.sglang.registry import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport

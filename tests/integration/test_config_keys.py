@@ -26,8 +26,10 @@ OF_OTHER_LAYOUTS = {
     "compute.recompute_layers": "with compute.recompute=full",
     "model.architecture": "by a dry run where the model is not",
 }
+DEPRECATED = ("data.train.columns.data_source", "data.evaluation.columns.data_source")
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
+    **dict.fromkeys(DEPRECATED, "never: it has no effect, and old files have it"),
     "algorithm.preset": "while the file is read: it fills in other keys",
     "data.evaluation.columns.response": "by supervised fine-tuning",
     "data.train.columns.response": "by supervised fine-tuning",
@@ -43,7 +45,7 @@ NOT_READ_BY_A_RUN = {
 }
 NOT_READ_BY_FINE_TUNING = {
     **OF_OTHER_LAYOUTS,
-    "data.train.columns.data_source": "by a run: demonstrations are imitated, not judged",
+    "data.train.columns.data_source": "never: it has no effect, and old files have it",
     "data.train.columns.ground_truth": "by a run: demonstrations are imitated, not judged",
     "data.train.deduplicate": "by a run: a prompt may have several demonstrations",
     "data.train.ground_truth_style": "by a run: demonstrations are imitated, not judged",
@@ -96,7 +98,7 @@ def assert_all_read(config, seen, listed):
     superfluous = sorted(name for name in listed if not any(key.startswith(name) for key in unread))
     assert not superfluous, f"listed, and read all the same: {', '.join(superfluous)}"
     attributes = set(attributes_in_the_package())
-    dead = sorted(key for key in unread - {"algorithm.preset"} if key.split(".")[-1] not in attributes)
+    dead = sorted(key for key in unread - {"algorithm.preset", *DEPRECATED} if key.split(".")[-1] not in attributes)
     assert not dead, f"listed, but no code reads an attribute of this name: {', '.join(dead)}"
 
 

@@ -7,13 +7,13 @@ the key can only delay announcements: nothing that they send is kept.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from dapo_mega.config.fleet import parse_address
 from dapo_mega.engines.sglang.announcements import (
     MAX_AGE_S,
     MAX_MESSAGE_BYTES,
@@ -30,33 +30,11 @@ from dapo_mega.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_MIN_KEY_LENGTH = 16
 _MAX_ENGINES = 4096
 _REFUSALS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the announcement: its API key is another one",
     HTTPStatus.CONFLICT: f"refuses the announcement: the machines' clocks differ by more than {MAX_AGE_S:.0f} s",
 }
-
-
-def require_api_key(env_name: str) -> str:
-    """The API key in the environment variable. Raises InputError if it is missing or too weak."""
-    key = os.environ.get(env_name, "")
-    if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        given = "is not set; it" if not key else "cannot be used; it"
-        raise InputError(
-            f"{env_name} {given} must have at least {_MIN_KEY_LENGTH} printable ASCII characters and no space, for "
-            f"whoever knows it can overwrite the engines' weights; give the trainer and all engines the same secret: "
-            f'export {env_name}=$(python3 -c "import secrets; print(secrets.token_hex(32))")'
-        )
-    return key
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of `host:port`. Raises InputError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:21600")
-    return host, int(port)
 
 
 class EngineRegistry:

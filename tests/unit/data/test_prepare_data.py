@@ -176,8 +176,23 @@ def test_inspect_shows_columns_rows_and_the_first_prompt(
     output = capsys.readouterr().out
     for expected in ("question: '1+1?'", "meta.answer: '2'", "rows: 3", "\nQ: 1+1?\n"):
         assert expected in output
-    assert tool("inspect", path) == 2
-    assert "no column 'prompt'" in capsys.readouterr().err
+    assert tool("inspect", path, "--prompt-column", "problem") == 2
+    assert "no column 'problem'; it has question, meta.answer" in capsys.readouterr().err
+
+
+def test_inspect_shows_a_row_also_where_prompts_have_another_name(
+    tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "2"}\n')
+    assert tool("inspect", path) == 0
+    output = capsys.readouterr()
+    for expected in ("question: '1+1?'", "answer: '2'", "rows: 1", "add --prompt-column with one of the columns above"):
+        assert expected in output.out
+    assert not output.err
+    path.write_text('{"prompt": "1+1?"}\n')
+    assert tool("inspect", path) == 0
+    assert capsys.readouterr().out.endswith("first prompt (prompt, template as_is):\n1+1?\n")
 
 
 def test_the_command_line_exits_with_2_and_one_line(tmp_path: Path) -> None:

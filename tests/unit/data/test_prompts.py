@@ -32,15 +32,22 @@ def _load(config: DatasetConfig, max_prompt_tokens: int = 100_000, **options: st
 
 def test_prompts_are_rendered_tokenised_and_numbered(tmp_path: Path) -> None:
     records = [{"prompt": f"{i}+1=?", "answer": i + 1, "from": "school"} for i in range(3)]
-    columns = {"ground_truth": "answer", "data_source": "from"}
+    columns = {"ground_truth": "answer"}
     data = _load(_dataset(tmp_path, records, template="Q: {problem}\nA:", columns=columns))
     assert [prompt.index for prompt in data.prompts] == [0, 1, 2]
     assert [prompt.ground_truth for prompt in data.prompts] == ["1", "2", "3"]
-    assert {prompt.data_source for prompt in data.prompts} == {"school"}
     for prompt, record in zip(data.prompts, records, strict=True):
         assert prompt.text == f"Q: {record['prompt']}\nA:"
         assert prompt.token_ids.dtype == "int32"
         assert TOKENIZER.decode(prompt.token_ids) == prompt.text
+
+
+def test_files_that_name_a_data_source_still_load(tmp_path: Path) -> None:
+    records = [{"prompt": "1+1=?", "answer": 2, "from": "school"}]
+    for column in ("from", "absent"):
+        columns = {"ground_truth": "answer", "data_source": column}
+        (prompt,) = _load(_dataset(tmp_path, records, columns=columns)).prompts
+        assert prompt.fields["from"] == "school", "it is there like every other column"
 
 
 def test_many_prompts_keep_their_own_answers(tmp_path: Path) -> None:

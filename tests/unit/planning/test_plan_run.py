@@ -140,18 +140,29 @@ def test_with_more_engines_and_recompute_the_papers_run_fits(tool, capsys):
     assert any("checked against real allocations on the CPU" in line for line in local)
 
 
-def test_proposals_fit_are_sorted_and_accepted_as_overrides(tool, capsys, small):
-    tool.main([small, "--gpus", "4", "--propose"])
+@pytest.mark.parametrize(
+    "in_the_file",
+    [
+        [],
+        ["parallel={tensor: 2, pipeline: 2, sequence: true, world_size: 32}"],
+        ["compute={recompute: selective, recompute_modules: [layernorm]}", "parallel={context: 4, world_size: 4}"],
+    ],
+)
+def test_a_proposal_is_sorted_fits_and_copied_gives_the_same_figures(tool, capsys, small, in_the_file):
+    tool.main([small, *in_the_file, "--gpus", "4", "--propose"])
     head, *proposals = capsys.readouterr().out.splitlines()
     assert head.startswith("layouts of 4 GPUs: ")
     seconds = [float(line.split(" s ")[0].replace(",", "")) for line in proposals]
     assert seconds == sorted(seconds)
+    assert min(seconds) > 0
     assert len(proposals) == 10
     for line in proposals:
         overrides = [pair for pair in line.split(" (data")[0].split() if "=" in pair]
-        tool.main([small, "--gpus", "4", *overrides])
-        total = re.search(r"[\d.]+ GiB on stage \d", line)[0]
-        assert f"  fits: {total}" in capsys.readouterr().out
+        tool.main([small, *in_the_file, *overrides])
+        plan = capsys.readouterr().out
+        assert "parallel layout: 4 processes" in plan
+        assert f"  fits: {re.search(r'[0-9.]+ GiB on stage [0-9]', line)[0]}" in plan
+        assert f"step time without generation: {line.split(' s ')[0].strip()} s" in plan
 
 
 def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from dapo_mega.config.fleet import parse_address, require_api_key
 from dapo_mega.engines.sglang import announcements, registry, rendezvous
 from dapo_mega.engines.sglang.announcements import MAX_AGE_S, MAX_MESSAGE_BYTES, MAX_REGISTRATIONS, signed_announcement
-from dapo_mega.engines.sglang.registry import EngineRegistry, Registration, announce, parse_address, require_api_key
+from dapo_mega.engines.sglang.registry import EngineRegistry, Registration, announce
 from dapo_mega.errors import InputError
 from tests.distributed.launching import free_port
 

@@ -1,0 +1,151 @@
+"""`--dry-run` finds, in one line each, what would end a run at its start."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from dapo_mega.config import RunConfig, SftConfig, load_config
+from dapo_mega.errors import InputError
+from dapo_mega.planning.dry_run import print_dry_run
+
+KEY = "DAPO_MEGA_API_KEY"
+FLEET = ["rollout.placement=fleet", "rollout.fleet.rendezvous=10.0.0.1:21600"]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    rows = [{"question": f"{n} + 1?", "answer": f"so #### {n + 1}", "reply": f"Answer: {n + 1}"} for n in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "empty.jsonl").write_text("")
+    dataset = {
+        "path": str(tmp_path / "train.jsonl"),
+        "columns": {"prompt": "question", "ground_truth": "answer"},
+        "ground_truth_style": "gsm8k",
+    }
+    run = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": dataset, "evaluation": dataset}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return tmp_path / "run.yaml"
+
+
+def dry_run(capsys, file, *overrides, kind=RunConfig):
+    print_dry_run(load_config(kind, file, overrides))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_good_file_is_valid_and_what_is_not_here_is_noted(file, capsys):
+    lines = dry_run(capsys, file)
+    assert [line for line in lines if line.startswith("note: ")] == [
+        "note: model.path=m is not on this machine; sizes are not checked against the model (give model.architecture "
+        "to check them)"
+    ]
+    assert lines[-1] == (
+        "dry run: the configuration is valid, apart from what the note above could not check here; nothing was started"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train.template=dpao"], r"data\.train: template 'dpao' .*; did you mean 'dapo'\?"),
+        (["data.evaluation.template=dpao"], r"data\.evaluation: template 'dpao'"),
+        (["data.train={path: elsewhere.jsonl, template: cot}"], r"data\.train: template 'cot'.* use one of dapo, "),
+        (
+            ["data.train.columns.prompt=problem"],
+            r"data\.train: .*train\.jsonl, line 1 has no column 'problem'; it has question, answer, reply; set "
+            r"columns\.prompt to one of them",
+        ),
+        (["data.evaluation.columns.ground_truth=anwser"], r"data\.evaluation: .* did you mean 'answer'\?"),
+        (["data.train.ground_truth_style=boxed"], r"data\.train: .*train\.jsonl, line 1: .*boxed"),
+        (["data.train.path=FOLDER/empty.jsonl"], r"data\.train: dataset .*empty\.jsonl has no rows"),
+        (
+            ["rollout.placement=fleet", "rollout.fleet.rendezvous=node0"],
+            r"rollout\.fleet\.rendezvous='node0' is not an address; give host:port, such as 10\.0\.0\.1:21600",
+        ),
+        (
+            ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1], min_engines: 12}"],
+            r"min_engines=12, but rollout\.fleet\.urls has 1, .*set min_engines to at most 1",
+        ),
+    ],
+)
+def test_what_would_end_the_run_at_its_start_is_one_line(file, capsys, overrides, message):
+    with pytest.raises(InputError) as caught:
+        dry_run(capsys, file, *(override.replace("FOLDER", str(file.parent)) for override in overrides))
+    assert re.search(message, str(caught.value))
+    assert "\n" not in str(caught.value)
+    assert not capsys.readouterr().out
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(file):
+    with pytest.raises(InputError, match=r"ground_truth_style='gsm'.* 'verbatim', 'boxed' or 'gsm8k'"):
+        load_config(RunConfig, file, ["data.train.ground_truth_style=gsm"])
+
+
+def test_a_dataset_that_is_not_here_may_be_on_the_cluster(file, capsys):
+    lines = dry_run(capsys, file, "data.train.path=/cluster/train.jsonl")
+    assert (
+        "note: data.train.path=/cluster/train.jsonl is not on this machine; its columns and rows were not checked, and "
+        "it must be there when the run starts"
+    ) in lines
+    assert "apart from what the 2 notes above could not check here" in lines[-1]
+    near = dry_run(capsys, file, f"data.train.path={file.parent}/trian.jsonl")
+    assert any(f"did you mean {file.parent}/train.jsonl?" in line for line in near)
+
+
+def test_engines_need_a_key_which_may_be_on_the_cluster_only(file, capsys, monkeypatch):
+    def is_noted(*overrides):
+        return any(
+            line.startswith(f"note: the environment variable {KEY} is") for line in dry_run(capsys, file, *overrides)
+        )
+
+    assert not is_noted()
+    assert is_noted(*FLEET)
+    assert is_noted("rollout.placement=colocated", FLEET[1])
+    monkeypatch.setenv(KEY, "0123456789abcdef")
+    assert not is_noted(*FLEET)
+    monkeypatch.setenv(KEY, "short")
+    with pytest.raises(InputError, match=f"{KEY} cannot be used; it must have at least 16"):
+        dry_run(capsys, file, *FLEET)
+
+
+def test_engines_that_register_may_be_more_than_the_urls(file, capsys):
+    dry_run(capsys, file, *FLEET, "rollout.fleet.urls=http://a:1", "rollout.fleet.min_engines=12")
+
+
+@pytest.fixture
+def fine_tuning(file):
+    values = {
+        "output_dir": "o",
+        "num_steps": 5,
+        "model": {"path": "m"},
+        "data": {
+            "train": {"path": str(file.parent / "train.jsonl"), "columns": {"prompt": "question", "response": "reply"}}
+        },
+    }
+    (file.parent / "sft.yaml").write_text(yaml.safe_dump(values))
+    return file.parent / "sft.yaml"
+
+
+def test_supervised_training_is_described_too(fine_tuning, capsys):
+    lines = dry_run(capsys, fine_tuning, "parallel.world_size=4", kind=SftConfig)
+    assert "parallel layout: 4 processes = tensor 1 x pipeline 1 x data 4" in lines
+    assert any(
+        line.startswith("run: 5 updates of 256 demonstrations, about 64 per data-parallel rank") for line in lines
+    )
+    assert lines[-1].startswith("dry run: the configuration is valid")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.columns.response=answr", r"data\.train: .* has no column 'answr'.*did you mean 'answer'\?"),
+        ("data.train.template=dpao", "did you mean 'dapo'"),
+        ("parallel={tensor: 3, world_size: 8}", "start 6 or 9 processes"),
+    ],
+)
+def test_mistakes_of_supervised_training_are_one_line(fine_tuning, capsys, override, message):
+    with pytest.raises(InputError, match=message):
+        dry_run(capsys, fine_tuning, override, kind=SftConfig)

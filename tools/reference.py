@@ -1,0 +1,248 @@
+"""Write the generated parts of the documentation: the file tree and the reference of configuration keys.
+
+python tools/reference.py           # writes all of them
+python tools/reference.py --check   # names the outdated ones, and exits with 1 if there are any
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from dapo_mega.config import RunConfig, Section, SftConfig
+from dapo_mega.config.base import may_change_at_resume
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "dapo_mega"
+
+
+@dataclass(frozen=True)
+class GeneratedPart:
+    """The part of a page between two comments that name it."""
+
+    page: Path
+    name: str
+    make: Callable[[], str]
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- {self.name}: made by tools/reference.py -->"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- end of the {self.name} -->"
+
+    def inserted(self, text: str) -> str:
+        """The page's `text` with this part made anew. Raises ValueError if the page has no place for it."""
+        head, _, rest = text.partition(self.begin)
+        _, found, tail = rest.partition(self.end)
+        if not found:
+            raise ValueError(f"{self.page} has no lines '{self.begin}' and '{self.end}'")
+        return f"{head}{self.begin}\n\n{self.make()}\n\n{self.end}{tail}"
+
+
+# The file tree ----------------------------------------------------------------------------------------------------
+
+_ROOMS = (
+    "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
+    "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
+    "sglang_plugin", "training", "commands", "__main__",
+)  # fmt: skip
+
+
+def file_tree() -> str:
+    """Every module in the order of the rooms, with its first sentence. Raises ValueError for a room that has no place
+    in the order, and for a module without a docstring."""
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    if unknown := rooms - {*_ROOMS, "__init__"}:
+        raise ValueError(f"{sorted(unknown)} have no place in the order of rooms of {__file__}")
+    return "\n".join(line for room in _ROOMS for line in _lines(PACKAGE / room))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    depth = len(path.relative_to(PACKAGE).parts)
+    if not path.is_dir():
+        yield _line(path.with_suffix(".py"), f"{path.name}.py", depth)
+        return
+    yield _line(path / "__init__.py", f"{path.name}/", depth)
+    files = sorted(file for file in path.glob("*.py") if file.name != "__init__.py")
+    for file in files:
+        yield _line(file, file.name, depth + 1)
+    for folder in sorted(part.parent for part in path.glob("*/__init__.py")):
+        yield from _lines(folder)
+
+
+def _line(module: Path, name: str, depth: int) -> str:
+    text = ast.get_docstring(ast.parse(module.read_text()))
+    if not text:
+        raise ValueError(f"{module} has no docstring")
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = paragraph.split(". ")[0].removesuffix(".")
+    indent = "    " + "  " * (depth - 1)
+    return f"{indent}{name:{34 - 2 * depth}} {sentence}"
+
+
+# The configuration keys -------------------------------------------------------------------------------------------
+
+
+def configuration_keys() -> str:
+    """The tables of all keys: those of a run, section by section, then those that only supervised training has.
+    Raises ValueError, naming the key, for one without a description."""
+    run, fine_tuning = dict(_sections(RunConfig)), dict(_sections(SftConfig))
+    parts = [_section_text(kind, prefixes, RunConfig) for kind, prefixes in run.items()]
+    shared = sorted({prefix for kind, found in fine_tuning.items() if kind in run for prefix in found})
+    parts.append(
+        "### Supervised training\n\nThe files of `launch/train_sft.py` have the sections "
+        f"{', '.join(f'`{prefix}`' for prefix in shared)} of above, and these keys:"
+    )
+    own = [row for kind, found in fine_tuning.items() if kind not in run for row in _rows(kind, found[0], SftConfig)]
+    parts.append(_table([*own, *_other_defaults(fine_tuning)]))
+    return "\n\n".join(parts)
+
+
+def _sections(root: type[Section]) -> Iterator[tuple[type[Section], list[str]]]:
+    """Every section with the dotted names under which it stands, in the order of the file."""
+    found: dict[type[Section], list[str]] = {}
+
+    def visit(kind: type[Section], prefix: str) -> None:
+        found.setdefault(kind, []).append(prefix)
+        for name, field in kind.model_fields.items():
+            if inner := _section_in(field):
+                visit(inner, f"{prefix}.{name}".lstrip("."))
+
+    visit(root, "")
+    yield from found.items()
+
+
+def _section_in(field: FieldInfo) -> type[Section] | None:
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _section_text(kind: type[Section], prefixes: list[str], root: type[Section]) -> str:
+    title = ", ".join(f"`{prefix}`" for prefix in prefixes if prefix) or "Top level"
+    about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+    also = ", ".join(f"`{prefix}`" for prefix in prefixes[1:])
+    if also:
+        about += f" {also} has the same keys."
+    rows = _table(list(_rows(kind, prefixes[0], root)))
+    return f"### {title}\n\n{about}\n\n{rows}"
+
+
+def _rows(kind: type[Section], prefix: str, root: type[Section]) -> Iterator[list[str]]:
+    for key, field in kind.model_fields.items():
+        name = f"{prefix}.{key}".lstrip(".")
+        is_section = _section_in(field) is not None
+        if is_section and not field.description:
+            continue  # It has a table of its own.
+        if not field.description:
+            raise ValueError(f"configuration key {name} has no description; give its Field of {kind.__name__} one")
+        changes = "may change" if may_change_at_resume(root, name) else "fixed"
+        kind_text, allowed = ("section", "") if is_section else (_type_text(field.annotation), _allowed(field))
+        yield [f"`{name}`", kind_text, _default(field), allowed, changes, field.description]
+
+
+def _other_defaults(fine_tuning: dict[type[Section], list[str]]) -> Iterator[list[str]]:
+    """Rows of keys in shared sections for which supervised training has another default."""
+    for section, field in SftConfig.model_fields.items():
+        kind = _section_in(field)
+        if kind is None or not isinstance(field.default, kind):
+            continue
+        for row, key in zip(_rows(kind, fine_tuning[kind][0], SftConfig), kind.model_fields, strict=False):
+            value = getattr(field.default, key)
+            if row[0] == f"`{section}.{key}`" and value != kind.model_fields[key].default:
+                yield [*row[:2], f"`{_value_text(value)}`", *row[3:]]
+
+
+def _table(rows: list[list[str]]) -> str:
+    head = ["key", "type", "default", "allowed", "at a resume", "what it does"]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _type_text(annotation: Any) -> str:
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+    if annotation in names:
+        return names[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "choice"
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"list of {_type_text(arguments[0])}s".replace("texts", "text")
+        return f"list of {len(arguments)} {_type_text(arguments[0])}s"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_text(argument) for argument in arguments)
+    raise ValueError(f"no words for the type {annotation}; add them to {__file__}")
+
+
+def _allowed(field: FieldInfo) -> str:
+    bounds = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = [
+        f"{bounds[name]} {_bound(getattr(m, name))}" for m in field.metadata for name in bounds if hasattr(m, name)
+    ]
+    return ", ".join([*(f"`{choice}`" for choice in _choices(field.annotation)), *limits])
+
+
+def _bound(value: float) -> str:
+    return f"2^{value.bit_length() - 1}" if isinstance(value, int) and value > 2**32 else f"{value:g}"
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from map(_value_text, get_args(annotation))
+        return
+    for argument in get_args(annotation):
+        yield from _choices(argument)
+
+
+def _default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else f"`{_value_text(field.default)}`"
+
+
+def _value_text(value: Any) -> str:
+    """A value as YAML has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# All of them ------------------------------------------------------------------------------------------------------
+
+PARTS = [
+    GeneratedPart(PACKAGE / "README.md", "file tree", file_tree),
+    GeneratedPart(REPOSITORY / "configs" / "README.md", "reference of configuration keys", configuration_keys),
+]
+"""Every generated part. To add one: a function that makes its text, a line here, and the two comments in its page."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, say what is outdated")
+    is_check = parser.parse_args().check
+    outdated = []
+    for part in PARTS:
+        before = part.page.read_text()
+        after = part.inserted(before)
+        if after != before:
+            outdated.append(f"the {part.name} in {part.page.relative_to(REPOSITORY)}")
+            if not is_check:
+                part.page.write_text(after)
+    if is_check and outdated:
+        sys.exit(f"error: outdated: {', '.join(outdated)}; run python tools/reference.py")
+
+
+if __name__ == "__main__":
+    main()
