@@ -1,6 +1,5 @@
 """The command line, and the layouts that it proposes."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dapo_mega.commands import plan
 from dapo_mega.errors import InputError
 from dapo_mega.planning.memory import GIB
 
@@ -22,10 +22,7 @@ OWN_ENGINES = ["--engine-gpus", "32", "--engine-tensor", "4"]
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("plan_run", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return plan
 
 
 def lines(tool, capsys, *arguments):
