@@ -147,7 +147,7 @@ def keys(section, prefix=""):
             yield from keys(field.annotation, f"{prefix}{name}.")
 
 
-@pytest.mark.parametrize("page", [PAGE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [PAGE, ROOT / "launch" / "troubleshooting.md"], ids=lambda page: page.name)
 def test_pages_name_only_keys_and_metrics_that_exist(page):
     page = page.read_text()
     known = {*keys(RunConfig), *keys(SftConfig)}
