@@ -127,16 +127,6 @@ def test_a_negative_start_is_refused(tmp_path):
         MetricsWriter(tmp_path, start_step=-1)
 
 
-def test_text_is_shown_at_the_step_that_comes_next(tmp_path):
-    with MetricsWriter(tmp_path, start_step=3) as writer:
-        writer.write_text("config", "num_steps: 9")
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (event,) = events.Tensors("config/text_summary")
-    assert event.step == 3
-    assert event.tensor_proto.string_val == [b"num_steps: 9"]
-
-
 def test_closing_twice_is_harmless_and_writing_afterwards_is_refused(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.close()
