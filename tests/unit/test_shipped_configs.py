@@ -1,4 +1,4 @@
-"""The files in configs/: valid, as their heads say, and fitting into the machines that they are for."""
+"""The files in configs/ and what their page shows: valid, as their heads say, and fitting into their machines."""
 
 import importlib.util
 import re
@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dapo_mega.config import RunConfig, SftConfig, load_config
 from dapo_mega.planning.dry_run import print_dry_run
@@ -86,3 +87,42 @@ def test_a_run_for_gpus_fits_into_them_and_takes_as_long_as_its_head_says(name, 
     total = re.search(rf"([\d.]+) (minutes|hours|days) for {config.num_steps} steps", text)
     unit = {"m": 60, "h": 3600, "d": 86400}[total[2][0]]
     assert seconds * config.num_steps == pytest.approx(float(total[1]) * unit, rel=0.1)
+
+
+PAGE = (REPOSITORY / "configs" / "README.md").read_text().partition("## Every key")[0]
+BASE = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
+
+
+def test_every_example_of_a_file_on_the_page_is_valid():
+    examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) >= 5
+    for example in examples:
+        RunConfig.model_validate({**BASE, "batch": {"tokens_per_microbatch": 32768}, **yaml.safe_load(example)})
+
+
+def shown_commands():
+    """The commands of the page, line by line, without the blocks that are marked as needing something."""
+    marked = False
+    for line in PAGE.splitlines():
+        if line.strip().startswith("<!-- needs "):
+            marked = True
+        elif re.match(r" {4,}(python|torchrun|hf|curl) ", line):
+            if not marked:
+                yield line.strip()
+        elif line.strip() and not line.startswith("    "):
+            marked = False
+
+
+def test_every_command_on_the_page_runs_as_it_stands(elsewhere, capsys):
+    commands = list(shown_commands())
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command)
+        if words[1].startswith("tools/"):
+            assert not tool(Path(words[1]).stem).main(words[2:]), command
+        else:
+            assert "--dry-run" in words, command
+            overrides = [word for word in words if "=" in word]
+            kind = SftConfig if "sft" in words[1] else RunConfig
+            print_dry_run(load_config(kind, Path(words[words.index("--config") + 1]), overrides))
+        assert capsys.readouterr().out, command
