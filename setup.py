@@ -39,7 +39,10 @@ setup(
         "matplotlib>=3.9",
     ],
     # SGLang loads it in every server that runs in an environment with this package.
-    entry_points={"sglang.srt.plugins": ["dapo_mega = dapo_mega.sglang_plugin:register"]},
+    entry_points={
+        "sglang.srt.plugins": ["dapo_mega = dapo_mega.sglang_plugin:register"],
+        "console_scripts": ["dapo-mega = dapo_mega.commands.main:main"],
+    },
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
         "dev": [

@@ -232,6 +232,7 @@ def quiet_libraries() -> None:
     """Silence warnings about optional GPU libraries; keep ours. Call before heavy imports."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)(\.|$)")
     logging.basicConfig(

@@ -30,22 +30,22 @@ export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 [ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
 run() { "$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node "$processes" "$@"; }
 
-echo "1/4 task and a model with random weights"
+echo "1/4 task and a model with random weights (10 seconds; all times for two CPU cores)"
 "$PYTHON" tools/prepare_data.py arithmetic --output "$output/data" --seed "$seed" --min-digits 3 \
     --num-train 4000 --num-eval 256 --num-demonstrations 30000
 "$PYTHON" -W ignore tools/prepare_data.py init-model --output "$output/initial" --seed "$seed" --hidden-size 192 \
     --layers 2 --heads 4 --kv-heads 4 --intermediate-size 512
 
-echo "2/4 cold start: supervised fine-tuning on careless and careful answers"
+echo "2/4 cold start: supervised fine-tuning on careless and careful answers (2 minutes)"
 run launch/train_sft.py --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/sft" \
     model.path="$output/initial" data.train.path="$output/data/demonstrations.parquet"
 
-echo "3/4 DAPO"
+echo "3/4 DAPO (2 minutes)"
 run launch/train_dapo.py --config configs/quickstart.yaml seed="$seed" output_dir="$output/dapo" \
     model.path="$output/sft/hf" data.train.path="$output/data/train.parquet" \
     data.evaluation.path="$output/data/eval.parquet"
 
-echo "4/4 curves"
+echo "4/4 curves (seconds)"
 "$PYTHON" -W ignore tools/plot_run.py "$output/dapo" --output "$output/curves.png"
 echo "trained model (Hugging Face format): $output/dapo/hf"
 echo "TensorBoard: tensorboard --logdir '$output/dapo/tensorboard'"

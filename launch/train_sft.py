@@ -1,37 +1,7 @@
-"""Supervised fine-tuning: `torchrun --nproc-per-node N launch/train_sft.py --config configs/quickstart_sft.yaml`."""
+"""Fine-tune a model on demonstrations, alone or under torchrun: `dapo-mega sft` as a script."""
 
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from dapo_mega.cli import quiet_libraries, run_command
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tune a model on demonstrations with Megatron-Core.")
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--dry-run", action="store_true", help="validate, print configuration and layout, and exit")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
-    )
-    arguments = parser.parse_args()
-    quiet_libraries()
-    from dapo_mega.config import SftConfig, load_config
-
-    config = load_config(SftConfig, arguments.config, arguments.overrides)
-    if arguments.dry_run:
-        from dapo_mega.planning.dry_run import print_dry_run
-
-        print_dry_run(config)
-        return
-    from dapo_mega.megatron.repairs import cpu_accelerator
-
-    cpu_accelerator.install()
-    from dapo_mega.training.sft import run_sft
-
-    run_sft(config)
-
+from dapo_mega.cli import run_command
+from dapo_mega.commands.sft import main
 
 if __name__ == "__main__":
     run_command(main)

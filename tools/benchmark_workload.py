@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import prepare_data
 
+from dapo_mega.commands import prepare
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import InputError
 
 _SIGMA = 0.7
 """Spread of the log-normal lengths: with it the longest of some hundred is about five times the mean."""
@@ -78,11 +77,8 @@ def prepare_workload(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def _run_preparation(arguments: list[str]) -> None:
-    errors = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        status = prepare_data.main(arguments)
-    if status:
-        raise InputError(errors.getvalue().strip())
+    with contextlib.redirect_stdout(io.StringIO()):
+        prepare.main(arguments)
 
 
 def run_config(folder: Path, model: Path, options: argparse.Namespace, **sections: Any) -> RunConfig:

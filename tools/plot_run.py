@@ -1,37 +1,7 @@
-"""Draw the training curves of a run, alone or against other runs, as one PNG.
+"""Draw the training curves of a run: `dapo-mega plot` as a script."""
 
-python tools/plot_run.py runs/dapo-7b
-python tools/plot_run.py runs/dapo-7b --compare runs/grpo-7b --output dapo-and-grpo.png
-"""
-
-import argparse
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from dapo_mega.metrics.plotting import plot_run
-from dapo_mega.metrics.summary import before_and_after
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plot as the arguments say; returns 0, or 2 after one line on standard error."""
-    parser = argparse.ArgumentParser(description="Draw the training curves of a run as one PNG.")
-    parser.add_argument("run_dir", type=Path, help="folder of the run, which holds metrics.jsonl")
-    parser.add_argument("--output", type=Path, help="PNG file to write (default: RUN_DIR/curves.png)")
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="OTHER_RUN_DIR", help="runs to draw over it"
-    )
-    arguments = parser.parse_args(argv)
-    output = arguments.output or arguments.run_dir / "curves.png"
-    try:
-        plot_run([arguments.run_dir, *arguments.compare], output)
-    except (ValueError, OSError) as error:
-        print(f"plot_run: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(before_and_after(arguments.run_dir)))
-    print(f"curves: {output}")
-    return 0
-
+from dapo_mega.cli import run_command
+from dapo_mega.commands.plot import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

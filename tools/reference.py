@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: the file tree and the reference of configuration keys.
+"""Write the generated parts of the documentation: the file tree, and the references of configuration keys and metrics.
 
 python tools/reference.py           # writes all of them
 python tools/reference.py --check   # names the outdated ones, and exits with 1 if there are any
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from dapo_mega.config import RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume
+from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, Metric
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "dapo_mega"
@@ -54,7 +55,7 @@ class GeneratedPart:
 _ROOMS = (
     "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "training",
+    "sglang_plugin", "training", "commands", "__main__",
 )  # fmt: skip
 
 
@@ -219,11 +220,44 @@ def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+# The metrics ----------------------------------------------------------------------------------------------------
+
+_METRICS_HEAD = "| metric | unit | meaning | healthy | warning sign → what to do |\n|---|---|---|---|---|"
+
+
+def metric_tables() -> str:
+    """One section with a table per prefix, in the catalogue's order. Raises ValueError for a metric whose prefix has no
+    description."""
+    if unknown := {metric.prefix for metric in CATALOGUE} - PREFIXES.keys():
+        raise ValueError(f"{sorted(unknown)} have no description in PREFIXES of dapo_mega/metrics/catalogue.py")
+    return "\n\n".join(_metrics_of(prefix, about) for prefix, about in PREFIXES.items())
+
+
+def _metrics_of(prefix: str, about: str) -> str:
+    metrics = [metric for metric in CATALOGUE if metric.prefix == prefix]
+    rows = "\n".join(_metric_row(metric) for metric in metrics)
+    members = "".join(_metric_members(metric) for metric in metrics if metric.members)
+    return f"### {prefix}/\n\n{about}\n\n{_METRICS_HEAD}\n{rows}{members}"
+
+
+def _metric_row(metric: Metric) -> str:
+    advice = metric.warning + (f" → {metric.action}" if metric.action else "")
+    name = f"`{metric.name.partition('/')[2]}`"
+    cells = (name, metric.unit, metric.meaning, metric.healthy or "no general value", advice or "–")
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _metric_members(metric: Metric) -> str:
+    lines = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in metric.members.items())
+    return f"\n\n| `{metric.name}` | when |\n|---|---|\n{lines}"
+
+
 # All of them ------------------------------------------------------------------------------------------------------
 
 PARTS = [
     GeneratedPart(PACKAGE / "README.md", "file tree", file_tree),
     GeneratedPart(REPOSITORY / "configs" / "README.md", "reference of configuration keys", configuration_keys),
+    GeneratedPart(PACKAGE / "metrics" / "README.md", "tables of metrics", metric_tables),
 ]
 """Every generated part. To add one: a function that makes its text, a line here, and the two comments in its page."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, check_precision
 from dapo_mega.config.data import SftDataConfig
 from dapo_mega.config.model import ModelConfig
@@ -17,10 +18,11 @@ class SftConfig(Section):
 
     output_dir: str = Field(
         json_schema_extra=FREE,
-        description="Folder for metrics and the trained model (hf). All machines of the trainer must see it.",
+        description="Folder for metrics, checkpoints and the trained model (hf). All machines of the trainer must see "
+        "it.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order of demonstrations.")
-    num_steps: int = Field(ge=1, description="Optimizer updates of the run.")
+    num_steps: int = Field(json_schema_extra=FREE, ge=1, description="Optimizer updates of the run.")
     batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
     tokens_per_microbatch: int = Field(
         json_schema_extra=FREE,
@@ -41,6 +43,7 @@ class SftConfig(Section):
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    checkpoint: CheckpointConfig = Field(json_schema_extra=FREE, default=CheckpointConfig())
 
     @model_validator(mode="after")
     def _check(self) -> SftConfig:

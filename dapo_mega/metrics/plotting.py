@@ -88,11 +88,12 @@ def plot_run(run_dirs: Sequence[Path], output: Path) -> None:
     value is NaN or infinite get a red cross at the foot of the panel. `output` is replaced as a whole
     or not touched. Raises ValueError, in one line, for runs without metrics and for a bad output.
     """
+    runs = _load_runs(run_dirs)
     if output.suffix.lower() != ".png":
         raise ValueError(f"output {output} must end in .png")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"the folder of the output {output} does not exist")
-    figure = _draw(_load_runs(run_dirs))
+    figure = _draw(runs)
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         figure.savefig(temporary, format="png", dpi=120)

@@ -1,4 +1,4 @@
-"""Console progress of a run: a live bar on a terminal, one plain line per step elsewhere."""
+"""Console progress of a run: a live bar on a terminal, elsewhere a plain line each 10 seconds."""
 
 import math
 import os
@@ -30,12 +30,14 @@ _MISSING = "-"
 # Terminal escape sequences, then control characters other than newline and tab.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NUM_TIMED_STEPS = 20
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressDisplay:
     """Shows how far the run is and its main metrics; a context manager.
 
-    On a terminal it is a bar that redraws in place, elsewhere one line per step without control codes.
+    On a terminal it is a bar that redraws in place. Elsewhere it is lines without control codes: for the first and the
+    last step of this start, and for others when the line before is 10 seconds old.
     Steps are counted from 1; 0 stands for the start. The time left is judged by the last 20 steps.
     """
 
@@ -61,6 +63,7 @@ class ProgressDisplay:
         self._clock = clock
         self._timed = deque([(start_step, clock())], maxlen=_NUM_TIMED_STEPS + 1)
         self._stream = sys.stdout if stream is None else stream
+        self._next_line = clock()
         self._live: Live | None = None
         # Asked of the stream, not of rich: FORCE_COLOR makes rich take a log file for a terminal.
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":
@@ -72,10 +75,11 @@ class ProgressDisplay:
         self._metrics = dict(metrics)
         self._num_done = min(step, self._num_steps)
         self._timed.append((self._num_done, self._clock()))
-        if self._live is None:
-            self._print(f"{self._position()}  " + "  ".join(self._values()))
-        else:
+        if self._live is not None:
             self._live.refresh()
+        elif (self._num_done == self._num_steps or self._clock() >= self._next_line) and self._has_values():
+            self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
+            self._print(f"{self._position()}  " + "  ".join(self._values()))
 
     def message(self, text: str) -> None:
         """Print `text` above the bar, without terminal control codes and without markup."""
@@ -112,6 +116,9 @@ class ProgressDisplay:
 
     def _position(self) -> str:
         return f"step {self._num_done}/{self._num_steps}"
+
+    def _has_values(self) -> bool:
+        return any(name in self._metrics for _, name, _ in self._columns)
 
     def _values(self) -> list[str]:
         values = [f"{label}={_format(self._metrics.get(name), spec)}" for label, name, spec in self._columns]

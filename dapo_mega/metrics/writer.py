@@ -67,11 +67,6 @@ class MetricsWriter:
         self._tensorboard.flush()
         self._next_step = step + 1
 
-    def write_text(self, tag: str, text: str) -> None:
-        """Show `text` (Markdown) under `tag` in TensorBoard, at the step that comes next."""
-        self._tensorboard.add_text(tag, text, self._next_step)
-        self._tensorboard.flush()
-
     def close(self) -> None:
         """Close both outputs; a second call does nothing."""
         self._file.close()

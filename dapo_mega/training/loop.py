@@ -16,14 +16,15 @@ from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, sam
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import LoopState
-from dapo_mega.config import RunConfig
+from dapo_mega.config import RunConfig, SftConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.errors import FleetError, InputError, StarvedError
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.process_watch import stop_together
 from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
@@ -65,10 +66,7 @@ def train(run: TrainingRun) -> None:
 
 def stop_if_requested(run: TrainingRun) -> None:
     """Raise StopRequested on all ranks when one of them was asked to stop."""
-    requested = torch.tensor([float(run.stop_requested())])
-    dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=run.policy.processes.control)
-    if requested.item():
-        raise StopRequested("the run was asked to stop")
+    stop_together(run.stop_requested(), run.policy.processes.control)
 
 
 def complete_step(run: TrainingRun, metrics: Metrics) -> None:
@@ -241,12 +239,12 @@ def evaluation_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
 
 
-def checkpoint_is_due(config: RunConfig, step: int) -> bool:
+def checkpoint_is_due(config: RunConfig | SftConfig, step: int) -> bool:
     every = config.checkpoint.every
     return bool(every and step % every == 0) or step == config.num_steps
 
 
-def export_is_due(config: RunConfig, step: int) -> bool:
+def export_is_due(config: RunConfig | SftConfig, step: int) -> bool:
     every = config.checkpoint.hf_every
     return bool(every and step % every == 0)
 

@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from dapo_mega.cli import (
@@ -34,28 +35,27 @@ from dapo_mega.cli import (
     is_started_by_torchrun,
     leave,
 )
+from dapo_mega.errors import StopRequested
 
 _POLL_S = 0.5
 _READ_S = 3 * _POLL_S
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILURE = "failure"
 _STOP = "stop"
+_NOTHING_SAVED = "the run was stopped by SIGTERM before training began; start the same command again"
 
 
 class ProcessWatch:
     """Watches from `__enter__` to `__exit__`, which the main thread must call, as they set signal handlers.
 
-    `grace_s`: seconds after SIGTERM within which the run must end by itself. `nothing_saved`: the message when SIGTERM
-    comes before `begin_training`.
+    `grace_s`: seconds after SIGTERM within which the run must end by itself.
     """
 
     def __init__(
         self,
-        grace_s: float = 0.0,
-        nothing_saved: str = "the run was stopped by SIGTERM before training began; start the same command again",
+        grace_s: float,
     ) -> None:
         self._grace_s = grace_s
-        self._nothing_saved = nothing_saved
         self._stop = threading.Event()
         self._closed = threading.Event()
         self._is_training = False
@@ -142,7 +142,7 @@ class ProcessWatch:
             # One process has failed, and torchrun ends the others, which would wait for it for ever.
             leave(PEER_LOST, EXIT_CONTINUE)
         if not self._is_training:
-            leave(self._nothing_saved, EXIT_CONTINUE)
+            leave(_NOTHING_SAVED, EXIT_CONTINUE)
         self._set_stop()
         with contextlib.suppress(dist.DistError, OSError):  # The store is gone, and so are the peers.
             if self._store is not None:
@@ -184,6 +184,14 @@ class ProcessWatch:
         except (dist.DistError, OSError):
             pass  # The store ended together with its readers.
         return reason
+
+
+def stop_together(requested: bool, control: dist.ProcessGroup | None) -> None:
+    """Raise StopRequested on all ranks when one of them was asked to stop. Collective over `control` (gloo)."""
+    box = torch.tensor([float(requested)])
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=control)
+    if box.item():
+        raise StopRequested("the run was asked to stop")
 
 
 def _launcher_keeps_store() -> bool:

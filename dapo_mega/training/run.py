@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,8 +12,7 @@ from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, print_once
-from dapo_mega.config import RunConfig, load_config
-from dapo_mega.config.base import may_change_at_resume
+from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
@@ -23,6 +21,7 @@ from dapo_mega.planning.plan import describe_run
 from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
 from dapo_mega.training.loop import loop_state, restore, train
 from dapo_mega.training.process_watch import ProcessWatch
+from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import RunLock, is_locked
 from dapo_mega.training.run_status import RunStatus
 
@@ -58,7 +57,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     is_exported = (folder / "hf" / "config.json").is_file()
     is_complete = newest is not None and not store.has_unrecorded_step(newest)
     if newest and not accept_changes:
-        _refuse_changes(config, folder)
+        refuse_changes(config, folder)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         print_once(
@@ -152,7 +151,12 @@ def _save_for_later(run: TrainingRun) -> str:
     if step > 0 and store.last_step != step:
         store.save(run.policy, lambda: loop_state(run), step)
     store.finish(run.policy)
-    saved = f"after step {step} of {run.config.num_steps}, which is saved" if step else "before its first step"
+    return stopped_message(step, run.config.num_steps)
+
+
+def stopped_message(step: int, num_steps: int) -> str:
+    """What a run says that SIGTERM ended after this step."""
+    saved = f"after step {step} of {num_steps}, which is saved" if step else "before its first step"
     return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
 
 
@@ -164,39 +168,3 @@ def close(run: TrainingRun) -> None:
         run.controller.verifier.close()
         if run.controller.writer:
             run.controller.writer.close()
-
-
-def _refuse_changes(config: RunConfig, folder: Path) -> None:
-    saved_file = folder / "config.yaml"
-    if not saved_file.is_file():
-        return
-    saved = _flat(load_config(RunConfig, saved_file).model_dump())
-    given = _flat(config.model_dump())
-    changes = [
-        f"{name}: {saved.get(name)!r} -> {given.get(name)!r}"
-        for name in sorted(saved.keys() | given.keys())
-        if saved.get(name) != given.get(name) and not _is_free(name, config)
-    ]
-    if changes:
-        raise InputError(
-            f"{folder} holds checkpoints of a run with another configuration ({'; '.join(changes)}); give another "
-            f"output_dir, undo the change, or add --accept-changes to continue with it"
-        )
-
-
-def _is_free(name: str, config: RunConfig) -> bool:
-    if name == "model.path" and config.algorithm.kl.coefficient > 0:
-        return False  # The KL penalty's reference model is loaded from model.path.
-    if name == "num_steps" and config.optimizer.schedule != "constant":
-        return False  # The learning rate depends on it.
-    return may_change_at_resume(RunConfig, name)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat

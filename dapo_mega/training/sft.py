@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,48 +11,65 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dapo_mega.atomic_files import replace_file
 from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.cli import before_leaving, forget_before_leaving, is_rank_zero, print_once
-from dapo_mega.config import SftConfig, dump_config, load_config
-from dapo_mega.config.base import may_change_at_resume
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
+from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
-from dapo_mega.errors import InputError
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
-from dapo_mega.training.process_watch import ProcessWatch
-from dapo_mega.training.run import held_folder
+from dapo_mega.training.build import open_writer, write_run_record
+from dapo_mega.training.loop import checkpoint_is_due, export_is_due
+from dapo_mega.training.process_watch import ProcessWatch, stop_together
+from dapo_mega.training.resume import refuse_changes
+from dapo_mega.training.run import held_folder, stopped_message
 from dapo_mega.training.run_status import RunStatus
 
-_STOPPED = "fine-tuning was stopped by SIGTERM and has no checkpoints; the same command starts it from the beginning"
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
 
-def run_sft(config: SftConfig) -> None:
-    """Train on the demonstrations for `num_steps` updates and write the result to `output_dir/hf`.
+def run_sft(config: SftConfig, *, accept_changes: bool = False) -> None:
+    """Train on the demonstrations until `num_steps`, from the newest checkpoint if there is one.
 
-    A finished output is kept. Every rank draws the same order of demonstrations from the seed. Raises InputError if
-    another trainer works in the folder.
+    Writes the result to `output_dir/hf`. Every rank draws the same order of demonstrations from the seed. Raises
+    InputError if another trainer uses the folder, or if the folder belongs to another configuration and changes are not
+    accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
-    with ProcessWatch(nothing_saved=_STOPPED) as watch:
+    with ProcessWatch(config.checkpoint.grace_s) as watch:
+        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
+        step = step_of(newest) if newest else 0
+        status.completed_step = lambda: step
         watch.follow_peers(group_is_up=False)
-        _run(config, status, watch)
+        if not _is_finished(config, step, accept_changes):
+            _run(config, status, watch)
     forget_before_leaving(status.left)
+
+
+def _is_finished(config: SftConfig, step: int, accept_changes: bool) -> bool:
+    """Whether the run is finished already; prints so. Raises InputError if the run cannot start."""
+    folder = Path(config.output_dir)
+    is_exported = (folder / "hf" / "config.json").is_file()
+    if (step or is_exported) and not accept_changes:
+        refuse_changes(config, folder)
+    is_complete = step >= config.num_steps or (is_exported and not step)  # Earlier versions wrote no checkpoints.
+    if is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
+        print_once(f"{folder} already holds a model fine-tuned for {step or config.num_steps} steps; nothing to do")
+        return True
+    if not Path(config.model.path).is_dir():
+        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+    return False
 
 
 def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
-    if (folder / "hf" / "config.json").is_file():
-        _refuse_changes(config, folder)
-        print_once(f"{folder / 'hf'} already holds a fine-tuned model; nothing to do")
-        return
-    if not Path(config.model.path).is_dir():
-        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
@@ -68,54 +87,115 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
             num_steps=config.num_steps,
             compute=config.compute,
         )
-        if is_rank_zero():
-            replace_file(folder / "config.yaml", dump_config(config))
+        tuning = _Tuning(config, policy, demonstrations)
+        tuning.resume()
+        status.completed_step = lambda: tuning.step
+        if processes.rank == 0:
             status.running()
-            with MetricsWriter(folder) as writer, ProgressDisplay(config.num_steps, columns=_COLUMNS) as progress:
-                _train(policy, config, demonstrations, writer, progress)
-        else:
-            _train(policy, config, demonstrations, None, None)
-        save_hf_checkpoint(policy, folder / "hf")
-        status.completed_step = lambda: config.num_steps
-        if is_rank_zero():
+        watch.begin_training()
+        tuning.run(watch)
+        if config.checkpoint.save_hf_at_end:
+            save_hf_checkpoint(policy, folder / "hf")
+        if processes.rank == 0:
             status.finished()
         watch.forget_peers()
         dist.barrier(group=processes.control)
     stop_processes()
 
 
-def _refuse_changes(config: SftConfig, folder: Path) -> None:
-    """A finished folder of another configuration is not what was asked for."""
-    if not (folder / "config.yaml").is_file():
-        return
-    saved = load_config(SftConfig, folder / "config.yaml").model_dump()
-    given = config.model_dump()
-    changed = sorted(name for name in given if given[name] != saved[name] and not may_change_at_resume(SftConfig, name))
-    if changed:
-        raise InputError(
-            f"{folder} holds a model fine-tuned with another configuration (different: {', '.join(changed)}); give "
-            f"another output_dir"
-        )
+class _Tuning:
+    """The loop and its state: the last completed step and the position in the demonstrations."""
 
+    def __init__(self, config: SftConfig, policy: MegatronPolicy, demonstrations: Sequence[Demonstration]) -> None:
+        self.step = 0
+        self._config = config
+        self._policy = policy
+        self._demonstrations = demonstrations
+        self._cursor = PromptCursor(len(demonstrations), config.seed)
+        self._store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+        self._writer: MetricsWriter | None = None  # On rank 0 only.
+        self._progress: ProgressDisplay | None = None
 
-def _train(
-    policy: MegatronPolicy,
-    config: SftConfig,
-    demonstrations: Sequence[Demonstration],
-    writer: MetricsWriter | None,
-    progress: ProgressDisplay | None,
-) -> None:
-    cursor = PromptCursor(len(demonstrations), config.seed)
-    for step in range(1, config.num_steps + 1):
+    def resume(self) -> None:
+        """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""
+        newest, skipped = self._store.newest_intact(self._policy.processes)
+        for sentence in skipped:
+            found = f"after step {step_of(newest)}" if newest else "from the start"
+            print_once(f"WARNING: {sentence}; continuing {found}")
+        if newest is None:
+            return
+        state = self._store.load(self._policy, newest)
+        if state.values["dataset_fingerprint"] != _fingerprint(self._demonstrations):
+            raise InputError(
+                "the checkpoint was made with other demonstrations than data.train gives now; resume with the same "
+                "data, or start a new run in another output_dir"
+            )
+        self._cursor.load_state(state.values["cursor"])
+        self.step = state.step
+
+    def run(self, watch: ProcessWatch) -> None:
+        """Train the remaining steps. Raises StopRequested on all ranks after SIGTERM, once the last step is saved."""
+        config, control = self._config, self._policy.processes.control
+        with contextlib.ExitStack() as stack:
+            with raise_on_all_ranks(control):
+                if self._policy.processes.rank == 0:
+                    write_run_record(config)
+                    self._writer = stack.enter_context(open_writer(config, self.step + 1 if self.step else 0))
+                    progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)
+                    self._progress = stack.enter_context(progress)
+                    if self.step:
+                        progress.message(f"resuming {config.output_dir} after step {self.step}")
+            try:
+                while self.step < config.num_steps:
+                    stop_together(watch.stop_requested(), control)
+                    self._record(self._update())
+                    self._export_and_save()
+            except StopRequested:
+                raise StopRequested(self._save_for_later()) from None
+            self._store.finish(self._policy)
+
+    def _update(self) -> dict[str, float]:
+        config = self._config
         started = time.perf_counter()
-        chosen = [demonstrations[i] for i in cursor.next(config.batch_samples)]
-        metrics = policy.update(_micro_batches(policy, config, chosen), SupervisedLoss())
+        chosen = [self._demonstrations[i] for i in self._cursor.next(config.batch_samples)]
+        metrics = self._policy.update(_micro_batches(self._policy, config, chosen), SupervisedLoss())
+        self.step += 1
         num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
         metrics["time/step_s"] = time.perf_counter() - started
         metrics["policy/tokens_per_s"] = num_tokens / metrics["time/step_s"]
-        if writer and progress:
-            writer.write(step, metrics)
-            progress.update(step, metrics)
+        return metrics
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        if self._writer and self._progress:
+            self._writer.write(self.step, metrics)
+            self._progress.update(self.step, metrics)
+
+    def _export_and_save(self) -> None:
+        self._store.finish(self._policy, wait=False)
+        if export_is_due(self._config, self.step):
+            save_hf_checkpoint(self._policy, Path(self._config.output_dir) / f"hf_step_{self.step:08d}")
+        if checkpoint_is_due(self._config, self.step):
+            self._save()
+
+    def _save(self) -> None:
+        values = {"cursor": self._cursor.state(), "dataset_fingerprint": _fingerprint(self._demonstrations)}
+        self._store.save(self._policy, lambda: LoopState(self.step, values, {}), self.step)
+
+    def _save_for_later(self) -> str:
+        """Complete the checkpoint of the last completed step; returns the message for the user."""
+        if self.step > 0 and self._store.last_step != self.step:
+            self._save()
+        self._store.finish(self._policy)
+        return stopped_message(self.step, self._config.num_steps)
+
+
+def _fingerprint(demonstrations: Sequence[Demonstration]) -> str:
+    """A hash of all demonstrations in order; a resumed run must have the same."""
+    digest = hashlib.sha256()
+    for demonstration in demonstrations:
+        for tokens in (demonstration.prompt_token_ids, demonstration.response_token_ids):
+            digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+    return digest.hexdigest()
 
 
 def _micro_batches(

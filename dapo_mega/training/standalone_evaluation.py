@@ -28,7 +28,8 @@ def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-    engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows, device=device)
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     engine.load_weights([list(weights.items())], 0)
     with AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction) as verifier:

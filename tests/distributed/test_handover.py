@@ -12,7 +12,7 @@ COMMON = {"seed": 0, "mini_batch_groups": 2, "group_size": 6, "budget": 80}
 
 
 @pytest.mark.distributed
-def test_every_replica_gets_its_own_samples_bit_by_bit_with_columns_that_a_user_has_added(tmp_path):
+def test_every_replica_gets_its_samples_with_added_columns_exactly(tmp_path):
     cases = [
         COMMON,
         # Refused on all processes, which then go on to the next case together.

@@ -136,7 +136,7 @@ def test_the_batch_really_was_split_and_clipped(results):
         assert 0.01 < found["one"]["metrics"][f"policy/clip_{side}_share"] < 0.5
 
 
-def test_the_mask_left_some_responses_out_of_the_loss_but_not_of_the_denominator(results):
+def test_the_mask_takes_responses_out_of_loss_but_not_denominator(results):
     found, _ = results
     masked, whole = found["masked_one"]["metrics"], found["one"]["metrics"]
     assert masked["policy/loss"] != pytest.approx(whole["policy/loss"], rel=0.01)

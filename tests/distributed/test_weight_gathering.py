@@ -71,7 +71,7 @@ def test_every_leader_gets_every_tensor_exactly_once(reports, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_stages_leader_in_the_first_replica_gets_its_tensors_in_buckets_that_all_can_describe(reports, name):
+def test_leaders_get_their_tensors_in_buckets_that_all_can_describe(reports, name):
     stages = reports[name]["stages"]
     assert stages["exact"]
     assert stages["complete"]

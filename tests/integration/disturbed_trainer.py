@@ -17,8 +17,8 @@ cpu_accelerator.install()
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
+from dapo_mega.commands import train as train_dapo  # noqa: E402
 from dapo_mega.training import loop as trainer  # noqa: E402
-from launch import train_dapo  # noqa: E402
 
 
 def full_disk(*_: Any, **__: Any) -> None:

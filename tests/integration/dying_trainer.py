@@ -19,9 +19,9 @@ from dapo_mega.megatron.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 
+from dapo_mega.commands import train as train_dapo  # noqa: E402
 from dapo_mega.megatron.megatron_policy import MegatronPolicy  # noqa: E402
 from dapo_mega.types import WeightBucket  # noqa: E402
-from launch import train_dapo  # noqa: E402
 
 FATAL_UPDATE, FATAL_BUCKET = 3, 3
 

@@ -61,7 +61,7 @@ def finish_run(workers, folder, timeout_s=300):
     )
 
 
-def test_engines_agree_with_a_trainer_of_two_times_two_processes_after_every_update(tmp_path, two_engines):
+def test_engines_agree_with_a_trainer_of_two_by_two_processes(tmp_path, two_engines):
     values = fleet_values(tmp_path, two_engines, parallel={"tensor": 2, "pipeline": 2, "sequence": True})
     values["rollout"]["fleet"] |= {"urls": [], "rendezvous": two_engines.rendezvous}
     values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 6}
@@ -113,7 +113,7 @@ def join_dead_trainer(url, port, num_processes, limit_s):
     return call(url, "/init_weights_update_group", body)
 
 
-def test_all_processes_of_an_engine_give_a_trainer_up_that_does_not_answer(split_engine):
+def test_all_processes_of_an_engine_give_up_a_trainer_that_is_silent(split_engine):
     (url,) = split_engine.launcher.urls
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         status, answer = join_dead_trainer(url, stopped.getsockname()[1], 2, 2.0)
@@ -135,7 +135,7 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
     assert record["weight_sync/engines"] == 2
 
 
-def test_what_an_engine_derives_from_its_weights_is_new_after_every_update(tmp_path, monkeypatch):
+def test_what_an_engine_derives_from_weights_is_new_after_an_update(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
     with one_engine(tmp_path / "wide", hidden_size=512, intermediate_size=1024) as engine:
         values = fleet_values(
@@ -180,7 +180,7 @@ def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request,
     assert max(deviations) > 1e-2 if keeps_old_keys else max(deviations) < 1e-4, sorted(deviations)
 
 
-def test_a_killed_engines_work_moves_and_the_run_waits_until_it_has_the_weights_again(tmp_path, two_engines, caplog):
+def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engines, caplog):
     engine = two_engines.launcher.urls[1]
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines)
@@ -228,7 +228,7 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_lost_during_a_weight_update_leaves_the_others_with_the_whole_weights(tmp_path, two_engines, fault):
+def test_an_engine_lost_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines, fault):
     engine = two_engines.launcher.urls[1]
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines, rollout={"fleet": {"min_engines": 1}}, weight_sync={"timeout_s": 8})
@@ -271,7 +271,7 @@ def restarted_values(folder, engines, num_steps):
     )
 
 
-def test_a_killed_trainer_finds_its_engines_again_and_ends_with_every_group_once(tmp_path, two_engines):
+def test_a_killed_trainer_finds_its_engines_and_has_each_group_once(tmp_path, two_engines):
     values = restarted_values(tmp_path, two_engines, 4)
     workers = start_run(tmp_path, values, 1)
     try:
@@ -283,7 +283,7 @@ def test_a_killed_trainer_finds_its_engines_again_and_ends_with_every_group_once
     check_restarted_run(tmp_path / "run", 4)
 
 
-def test_a_trainer_killed_in_a_weight_update_comes_back_to_engines_that_wait_for_it(tmp_path, two_engines):
+def test_engines_wait_for_a_trainer_killed_in_a_weight_update(tmp_path, two_engines):
     values = restarted_values(tmp_path, two_engines, 3)
     (dying,) = start_run(tmp_path, values, 1, DYING_TRAINER)
     assert wait_for([dying], 120) == [-signal.SIGKILL], (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
@@ -310,7 +310,7 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
     assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
 
 
-def test_engines_that_got_only_changes_hold_what_those_hold_that_got_everything(tmp_path, two_engines):
+def test_engines_that_got_only_changes_hold_the_whole_new_weights(tmp_path, two_engines):
     with serving_engines(two_engines.model, tmp_path / "served", 1, "--dtype", "bf16") as launcher:
         values = fleet_values(
             tmp_path,
@@ -366,7 +366,7 @@ def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, t
         assert re.search(f"{url}: [^;]*{difference}", str(caught.value))
 
 
-def test_a_run_ends_when_weights_of_another_come_to_its_engine_again_and_again(tmp_path, two_engines):
+def test_a_run_ends_when_another_keeps_updating_its_engine(tmp_path, two_engines):
     urls = two_engines.launcher.urls
     # Trained at a temperature, at which engines do not score prompts.
     values = fleet_values(
@@ -394,7 +394,7 @@ def test_a_run_ends_when_weights_of_another_come_to_its_engine_again_and_again(t
     assert len(sampled_by) >= len(training_run.controller.collector.recent) > 0
 
 
-def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(tmp_path, two_engines):
+def test_a_run_with_a_wrong_key_or_engine_dtype_says_what_to_do(tmp_path, two_engines):
     values = fleet_values(tmp_path, two_engines, rollout={"dtype": "bf16"})
     command = [sys.executable, str(TRAIN), "--config", str(write_config(tmp_path, values))]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -408,7 +408,7 @@ def test_a_run_without_the_key_or_with_engines_of_another_dtype_says_what_to_do(
     assert "computes in float32 but the run expects bfloat16" in refused.stderr
 
 
-def test_prefixes_that_engines_know_from_before_an_update_are_computed_anew(tmp_path, two_engines):
+def test_prefixes_cached_before_an_update_are_computed_anew(tmp_path, two_engines):
     """Every step asks the same few prompts, whose keys and values the engines keep between requests."""
     values = fleet_values(tmp_path, two_engines, num_steps=4, optimizer={"learning_rate": 1e-2})
     values["data"]["train"]["max_rows"] = 6

@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from dapo_mega.metrics import read_metrics
-from tests.distributed.launching import wait_for
+from tests.distributed.launching import REPOSITORY, wait_for
 
 from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
+TUNE = REPOSITORY / "launch" / "train_sft.py"
 EXPORTS = ("checkpoint.hf_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4")
 
 
@@ -75,9 +77,7 @@ def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
 
 
 @pytest.mark.parametrize("moment", ["some time", "after an update", "in the last evaluation"])
-def test_sigterm_saves_the_step_under_way_and_continues_as_if_nothing_had_happened(
-    task, uninterrupted, monkeypatch, moment
-):
+def test_a_run_continues_after_sigterm_as_if_nothing_had_happened(task, uninterrupted, monkeypatch, moment):
     """It reaches one process, which tells the others. The run ends with the status that asks to be continued."""
     folder, config = task
     output = folder / f"terminated {moment}"
@@ -172,3 +172,52 @@ def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, 
             assert after.get(name, 0) == pytest.approx(before.get(name, 0), rel=1e-4, abs=1e-6), (name, before["step"])
         if after["step"] > 0:
             assert after.get("rollout/logprob_abs_diff_max", 0) < 1e-4
+
+
+def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task):
+    """kill -9 after step 3, SIGTERM after step 4 at the earliest, then to the end: the same data, metrics and bits."""
+    folder, _ = task
+    config = folder / "sft.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "output_dir": "replaced",
+                "seed": 3,
+                "num_steps": 12,
+                "batch_samples": 24,  # Of 64 demonstrations: epochs end within batches.
+                "tokens_per_microbatch": 128,
+                "threads_per_process": 1,
+                "model": {"path": str(folder / "model"), "dtype": "fp32"},
+                "data": {
+                    "max_tokens": 64,
+                    "train": {"path": str(folder / "data" / "demonstrations.parquet"), "template": "as_is"},
+                },
+                "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "cosine"},
+                "checkpoint": {"every": 2},
+            }
+        )
+    )
+    reference, output = folder / "tuned", folder / "tuned_in_three_parts"
+    finish(start(config, 2, reference, script=TUNE), reference)
+    kill_when(start(config, 2, output, script=TUNE), lambda: has_checkpoint(output) and steps_done(output) >= 3)
+    assert 3 <= steps_done(output) < 12
+    workers = start(config, 2, output, script=TUNE)
+    wait_until(lambda: read_status(output)["pid"] in {worker.pid for worker in workers} and steps_done(output) >= 5)
+    os.kill(workers[1].pid, signal.SIGTERM)
+    assert wait_for(workers, 240, patience_s=60) == [75, 75]
+    stopped = read_status(output)
+    assert stopped["continue"]
+    assert 5 <= stopped["step"] < 12
+    finish(start(config, 2, output, script=TUNE), output)
+    expected, got = (read_metrics(run / "metrics.jsonl") for run in (reference, output))
+    assert [decisive(record) for record in got] == [decisive(record) for record in expected]
+    assert [record["step"] for record in got] == list(range(1, 13))
+    files = [(run / "hf" / "model.safetensors").read_bytes() for run in (output, reference)]
+    assert files[0] == files[1]
+
+
+def wait_until(condition, timeout_s=240):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the moment did not come"
+        time.sleep(0.002)

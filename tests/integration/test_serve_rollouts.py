@@ -1,5 +1,6 @@
 """The launcher of rollout engines, with real SGLang: protected, restarted, announced, and gone when it is."""
 
+import json
 import os
 import socket
 import stat
@@ -7,15 +8,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
-from dapo_mega.engines.sglang.engine_commands import Node, router_command, router_environment
+from dapo_mega.commands import serve as serve_rollouts
+from dapo_mega.engines.sglang.engine_commands import Node, command, router_command, router_environment
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.errors import InputError
-from launch import serve_rollouts
 from tests.distributed.launching import free_ports
 
 from .sglang_servers import API_KEY, Launcher, call, sglang_python, tiny_model
@@ -44,6 +47,40 @@ def test_nothing_is_answered_without_the_key(two_engines, path, body):
     for url in two_engines.launcher.urls:
         assert call(url, path, body, key=None)[0] == 401
         assert call(url, path, body, key=API_KEY + "x")[0] == 401
+
+
+_PARSE = """
+import json, sys
+from sglang.srt.server_args import prepare_server_args
+for arguments, names in json.loads(sys.argv[1]):
+    taken = prepare_server_args(arguments)
+    print("taken", json.dumps({name: getattr(taken, name) for name in names}))
+"""
+
+
+def test_sglang_takes_the_arguments_that_stand_for_a_nodes_choices(tmp_path):
+    key_path = tmp_path / "key.yaml"
+    key_path.write_text("api-key: the-key\n")
+    on_gpus = Node(sglang_python(), Path("model"), 2, 2, "10.0.0.7", 30000, "bf16", gpus=("0", "1", "2", "3"))
+    on_cpu = replace(on_gpus, gpus=(), dtype="fp32")
+    everywhere = {"api_key": "the-key", "model_path": "model", "host": "10.0.0.7", "port": 30001, "tp_size": 2}
+    cases = [
+        (on_gpus, {**everywhere, "dtype": "bfloat16", "quantization": None, "skip_tokenizer_init": True}),
+        (replace(on_gpus, dtype="fp8", memory_fraction=0.6), {"quantization": "fp8", "mem_fraction_static": 0.6}),
+        (replace(on_gpus, colocated=True), {"enable_memory_saver": True, "base_gpu_id": 2}),
+        (replace(on_gpus, with_text=True), {"skip_tokenizer_init": False, "sleep_on_idle": False}),
+        (on_cpu, {**everywhere, "dtype": "float32", "device": "cpu", "sleep_on_idle": True}),
+        (
+            replace(on_cpu, extra=("--max-total-tokens", "99")),
+            {"max_total_tokens": 99},
+        ),  # The user's come last and win.
+    ]
+    asked = [(command(node, 1, key_path)[3:], list(wanted)) for node, wanted in cases]
+    parsing = [on_gpus.python, "-c", _PARSE, json.dumps(asked)]
+    parsed = subprocess.run(parsing, capture_output=True, text=True, timeout=300)
+    assert parsed.returncode == 0, parsed.stderr[-300:]
+    taken = [json.loads(line[6:]) for line in parsed.stdout.splitlines() if line.startswith("taken ")]
+    assert taken == [wanted for _, wanted in cases]
 
 
 def test_engines_answer_token_ids_with_the_key(two_engines):
@@ -76,7 +113,7 @@ def test_engines_listen_on_the_given_interface_and_hide_their_key(two_engines):
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_a_killed_engine_comes_back_as_a_new_instance_and_a_trainer_learns_of_it(two_engines):
+def test_a_trainer_learns_that_a_killed_engine_is_a_new_instance(two_engines):
     launcher = two_engines.launcher
     killed, other = launcher.urls
     trainer = EngineRegistry(two_engines.rendezvous, API_KEY)

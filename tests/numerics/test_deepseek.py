@@ -128,7 +128,7 @@ def test_a_bias_is_trained_only_where_the_family_stores_it(tmp_path, checkpoint)
             check_routing(config, load_architecture(make(tmp_path / name))[1])
 
 
-def test_a_bf16_engine_decodes_from_cached_latent_vectors_as_a_full_forward_does(checkpoint):
+def test_a_bf16_engine_decodes_from_its_cache_as_in_a_full_forward(checkpoint):
     engine = EmbeddedEngine.from_config(checkpoint, torch.bfloat16)
     engine.load_weights([list(load_file(checkpoint / "model.safetensors").items())], 0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)

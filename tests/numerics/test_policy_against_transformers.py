@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", FAMILY_MODELS)
-def test_logprobs_of_packed_and_single_sequences_equal_those_of_transformers(checkpoints, processes, kind):
+def test_packed_and_single_logprobs_equal_those_of_transformers(checkpoints, processes, kind):
     samples = make_samples(12)
     policy = make_policy(checkpoints[kind], processes, temperature=0.7)
     packed = policy.score([pack(samples)])[0].logprobs

@@ -98,7 +98,7 @@ def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
         (["algorithm.sequence_mask=[0.1, 5]"], None, (0.1, 5.0)),
     ],
 )
-def test_mismatch_is_corrected_where_engine_and_trainer_compute_in_other_dtypes(file, overrides, cap, mask):
+def test_mismatch_is_corrected_where_dtypes_differ(file, overrides, cap, mask):
     objective = load_config(RunConfig, file, overrides).loss_settings
     assert (objective.importance_cap, objective.sequence_mask) == (cap, mask)
 

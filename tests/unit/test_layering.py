@@ -16,6 +16,8 @@ FLOORS = (
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin"},
     {"training"},
+    {"commands"},
+    {"__main__"},
 )
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {

@@ -135,7 +135,7 @@ def test_padding_of_samples_changes_nothing_but_positions_in_the_batch(lengths, 
             assert not column[~padded_scored].any(), name
 
 
-def test_a_context_rank_holds_one_chunk_from_the_front_and_one_from_the_back_of_each_segment():
+def test_a_context_rank_holds_a_front_and_a_back_chunk_of_each_segment():
     cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
     assert context_positions(cu_seqlens, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert context_positions(cu_seqlens, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]

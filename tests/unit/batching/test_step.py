@@ -76,7 +76,7 @@ def test_samples_that_make_no_whole_mini_batches_are_refused():
         plan_step(np.full(7, 9), PackingLayout(2), **FOUR)
 
 
-def test_every_token_names_the_engine_that_sampled_it_and_whether_it_is_fresh():
+def test_tokens_name_the_engine_that_sampled_them_and_if_fresh():
     def response(*spans):
         return Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", 2, ((1, 3), (2, 5)), spans)
 

@@ -34,7 +34,7 @@ def test_the_last_and_every_so_many_are_kept(tmp_path):
     assert (tmp_path / "latest").read_text() == "step_00000011"
 
 
-def test_an_unfinished_checkpoint_is_never_the_newest_and_goes_when_one_is_completed(tmp_path):
+def test_an_unfinished_checkpoint_is_never_the_newest_and_goes_later(tmp_path):
     folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
     write(folders, 1)
     folders.begin(2)
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
     assert not folders.skipped()
 
 
-def test_latest_naming_a_missing_folder_is_told_and_the_newest_there_is_taken(tmp_path):
+def test_the_newest_is_taken_where_latest_names_a_missing_folder(tmp_path):
     folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
     write(folders, 2, 4)
     (tmp_path / "step_00000004").rename(tmp_path / "elsewhere")

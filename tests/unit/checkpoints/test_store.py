@@ -119,7 +119,7 @@ def test_a_save_waits_for_the_one_before(model, processes, tmp_path):
     assert not list(store.root.glob(".*"))
 
 
-def test_a_write_that_fails_in_the_background_is_reported_and_leaves_no_trace(model, processes, tmp_path, monkeypatch):
+def test_a_failed_background_write_is_reported_and_leaves_no_trace(model, processes, tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
     subject = policy(model, processes)
     store.save(subject, lambda: state(1), 1)

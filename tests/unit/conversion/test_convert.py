@@ -380,9 +380,7 @@ def test_a_block_that_does_not_fit_is_named_with_the_file_and_the_reason(tmp_pat
 
 
 @pytest.mark.parametrize("vocab_size", [60, 62])
-def test_another_vocabulary_size_than_the_written_one_is_refused_even_where_the_padding_would_hide_it(
-    tmp_path, vocab_size
-):
+def test_another_vocabulary_size_is_refused_even_if_padding_hides_it(tmp_path, vocab_size):
     """61 rows are stored as 62, half of them on each of two processes."""
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     to_megatron(open_checkpoint(model), tmp_path / "there", ParallelConfig(**TP2), SMALL)
@@ -393,7 +391,7 @@ def test_another_vocabulary_size_than_the_written_one_is_refused_even_where_the_
             open_checkpoint(tmp_path / folder)
 
 
-def test_rows_that_were_trained_are_not_taken_for_padding_unless_the_folder_says_so(tmp_path):
+def test_trained_rows_are_padding_only_if_the_folder_says_so(tmp_path):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     tensors = weights(model)
     name = "model.embed_tokens.weight"
@@ -420,7 +418,7 @@ def test_rows_of_zeros_are_padding_in_a_folder_of_another_writer(tmp_path):
     assert different_tensors(open_checkpoint(model), open_checkpoint(tmp_path / "megatron")) == []
 
 
-def test_missing_additional_and_misshapen_tensors_of_a_megatron_checkpoint_are_named(tmp_path):
+def test_wrong_tensors_of_a_megatron_checkpoint_are_named(tmp_path):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
     metadata = FileSystemReader(tmp_path / "megatron").read_metadata()
@@ -462,7 +460,7 @@ def test_models_that_config_json_tells_apart_are_told_apart(tmp_path):
     assert found == ["rope_theta: 10000.0 and 500.0"]
 
 
-def test_checkpoints_without_config_json_are_run_with_that_of_the_given_model(tmp_path):
+def test_checkpoints_without_config_json_take_the_given_models(tmp_path):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
     bare = shutil.copytree(model, tmp_path / "bare")
@@ -473,7 +471,7 @@ def test_checkpoints_without_config_json_are_run_with_that_of_the_given_model(tm
     assert not (bare / "config.json").exists()
 
 
-def test_the_best_token_must_be_the_same_where_it_leads_by_more_than_the_tolerance():
+def test_the_best_token_must_agree_where_it_leads_beyond_tolerance():
     left = torch.tensor([[0.7, 0.2, 0.1], [0.4001, 0.4, 0.2]]).log()
     assert compare_distributions(left, left[:, [1, 0, 2]]).argmax_agreement == 0.5
     tied = compare_distributions(left[1:], left[1:, [1, 0, 2]])
@@ -506,7 +504,7 @@ def test_reshard_refuses_a_damaged_training_checkpoint(tmp_path):
     assert not list(tmp_path.glob("*target*"))
 
 
-def test_damaged_small_files_of_a_megatron_checkpoint_are_named_before_work_is_done(tmp_path):
+def test_damaged_small_files_of_a_checkpoint_are_named_before_work(tmp_path):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     megatron = tmp_path / "megatron"
     to_megatron(open_checkpoint(model), megatron, ParallelConfig(), SMALL)
@@ -556,7 +554,7 @@ def test_what_no_conversion_wrote_is_never_replaced(tmp_path):
         to_megatron(open_checkpoint(model), Path("/"), ParallelConfig(), SMALL)
 
 
-def test_the_rest_of_a_finished_conversion_is_removed_when_it_is_started_again(tmp_path, monkeypatch):
+def test_a_finished_conversions_rest_is_removed_by_the_next_start(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     with interrupted_at(monkeypatch, resumable_folder, "_discard"):
         to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)

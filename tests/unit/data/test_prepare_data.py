@@ -1,6 +1,5 @@
 """tools/prepare_data.py: complete or absent outputs, right answers, held-out problems held out, loadable models."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_mega.commands import prepare
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.preparation import RECORD, prepare_folder
 from dapo_mega.data.prompts import load_demonstrations, load_prompts
@@ -28,12 +28,15 @@ Tool = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def tool() -> Tool:
-    spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return lambda *arguments: module.main([str(argument) for argument in arguments])
+    def call(*arguments: object) -> int:
+        try:
+            prepare.main([str(argument) for argument in arguments])
+        except (InputError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return call
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -67,7 +70,7 @@ def test_arithmetic_is_prepared_end_to_end(tool: Tool, tmp_path: Path) -> None:
     assert list(out.parent.iterdir()) == [out], "no temporary folder stays behind"
 
 
-def test_careful_and_verbose_demonstrations_are_right_and_qualities_are_named(tool: Tool, tmp_path: Path) -> None:
+def test_demonstrations_are_right_and_qualities_are_named(tool: Tool, tmp_path: Path) -> None:
     assert tool("arithmetic", "--output", tmp_path / "x", *SMALL) == 0
     rows = pq.read_table(tmp_path / "x" / "demonstrations.parquet").to_pylist()
     assert {row["quality"] for row in rows} == {"careful", "verbose", "careless"}
@@ -161,7 +164,7 @@ def test_impossible_parameters_are_one_line_and_write_nothing(
 ) -> None:
     assert tool(*arguments, "--output", tmp_path / "x") == 2
     error = capsys.readouterr().err
-    assert error.startswith("prepare_data: ")
+    assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert expected in error
     assert not list(tmp_path.iterdir())

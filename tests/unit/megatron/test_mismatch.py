@@ -77,7 +77,7 @@ def test_measures_of_a_step_by_hand(control):
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_measures_do_not_depend_on_the_split_and_nothing_is_truncated_or_masked_when_off(control):
+def test_measures_are_those_of_any_split_and_off_changes_nothing(control):
     whole = [(micro_batch([2, 1], [0, 0]), log([0.5, 1.0, 0.25]))]
     split = [(micro_batch([2], [0]), log([0.5, 1.0])), (micro_batch([1], [0]), log([0.25]))]
     settings = LossSettings()
@@ -87,7 +87,7 @@ def test_measures_do_not_depend_on_the_split_and_nothing_is_truncated_or_masked_
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_the_mean_of_each_engine_is_of_the_fresh_tokens_that_it_is_known_to_have_sampled(control, num_parts):
+def test_an_engines_mean_is_of_the_fresh_tokens_that_it_sampled(control, num_parts):
     # Engine 0 sampled a whole response, engine 1 the last two of three tokens of which the second is stale as well.
     lengths, stale, engines = [2, 3, 1, 2], [0, 2, 0, 2], [0, [-1, 1, 1], -1, 2]
     old = log([0.5, 1.0, 0.125, 0.25, 0.25, 0.125, 0.5, 0.5])

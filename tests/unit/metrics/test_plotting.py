@@ -144,8 +144,8 @@ def test_the_tool_ends_with_code_2_and_one_line(tmp_path, kind, message):
     run_dir = tmp_path / kind
     if kind == "empty":
         run_dir.mkdir()
-    result = run_tool(run_dir, "--output", tmp_path / "curves.png")
+    result = run_tool(run_dir)
     assert result.returncode == 2
-    assert result.stderr == f"plot_run: run folder {run_dir} {message}\n"
+    assert result.stderr == f"error: run folder {run_dir} {message}\n"
     assert result.stdout == ""
-    assert not (tmp_path / "curves.png").exists()
+    assert not (run_dir / "curves.png").exists()

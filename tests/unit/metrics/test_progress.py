@@ -42,20 +42,32 @@ def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_plain_output_is_one_line_per_step_without_control_codes(monkeypatch):
+def test_plain_output_has_no_control_codes(monkeypatch):
     # FORCE_COLOR makes rich colour any stream; a log file must stay plain all the same.
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
-    with ProgressDisplay(10, 2, stream=stream) as progress:
+    with ProgressDisplay(3, 2, stream=stream) as progress:
         progress.update(2, METRICS)
         progress.message("checkpoint \x1b[31msaved\x1b[0m\r\x07")
         progress.update(3, {"policy/entropy": math.nan})
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("step 2/10  " + "  ".join(SHOWN))
+    assert lines[0].startswith("step 2/3  " + "  ".join(SHOWN))
     assert lines[1] == "checkpoint saved"
     assert "reward=-  accuracy=-  length=-  entropy=nan" in lines[2]
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", stream.getvalue())
+
+
+def test_plain_output_is_a_line_per_ten_seconds_and_one_at_the_end():
+    clock, stream = Clock(), io.StringIO()
+    with ProgressDisplay(100, stream=stream, clock=clock) as progress:
+        for step in range(1, 101):
+            clock.now += 1.0
+            progress.update(step, METRICS)
+            if step == 15:
+                progress.message("held-out evaluation")
+    shown = [line.split()[1] for line in stream.getvalue().splitlines()]
+    assert shown == ["1/100", "11/100", "evaluation", *(f"{step}/100" for step in (*range(21, 100, 10), 100))]
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
@@ -75,7 +87,7 @@ def test_time_left_follows_the_steps_of_this_run():
     with progress:
         for step in (91, 92):
             clock.now += 60.0
-            progress.update(step, {})
+            progress.update(step, METRICS)
     # 8 steps are left at 60 seconds each.
     assert stream.getvalue().splitlines()[-1].endswith("ETA=0:08:00")
 

@@ -135,7 +135,7 @@ def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout
         ({"groups": 1, "head_dim": 4}, 3, r"tensor=3 makes 3 processes share each .*=1, whose 56 rows"),
     ],
 )
-def test_more_tensor_parallel_processes_than_key_heads_share_them_if_their_rows_can_be_cut(sizes, tensor, message):
+def test_processes_share_key_heads_if_their_rows_can_be_cut(sizes, tensor, message):
     arch = architecture(heads=12, **sizes)
     if message is None:
         assert arch.check_layout(ParallelConfig(tensor=tensor)) is None

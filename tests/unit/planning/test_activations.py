@@ -21,7 +21,7 @@ def kept(kind, *, arch=None, model=BF16, compute=None, world_size=8, lengths=(64
     return ActivationModel(layout, model, ComputeConfig(**(compute or {})), shape, kind)
 
 
-def test_a_transformer_engine_layer_keeps_what_korthikanti_counts_with_flash_attention():
+def test_a_transformer_engine_layer_keeps_what_korthikanti_counts():
     # Two norms: input, output (8 x 2 bytes each), root; q, k, v, output: 4 + 2 + 2 + 4 heads of size 2; row sums; MLP.
     per_token = 2 * (2 * 16 + 4) + 12 * 2 * 2 + 16 + 3 * 16 * 2
     assert kept("transformer_engine").whole_layer(0).total == 64 * per_token
@@ -99,7 +99,7 @@ def test_the_fused_output_layer_never_holds_all_logits():
     assert unfused == 32_768 * 150_000 * 2 + 1024 * 150_000 * 6
 
 
-def test_a_shared_expert_keeps_what_a_dense_mlp_of_its_size_keeps_and_its_gate():
+def test_a_shared_expert_keeps_a_dense_mlps_activations_and_its_gate():
     model = kept("local", arch=shared())
     routed = kept("local", arch=mixture()).whole_layer(1).mlp
     # Gate and up together, silu(gate), its product with up; the output and one gate for each token.

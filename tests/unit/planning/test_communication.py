@@ -57,7 +57,7 @@ def test_tensor_parallelism_reduces_twice_a_layer_and_once_at_either_end():
     assert traffic(world_size=2, tensor=2, sequence=True)["TP + SP gather and scatter"] == sent + extra
 
 
-def test_processes_that_share_key_heads_gather_the_projection_and_scatter_its_gradient():
+def test_shared_key_heads_gather_a_projection_and_scatter_its_gradient():
     name = "TP gather and scatter of shared keys"
     assert name not in traffic(world_size=2, tensor=2)
     # Four processes and two key heads: of 4 + 2 x 2 heads of size 2 each has a quarter; four layers, three passes.
@@ -71,7 +71,7 @@ def test_full_recompute_repeats_the_forward_pass():
     assert again == (4 * 2 * 4 + 3) * HIDDEN
 
 
-def test_data_parallelism_scatters_gradients_and_gathers_weights_once_an_update():
+def test_data_parallelism_scatters_and_gathers_once_an_update():
     sent = traffic(world_size=4)
     padded = sent["gradient reduce-scatter (DP x CP)"] / (2 * 3 / 4 * 4)
     assert num_parameters(dense()) <= padded <= num_parameters(dense()) * 1.3
@@ -85,7 +85,7 @@ def test_context_parallelism_passes_keys_and_values():
     assert traffic(world_size=2, context=2, kind="transformer_engine")["CP keys and values"] == 4 * once
 
 
-def test_spread_experts_have_an_optimizer_whose_step_gathers_all_weights_again():
+def test_the_optimizers_step_gathers_spread_experts_weights_again():
     once, twice = (
         traffic(
             mixture(), world_size=4, expert=2, compute={"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}

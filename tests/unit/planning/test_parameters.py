@@ -67,7 +67,7 @@ def test_the_papers_model_has_the_size_its_checkpoint_has():
         (latent(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 32 + 48 + 4 + 48 + 6) + 8),
     ],
 )
-def test_the_processes_of_a_replica_hold_every_weight_once_beside_what_they_share(arch, parallel, world_size, copies):
+def test_a_replica_holds_every_weight_once_beside_what_is_shared(arch, parallel, world_size, copies):
     layout = RankLayout(arch, ParallelConfig(**parallel), world_size)
     per_stage = world_size // layout.parallel.pipeline
     held = sum(

@@ -1,6 +1,5 @@
 """The command line, and the layouts that it proposes."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dapo_mega.commands import plan
 from dapo_mega.errors import InputError
 from dapo_mega.planning.memory import GIB
 
@@ -22,10 +22,7 @@ OWN_ENGINES = ["--engine-gpus", "32", "--engine-tensor", "4"]
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("plan_run", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return plan
 
 
 def lines(tool, capsys, *arguments):
@@ -82,7 +79,7 @@ def test_the_papers_run_fits_as_it_is_shipped_with_its_engines(tool, capsys):
     assert number(r"(\d+) of them fit", head) > 0
 
 
-def test_engines_of_its_own_take_nothing_of_the_trainer_but_buckets_of_weights(tool, capsys):
+def test_separate_engines_take_only_buckets_of_the_trainers_memory(tool, capsys):
     here, embedded = lines(tool, capsys), lines(tool, capsys, *EMBEDDED)
     columns, of_embedded = (
         next(line for line in text if "parameters   gradients" in line) for text in (here, embedded)
@@ -92,7 +89,7 @@ def test_engines_of_its_own_take_nothing_of_the_trainer_but_buckets_of_weights(t
     assert number(r"([\d.]+) +[\d.]+$", here[here.index(columns) + 1]) == round(2 * 152064 * 5120 * 2 / GIB, 2)
 
 
-def test_an_embedded_engine_that_does_not_fit_is_named_with_what_to_change(tool, capsys):
+def test_an_embedded_engine_that_does_not_fit_is_named_with_advice(tool, capsys):
     text = lines(tool, capsys, *EMBEDDED)
     verdict = next(line for line in text if "FIT" in line)
     assert "on stage 0" in verdict

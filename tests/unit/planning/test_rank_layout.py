@@ -15,7 +15,7 @@ def peaks(stage, num_micro_batches, **parallel):
 
 
 @pytest.mark.parametrize(("stage", "held"), [(0, 4), (1, 3), (2, 2), (3, 1)])
-def test_a_1f1b_stage_holds_as_many_forward_passes_as_stages_lie_from_it_to_the_last(stage, held):
+def test_a_1f1b_stage_holds_a_forward_pass_for_each_stage_to_the_last(stage, held):
     assert peaks(stage, 8, pipeline=4) == [held]
     assert peaks(stage, 2, pipeline=4) == [min(held, 2)]
 
@@ -35,7 +35,7 @@ def test_every_forward_pass_is_followed_by_one_backward_pass():
     assert all(min(held) >= 0 for held in moments)
 
 
-def test_chunks_cover_every_layer_once_and_the_ends_lie_on_the_first_and_last():
+def test_chunks_cover_every_layer_once_and_ends_are_first_and_last():
     layout = placement(8, pipeline=2, virtual_pipeline=2)
     chunks = sorted((c for stage in range(2) for c in layout.chunks(stage)), key=lambda c: c.first_layer)
     assert [(c.first_layer, c.num_layers) for c in chunks] == [(0, 1), (1, 1), (2, 1), (3, 1)]

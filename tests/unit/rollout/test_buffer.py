@@ -90,7 +90,7 @@ def test_groups_leave_in_the_order_they_were_asked_and_surplus_stays():
     assert len(buffer) == 2
 
 
-def test_only_groups_older_than_the_allowed_staleness_are_dropped_and_counted():
+def test_only_groups_that_are_too_stale_are_dropped_and_counted():
     buffer = GroupBuffer(max_staleness=1)
     for i, version in enumerate([3, 4, 5]):
         buffer.offer(group(i, [True, False], version=version))

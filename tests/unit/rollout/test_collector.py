@@ -249,7 +249,7 @@ def request_ids(groups):
     return [r.response.request_id for g in groups for r in g.responses]
 
 
-def test_the_order_in_which_answers_come_changes_nothing_without_partial_rollouts():
+def test_the_order_of_answers_changes_nothing_in_whole_rollouts():
     # Punishments of sevenths round, so that sums of them depend on their order.
     run = config(reward={"overlong_cache_tokens": 7})
     expected, expected_metrics = collector(ScriptedEngine(every_other), run).collect(0)
@@ -274,7 +274,7 @@ def test_a_group_is_scored_while_others_are_still_generated():
     assert waiting == [20, 16, 12, 8, 4, 0]
 
 
-def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest_in_flight():
+def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest():
     engine = ScriptedEngine(every_other, order=straggler)
     groups, metrics = collector(engine, partial()).collect(0)
     # Group 0 lacks its straggler; groups 1 to 4 are complete, and 6 and 7 took the places of the first two. With one
@@ -287,7 +287,7 @@ def test_a_partial_step_ends_with_its_groups_and_leaves_the_rest_in_flight():
     assert metrics["rollout/generation_rounds"] == 2
 
 
-def test_a_response_that_goes_on_under_new_weights_counts_as_of_the_oldest_and_is_stale_up_to_the_change():
+def test_a_continued_response_is_as_old_as_its_oldest_weights():
     engine = ScriptedEngine(every_other, order=straggler)
     subject = collector(engine, partial())
     subject.collect(0)
@@ -328,7 +328,7 @@ def test_a_complete_group_of_too_old_weights_is_dropped_and_counted():
     assert metrics["buffer/stale_dropped"] == 1
 
 
-def test_a_request_that_no_engine_serves_drops_its_group_and_cancels_the_rest_of_it():
+def test_a_request_that_no_engine_serves_drops_its_whole_group():
     engine = ScriptedEngine(every_other, fails=lambda request: request.request_id == 1)
     groups, metrics = collector(engine, partial()).collect(0)
     assert metrics["rollout/dropped_groups"] == 1
@@ -343,7 +343,7 @@ def test_a_starved_partial_step_asks_no_more_than_its_rounds():
     assert len(engine.submitted) == 3 * 6 * 4
 
 
-def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_asked_twice():
+def test_groups_in_flight_survive_a_checkpoint_asked_once():
     before = ScriptedEngine(every_other, order=straggler)
     subject = collector(before, partial())
     before.version = 3
@@ -369,7 +369,7 @@ def test_groups_in_flight_survive_a_checkpoint_with_nothing_lost_and_nothing_ask
     assert sorted(trained + waiting) == list(range(resumed.next_request_id))
 
 
-def test_groups_in_flight_are_not_dropped_by_a_run_that_cannot_go_on_with_them():
+def test_a_run_that_cannot_continue_groups_does_not_drop_them():
     subject = collector(ScriptedEngine(every_other), partial())
     subject.collect(0)
     with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true can continue"):

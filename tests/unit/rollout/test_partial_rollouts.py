@@ -234,7 +234,7 @@ def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
     assert metrics["rollout/groups_expired_in_flight"] == 1
 
 
-def test_a_group_that_fails_while_a_checkpoint_is_written_is_counted_or_asked_again_after_a_restart():
+def test_a_group_that_fails_during_a_checkpoint_is_never_lost():
     engine, subject = after_a_step()
     engine.fails = lambda request: request.request_id == 8 * SIZE
     engine.arrived.append(engine.finish(8 * SIZE))

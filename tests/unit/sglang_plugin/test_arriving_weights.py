@@ -54,7 +54,7 @@ def arriving(group, window_bytes):
 
 
 @pytest.mark.parametrize(("window_bytes", "ahead"), [(0, 1), (NUM_BYTES, 1), (3 * NUM_BYTES - 1, 2), (10**6, 4)])
-def test_no_more_pieces_are_on_their_way_than_the_window_holds_and_each_is_waited_for_alone(window_bytes, ahead):
+def test_the_window_limits_pieces_and_each_is_waited_for_alone(window_bytes, ahead):
     group = Group()
     weights = arriving(group, window_bytes)
     assert (group.begun, group.waited) == (ahead, [])
@@ -131,7 +131,7 @@ class Updater:
         return True, ""
 
 
-def test_after_a_loader_that_fails_the_rest_has_been_received_and_it_gets_plain_tensors():
+def test_a_failing_loader_gets_plain_tensors_and_the_rest_is_received():
     updater = Updater()
     group = updater._model_update_group["g"]
     kinds = []
@@ -171,7 +171,7 @@ def answer_to(updater, *load_formats):
 
 
 @pytest.mark.usefixtures("_alone")
-def test_a_session_whose_weights_do_not_fit_the_model_is_refused_at_its_end():
+def test_a_session_with_weights_of_another_model_is_refused_at_its_end():
     updater = Updater()
     assert answer_to(updater, PIECES) == (True, "")
     held = updater.get_model().held
@@ -185,7 +185,7 @@ def test_a_session_whose_weights_do_not_fit_the_model_is_refused_at_its_end():
 
 
 @pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])
-def test_an_engine_with_a_draft_model_that_would_load_the_same_again_is_without_the_plugin(algorithm, announced):
+def test_an_engine_with_a_draft_model_is_without_the_plugin(algorithm, announced):
     state = SimpleNamespace(internal_state={})
     model_config = SimpleNamespace(hf_config=Qwen2Config(num_hidden_layers=5))
     scheduler = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=algorithm), model_config=model_config)
@@ -195,7 +195,7 @@ def test_an_engine_with_a_draft_model_that_would_load_the_same_again_is_without_
     assert state.internal_state == announced
 
 
-def test_an_engine_misses_what_any_of_its_ranks_misses_and_has_no_place_for_what_none_has():
+def test_ranks_together_say_what_is_missing_or_has_no_place():
     ranks = [(["head [3, 2]"], {"expert_0", "bias"}), (["head [3, 2]", *"abcd"], {"expert_1", "bias"})]
     difference = "it has head [3, 2], a, b, c and 1 more, for which no weights come; it has no place for bias"
     assert sglang_plugin._model_difference(ranks) == f"{OTHER_MODEL}: {difference}"

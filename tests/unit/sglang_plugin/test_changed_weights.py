@@ -58,7 +58,7 @@ def load(weights, parameters):
     return weights.written()
 
 
-def test_changes_make_the_new_weights_of_the_old_and_leave_alone_what_stays():
+def test_changes_make_the_new_weights_and_leave_alone_what_stays():
     old, new = old_and_new()
     weights = changed_weights(old, new)
     disturbed = {name: tensor.clone() for name, tensor in old.items()}
@@ -117,7 +117,7 @@ def test_loaders_that_copy_in_threads_and_in_inference_mode_take_changes():
         assert weights.faults(load(weights, old)) == []
 
 
-def test_processes_of_an_engine_account_for_their_parts_and_copies_together():
+def test_an_engines_processes_account_for_parts_and_copies_together():
     old, new = old_and_new()
     weights = changed_weights(old, new)
     parts = []

@@ -70,7 +70,7 @@ def test_a_model_that_fits_gets_its_weights_and_has_no_differences():
         assert model.holds(version)
 
 
-def test_parameters_that_nothing_reaches_and_tensors_without_a_place_are_named():
+def test_unreached_parameters_and_tensors_without_a_place_are_named():
     model, trace = Fusing(), LoadTrace()
     for version in range(2):
         assert update(model, trace, version) == (["wide [6, 6]", "head [3, 2]"], {"wide"})
@@ -100,7 +100,7 @@ def test_a_loader_can_compute_with_what_it_gets(use):
     assert use(LoadTrace().traced("gate", gate)) == gate[0, 0]
 
 
-def test_nothing_is_said_of_a_session_that_brought_nothing_or_weights_in_another_way():
+def test_sessions_without_traced_weights_are_not_reported():
     model, trace = Fusing(), LoadTrace()
     trace.begin()
     assert trace.differences(vars(model).items()) == ([], set())
@@ -111,7 +111,7 @@ def test_nothing_is_said_of_a_session_that_brought_nothing_or_weights_in_another
     assert update(model, trace, 1) != ([], set())
 
 
-def test_a_loader_that_cannot_take_traced_tensors_gets_plain_ones_and_is_not_compared():
+def test_a_loader_that_cannot_be_traced_gets_plain_tensors():
     model, trace = Fusing(), LoadTrace()
     assert update(model, trace, 0) != ([], set())
     trace.close()

@@ -28,7 +28,7 @@ def leaving(monkeypatch):
 
 
 @pytest.mark.usefixtures("leaving")
-def test_a_process_that_a_peers_failure_takes_along_records_the_last_saved_step(tmp_path, monkeypatch):
+def test_a_process_that_fails_with_a_peer_records_the_last_saved_step(tmp_path, monkeypatch):
     folders = CheckpointFolders(tmp_path / "checkpoints", keep_last=2, keep_every=None)
     folders.begin(7)
     (folders.partial(7) / "loop.json").write_text("{}")

@@ -70,7 +70,7 @@ class SpreadPolicy:
         ]
 
 
-def test_log_probs_of_processes_that_hold_parts_of_the_sequence_make_it_up(control):
+def test_log_probs_of_parts_of_the_sequence_add_up_to_the_whole(control):
     agreements = [PolicyAgreement(SpreadPolicy(rank, control), config(temperature=0.5), prompts(70)) for rank in (0, 1)]
     parts = [agreement.expected(3) for agreement in agreements]
     assert all(np.count_nonzero(part) for part in parts)
@@ -86,7 +86,7 @@ def test_the_sequence_is_scored_once_for_each_version(control):
 
 
 @pytest.mark.parametrize("lengths", [(70,), (30, 40), (5,), (), (0, 3)])
-def test_the_sequence_has_its_length_whatever_the_prompts_and_is_the_same_each_time(lengths):
+def test_the_sequence_has_its_length_and_is_the_same_each_time(lengths):
     tokens = fixed_sequence(prompts(*lengths), VOCAB_SIZE, 60, seed=7)
     assert tokens.dtype == np.int32
     assert len(tokens) == 60

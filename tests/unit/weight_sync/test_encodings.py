@@ -41,7 +41,7 @@ def test_a_flat_bucket_is_one_run_of_bytes():
     assert (encoded.stage, encoded.load_format, encoded.is_last) == (1, "flattened_bucket", True)
 
 
-def test_large_tensors_are_pieces_of_their_own_and_small_neighbours_share_one():
+def test_large_tensors_are_pieces_and_small_neighbours_share_one():
     tensors = tensors_of()
     tensors["turned"] = torch.randn(30, 8).t()
     encoded = PiecewiseEncoding(10**6).encode(bucket_of(tensors))

@@ -198,9 +198,7 @@ def test_requests_with_different_sampling_share_a_call(model: Qwen2ForCausalLM, 
     assert_matches_reference(model, [requests[i] for i in plain], [responses[i] for i in plain])
 
 
-def test_rows_with_different_limits_are_decoded_together_and_each_ends_at_its_own(
-    model: Qwen2ForCausalLM, engine: EmbeddedEngine
-) -> None:
+def test_rows_decoded_together_end_at_their_own_limits(model: Qwen2ForCausalLM, engine: EmbeddedEngine) -> None:
     limits = (7, 1, 30, 7, 12, 150)
     requests = [
         replace(request, sampling=SamplingParams(max_new_tokens=limit, stop_token_ids=(3,)))
@@ -284,7 +282,7 @@ def test_greedy_equals_generate(model: Qwen2ForCausalLM, engine: EmbeddedEngine)
         assert np.abs(response.logprobs - logprobs.max(1).values.numpy()).max() < 1e-5
 
 
-def test_distinct_prompts_are_prefilled_once_and_finished_rows_cost_nothing(engine: EmbeddedEngine) -> None:
+def test_prompts_are_prefilled_once_and_finished_rows_are_free(engine: EmbeddedEngine) -> None:
     shapes: list[tuple[int, ...]] = []
     num_logits: list[int] = []
     assert engine._model is not None
@@ -401,7 +399,7 @@ def test_a_wrong_stream_is_refused_and_the_engine_with_it(
         engine.generate(requests)
 
 
-def test_a_stream_that_breaks_off_leaves_the_engine_refusing_until_a_full_load(
+def test_an_engine_refuses_after_a_broken_stream_until_a_full_load(
     model: Qwen2ForCausalLM, engine: EmbeddedEngine
 ) -> None:
     def broken() -> Iterator[NamedTensors]:

@@ -49,7 +49,7 @@ def make_requests(*ids):
     return [GenerationRequest(i, np.array([i // 4], np.int32), i, SamplingParams()) for i in ids]
 
 
-def test_all_that_was_submitted_is_generated_in_one_batch_when_the_first_answer_is_waited_for(fleet, engine):
+def test_all_that_was_submitted_is_generated_in_one_batch(fleet, engine):
     fleet.submit(make_requests(4, 5))
     fleet.submit(make_requests(2, 3))
     assert fleet.poll_answer() is None

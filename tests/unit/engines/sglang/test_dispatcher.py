@@ -75,7 +75,7 @@ def test_a_fault_is_retried_on_another_engine_and_never_becomes_an_answer(fault)
 
 
 @pytest.mark.parametrize("fault", ["error_500", "malformed_json", "old_version"])
-def test_a_request_that_fails_everywhere_ends_as_a_failure_with_its_reason(fault):
+def test_a_request_that_fails_everywhere_ends_with_the_reason(fault):
     async def body():
         bad = engines(2)
         for engine in bad:
@@ -281,7 +281,7 @@ def test_a_call_that_takes_too_long_is_aborted_and_made_elsewhere():
     within_deadline(body)
 
 
-def test_the_work_of_an_engine_that_leaves_moves_at_once_and_costs_no_attempt():
+def test_work_of_an_engine_that_leaves_moves_and_costs_no_attempt():
     async def body():
         stuck, good = engines(2)
         stuck.fault = lambda payload: "hang"
@@ -338,7 +338,7 @@ def test_a_request_that_is_cancelled_before_its_call_is_made_is_not_sent():
     within_deadline(body)
 
 
-def test_calls_that_nobody_waits_for_are_hung_up_even_where_aborts_are_lost():
+def test_calls_nobody_waits_for_are_hung_up_even_if_aborts_are_lost():
     async def body():
         (engine,) = engines(1, tokens_per_s=0.001)
 
@@ -390,7 +390,7 @@ def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
     within_deadline(body)
 
 
-def test_what_is_taken_back_goes_on_with_the_new_weights_from_where_it_was():
+def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
     async def body():
         two = engines(2, tokens_per_s=300)
         stop = 77

@@ -253,7 +253,7 @@ def test_tls_where_there_is_none_is_no_engine():
         *((status, False) for status in (408, 429, 500, 502, 503, 504)),
     ],
 )
-def test_an_answer_that_an_engine_never_gives_is_told_from_one_of_a_server_in_trouble(status, expected):
+def test_answers_no_engine_gives_are_told_from_a_servers_trouble(status, expected):
     async def handler(request):
         return web.Response(status=status)
 

@@ -54,27 +54,7 @@ def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
     assert "--device" not in command(NODE, 0, KEY_FILE)
 
 
-def test_engines_on_the_cpu_keep_freed_memory_and_leave_the_cores_alone_while_idle():
-    node = replace(NODE, gpus=(), dtype="fp32")
-    assert "--sleep-on-idle" in command(node, 0, KEY_FILE)
-    assert "glibc.malloc.trim_threshold=" in environment(node, 0, {})["GLIBC_TUNABLES"]
-    assert environment(node, 0, {"GLIBC_TUNABLES": "mine"})["GLIBC_TUNABLES"] == "mine"
-    assert "--sleep-on-idle" not in command(NODE, 0, KEY_FILE)
-    assert "GLIBC_TUNABLES" not in environment(NODE, 0, {})
-
-
-def test_choices_reach_sglang():
-    node = replace(NODE, dtype="fp8", memory_fraction=0.6, colocated=True, extra=("--context-length", "4096"))
-    arguments = command(node, 0, KEY_FILE)
-    assert options(arguments)["--quantization"] == "fp8"
-    assert options(arguments)["--mem-fraction-static"] == "0.6"
-    assert "--enable-memory-saver" in arguments
-    assert "--skip-tokenizer-init" in arguments
-    assert "--skip-tokenizer-init" not in command(replace(node, with_text=True), 0, KEY_FILE)
-    assert arguments[-2:] == ["--context-length", "4096"], "the user's arguments come last and win"
-
-
-def test_engines_on_the_cpu_have_cores_of_their_own_where_there_are_enough(monkeypatch):
+def test_engines_on_the_cpu_have_cores_of_their_own_if_there_are_enough(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     node = replace(NODE, gpus=(), dtype="fp32")
     bound = [environment(node, engine, {})["SGLANG_CPU_OMP_THREADS_BIND"] for engine in (0, 1)]
@@ -92,7 +72,7 @@ def test_a_colocated_engine_numbers_its_gpus_as_the_trainer_does():
     assert options(command(node, 1, KEY_FILE))["--base-gpu-id"] == "2"
 
 
-def test_the_router_listens_on_the_nodes_interface_only_and_reaches_all_engines():
+def test_the_router_listens_on_one_interface_and_reaches_all_engines():
     arguments = json.loads(router_command(NODE, 8000)[-1])
     assert (arguments["host"], arguments["prometheus_host"]) == (NODE.host, NODE.host)
     assert arguments["worker_urls"] == ["http://10.0.0.7:30000", "http://10.0.0.7:30001"]

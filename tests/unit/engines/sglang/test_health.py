@@ -90,7 +90,7 @@ def test_an_engine_that_is_paused_is_told_to_go_on_unless_it_is_in_use():
     within_deadline(body)
 
 
-def test_a_server_that_is_no_engine_is_foreign_at_once_and_healthy_when_an_engine_answers():
+def test_a_foreign_server_is_known_at_once_until_an_engine_answers():
     async def body():
         engine = ScriptedEngine()
         engine.health = "not_found"
@@ -276,7 +276,7 @@ def test_a_wrong_key_is_told_as_the_reason():
     async def body():
         engine = ScriptedEngine(api_key="other")
         async with serving(engine) as (client,):
-            client._headers["Authorization"] = "Bearer wrong"
+            engine.api_key = "yet another"
             changes = []
 
             async def on_change(*change):

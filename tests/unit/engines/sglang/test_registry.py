@@ -149,7 +149,7 @@ def fields(**changes):
     ],
     ids=lambda content: type(content).__name__,
 )
-def test_a_malformed_announcement_that_is_signed_is_refused_with_one_warning(trainer, address, caplog, content):
+def test_a_signed_malformed_announcement_is_refused_with_one_warning(trainer, address, caplog, content):
     content = content if isinstance(content, bytes) else fields(**content)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -229,9 +229,7 @@ def test_a_connection_that_sends_nothing_is_closed_in_time(trainer, address, mon
         time.sleep(0.01)
 
 
-def test_a_launcher_that_announces_through_a_torch_store_is_told_nothing_and_the_trainer_says_why(
-    trainer, address, caplog
-):
+def test_the_trainer_says_why_it_ignores_a_torch_store(trainer, address, caplog):
     host, port = parse_address(address)
     with caplog.at_level(logging.WARNING), pytest.raises(DistError):
         TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
@@ -241,7 +239,7 @@ def test_a_launcher_that_announces_through_a_torch_store_is_told_nothing_and_the
     ]
 
 
-def test_engines_that_came_and_went_are_forgotten_and_too_many_are_refused(trainer, address, monkeypatch, caplog):
+def test_engines_that_went_are_forgotten_and_too_many_are_refused(trainer, address, monkeypatch, caplog):
     monkeypatch.setattr(registry, "_MAX_ENGINES", 20)
     many = [Registration(f"http://127.0.0.1:{port}", "first") for port in range(1, 21)]
     assert not announce(address, KEY, many[:10], leaving=True).refusal
@@ -264,7 +262,7 @@ def test_more_engines_than_a_message_holds_are_announced_in_several(trainer, add
     assert trainer.poll() == many
 
 
-def test_launchers_hear_which_engines_hang_from_a_trainer_with_their_key_only(trainer, address):
+def test_launchers_hear_of_hung_engines_only_from_their_own_trainer(trainer, address):
     trainer.report_hung(["second", "first"])
     assert announce(address, KEY, [ENGINE]).hung == {"first", "second"}
     trainer.report_hung([])
@@ -280,7 +278,7 @@ def answering(handle):
     return f"127.0.0.1:{port}", server
 
 
-def test_answers_of_strangers_and_old_ones_name_no_engine_and_the_key_does_not_travel():
+def test_answers_of_strangers_or_old_ones_name_no_engine_nor_the_key():
     seen = []
 
     def replay(message):

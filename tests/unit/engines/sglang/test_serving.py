@@ -158,7 +158,7 @@ def test_engines_leave_and_end_at_a_signal(serve_one, capsys, number):
     assert capsys.readouterr().out.endswith("all engines have ended\n")
 
 
-def test_a_launcher_whose_engines_have_used_up_their_restarts_ends_with_an_error(serve_one, capsys):
+def test_a_launcher_ends_when_its_engines_have_no_restarts_left(serve_one, capsys):
     registry, run = serve_one
 
     def kill_engine():
@@ -189,7 +189,7 @@ def test_an_engine_that_answers_without_the_key_is_refused(make_engine):
         advance_until(engine, lambda: False)
 
 
-def test_an_engine_that_ignores_the_request_to_end_is_killed_with_its_children(make_engine):
+def test_an_engine_that_does_not_end_is_killed_with_its_children(make_engine):
     engine = make_engine("stubborn")
     advance_until(engine, lambda: engine.registration is not None)
     processes = [psutil.Process(engine._group.pid), *children(engine.log)]

@@ -1,0 +1,158 @@
+"""Convert checkpoints between Hugging Face's format and Megatron's, at any layout; compare and inspect them.
+
+dapo-mega convert hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
+dapo-mega convert megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER
+dapo-mega convert reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
+dapo-mega convert verify FOLDER OTHER_FOLDER
+dapo-mega convert inspect FOLDER --tensors
+
+Needs memory for a few tensors and one shard, not for the model. Started again after an interruption, a conversion
+continues. Under torchrun the processes share the files among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dapo_mega.cli import print_once, quiet_libraries
+from dapo_mega.config import ParallelConfig
+from dapo_mega.config.files import validated
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    from dapo_mega.conversion.convert import Checkpoint
+    from dapo_mega.models import Architecture
+
+_GIB = 2**30
+_LISTED = 20
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert")
+EXIT_DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command."""
+    options = _parser().parse_args(argv)
+    quiet_libraries()
+    from dapo_mega.megatron.repairs import cpu_accelerator
+
+    cpu_accelerator.install()
+    _join_processes(options.command)
+    from dapo_mega.conversion.convert import open_checkpoint
+    from dapo_mega.conversion.resumable_folder import together
+
+    with together():
+        checkpoint = open_checkpoint(options.source, options.model)
+    if options.command == "inspect":
+        from dapo_mega.conversion.inspection import describe
+
+        for line in describe(checkpoint, options.tensors):
+            print_once(line)
+    elif options.command == "verify":
+        _verify(checkpoint, open_checkpoint(options.other, options.model), options.tensors_only)
+    else:
+        _convert(checkpoint, options)
+
+
+def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+    from dapo_mega.conversion.convert import require_format, reshard, to_hf, to_megatron
+
+    require_format(checkpoint, megatron=options.command != "hf-to-megatron", command=options.command)
+    shard_bytes = round(options.shard_gib * _GIB)
+    target = options.target.absolute()
+    if options.command == "megatron-to-hf":
+        written = to_hf(checkpoint, target, shard_bytes)
+    else:
+        convert = to_megatron if options.command == "hf-to-megatron" else reshard
+        written = convert(checkpoint, target, _layout(options, checkpoint.arch), shard_bytes)
+    print_once(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
+
+
+def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
+    """Exit status 1 if the checkpoints differ."""
+    from dapo_mega.conversion.verification import compare_logprobs, different_fields, different_tensors
+
+    lines = different_tensors(left, right)
+    for line in lines[:_LISTED]:
+        print_once(line)
+    num_tensors = len({*left.names, *right.names})
+    print_once(f"{len(lines)} of {num_tensors} tensors differ" if lines else f"all {num_tensors} tensors are equal")
+    of_config = different_fields(left, right)
+    for line in of_config:
+        print_once(f"config.json, {line}")
+    agrees = not (lines or of_config)
+    if of_config:
+        print_once("the models are of different architectures: log-probs are not compared")
+    elif not tensors_only:
+        found = compare_logprobs(left, right)
+        agrees = agrees and found.agrees
+        print_once(found.sentence())
+    if not agrees:
+        sys.exit(EXIT_DIFFERENT)
+
+
+def _join_processes(command: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if command in ("verify", "inspect"):
+        raise InputError(f"{command} runs in one process; start it without torchrun")
+    import torch.distributed as dist
+
+    # The first process to be done waits for the last.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+
+
+def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
+    """Expert tensor parallelism defaults to --tensor unless experts are sharded over ranks."""
+    expert_tensor = options.expert_tensor
+    if expert_tensor is None:
+        expert_tensor = options.tensor if arch.experts and options.expert == 1 else 1
+    sizes = {name: getattr(options, name) for name in _SIZES}
+    return validated(ParallelConfig, {**sizes, "expert_tensor": expert_tensor, "sequence": options.tensor > 1})
+
+
+def _shard_gib(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size * _GIB < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of GiB, not {text}")
+    return size
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Convert, compare and inspect checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = "folder with config.json and tokenizer, for a Megatron checkpoint that has none"
+    for name, text in (
+        ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
+        ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),
+        ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer and loop state"),
+        ("verify", "compare two checkpoints: tensors, then log-probs of a few prompts"),
+        ("inspect", "describe a checkpoint"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("source", type=Path)
+        command.add_argument("--model", type=Path, help=model)
+        if name == "verify":
+            command.add_argument("other", type=Path)
+            command.add_argument("--tensors-only", action="store_true", help="compare tensors only")
+        elif name == "inspect":
+            command.add_argument("--tensors", action="store_true", help="list every tensor")
+        else:
+            command.add_argument("target", type=Path, help="a folder that does not exist yet")
+            command.add_argument("--shard-gib", type=_shard_gib, default=4.0, help="largest file (default 4)")
+        if name in ("hf-to-megatron", "reshard"):
+            for size in _SIZES:
+                command.add_argument(
+                    f"--{size.replace('_', '-')}", type=int, default=1, help="as parallel.* of a run (default 1)"
+                )
+            command.add_argument("--expert-tensor", type=int, help="default: 1 with expert parallelism, else --tensor")
+    return parser

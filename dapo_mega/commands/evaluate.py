@@ -1,0 +1,34 @@
+"""Evaluate a Hugging Face checkpoint on held-out prompts: avg@k, pass@k, maj@k.
+
+dapo-mega evaluate --config configs/quickstart.yaml model.path=MODEL data.evaluation.path=FILE
+
+Reads the same configuration files as training; the sections used are model, data.evaluation, rollout, reward and
+evaluation. One process, the embedded engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dapo_mega.cli import quiet_libraries
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Evaluate a Hugging Face checkpoint on held-out prompts.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of a run")
+    parser.add_argument("--output", type=Path, help="also write the metrics to this JSON file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
+    arguments = parser.parse_args()
+    quiet_libraries()
+    from dapo_mega.config import RunConfig, load_config
+    from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
+
+    metrics = evaluate_checkpoint(load_config(RunConfig, arguments.config, arguments.overrides))
+    for name, value in metrics.items():
+        print(f"{name.removeprefix('evaluation/'):24s} {value:.4f}")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(metrics, indent=2) + "\n")

@@ -1,0 +1,137 @@
+"""Plan a run: estimate GPU memory, communication and time of a configuration's layout, without a GPU.
+
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
+
+Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
+beside the trainer's, colocated on the trainer's, asleep while the policy trains.
+The model's weights need not be here: model.architecture (a config.json) is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_mega.cli import print_once
+from dapo_mega.config import ParallelConfig, RunConfig, load_config
+from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture
+from dapo_mega.planning.estimate import Assumptions, estimate
+from dapo_mega.planning.memory import GIB
+from dapo_mega.planning.plan import describe_run, find_architecture
+from dapo_mega.planning.proposals import propose
+from dapo_mega.planning.rank_layout import RankLayout
+from dapo_mega.planning.report import proposal_lines, report
+from dapo_mega.planning.step_time import Machine
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of a configuration."""
+    options = _parser().parse_intermixed_args(argv)
+    config = given = load_config(RunConfig, options.config, options.overrides)
+    if options.gpus is not None:
+        # The file's own number would refuse another one.
+        parallel = config.parallel.model_copy(update={"world_size": None})
+        config = config.model_copy(update={"parallel": parallel})
+    world_size = options.gpus or config.parallel.world_size or 1
+    arch, assumptions = _architecture(config), _assumptions(options, config)
+    if options.propose:
+        _print_proposals(config, given, arch, world_size, assumptions)
+        return
+    for line in describe_run(config, world_size):
+        print_once(line)
+    for line in report(estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)):
+        print_once(line)
+
+
+def _print_proposals(
+    config: RunConfig, given: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions
+) -> None:
+    proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
+    for line in proposal_lines(proposals, num_valid, world_size, assumptions, given):
+        print_once(line)
+
+
+def _architecture(config: RunConfig) -> Architecture:
+    arch, notes = find_architecture(config)
+    if arch is None:
+        raise InputError("; ".join(notes))
+    return arch
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Estimate memory, communication and time of a configuration's layout, without a GPU."
+    )
+    parser.add_argument("config", type=Path, help="YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
+    parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
+    numbers: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
+        ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
+        ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
+        ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
+        ("--mean-response-tokens", float, None, "default: a quarter of rollout.max_response_tokens"),
+        ("--peak-tflops", float, 989.0, "dense bf16 rate of a GPU"),
+        ("--mfu", float, 0.4, "share of that rate that the trainer reaches"),
+        ("--intra-node-gbps", float, 350.0, "GB/s of a GPU within a node, one way"),
+        ("--inter-node-gbps", float, 45.0, "GB/s of a GPU between nodes, one way"),
+        ("--gpus-per-node", int, 8, "GPUs of a node"),
+        ("--memory-gbps", float, 3350.0, "GB/s of a GPU's memory"),
+        ("--memory-share", float, 0.6, "share of that bandwidth that decoding reaches"),
+        ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: from rollout.fleet)"),
+        ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
+    )
+    for name, kind, default, text in numbers:
+        parser.add_argument(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
+    return parser
+
+
+def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
+    for name, value in vars(options).items():
+        if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
+            raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
+    _check_engines(options, config)
+    mean_prompt = options.mean_prompt_tokens or config.data.max_prompt_tokens / 8
+    mean_response = options.mean_response_tokens or config.rollout.max_response_tokens / 4
+    for name, mean, largest in (
+        ("prompt", mean_prompt, config.data.max_prompt_tokens),
+        ("response", mean_response, config.rollout.max_response_tokens),
+    ):
+        if mean > largest:
+            raise InputError(
+                f"--mean-{name}-tokens={mean:g} is larger than the configuration's longest {name}, {largest}"
+            )
+    machine = Machine(
+        flops=options.peak_tflops * 1e12,
+        flops_share=options.mfu,
+        intra_node_bytes=options.intra_node_gbps * 1e9,
+        inter_node_bytes=options.inter_node_gbps * 1e9,
+        gpus_per_node=options.gpus_per_node,
+        memory_bytes=options.gpu_memory_gib * GIB,
+        memory_rate=options.memory_gbps * 1e9,
+        memory_rate_share=options.memory_share,
+    )
+    return Assumptions(
+        machine, mean_prompt, mean_response, options.engine_tensor, options.engine_gpus, options.reserve_gib * GIB
+    )
+
+
+def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse numbers of engines that contradict each other or `rollout.placement`."""
+    placement, num_gpus, tensor = config.rollout.placement, options.engine_gpus, options.engine_tensor
+    if placement == "embedded" and (num_gpus or tensor):
+        raise InputError(
+            "--engine-gpus and --engine-tensor are for engines of a fleet, and rollout.placement=embedded; add "
+            "rollout.placement=fleet rollout.fleet.rendezvous=HOST:PORT, or leave them out"
+        )
+    if placement == "colocated" and num_gpus:
+        raise InputError(
+            "--engine-gpus is for GPUs of the engines' own, and rollout.placement=colocated uses the trainer's; leave "
+            "it out, or add rollout.placement=fleet"
+        )
+    if num_gpus and num_gpus % (tensor or 1):
+        raise InputError(f"--engine-gpus={num_gpus} must be a multiple of --engine-tensor={tensor}")

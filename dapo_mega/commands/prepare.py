@@ -1,0 +1,222 @@
+"""Prepare a run's inputs: data, tokenizers and a model with random weights.
+
+dapo-mega prepare arithmetic --output data/arithmetic --num-train 2000 --num-eval 200
+dapo-mega prepare init-model --output models/tiny --tokenizer character --hidden-size 128
+dapo-mega prepare inspect data/arithmetic/train.parquet
+
+Outputs are folders that appear complete or not at all, each with a record (`preparation.json`) of the parameters it
+was made from: asked for the same again, the command leaves it alone; asked for another, it needs --force.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_mega.cli import quiet_libraries
+from dapo_mega.config import DatasetConfig
+from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
+from dapo_mega.data.preparation import demonstration_table, prepare_folder, problem_table
+from dapo_mega.data.readers import read_rows
+from dapo_mega.data.templates import TEMPLATES, render_prompt
+from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+
+_PROMPT_COLUMN = "prompt"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Raises InputError or OSError, with nothing half-written, if it cannot be carried out."""
+    options = _parser().parse_args(argv)
+    quiet_libraries()
+    options.run(options)
+
+
+def prepare_arithmetic(options: argparse.Namespace) -> None:
+    """Write train.parquet, eval.parquet (columns of DAPO-Math-17k), demonstrations.parquet and tokenizer/."""
+    import pyarrow.parquet as pq
+
+    task = ArithmeticTask(
+        min_digits=options.min_digits,
+        max_digits=options.max_digits,
+        operators=tuple(dict.fromkeys(options.operators)),
+        seed=options.seed,
+    )
+    shares = {quality: vars(options)[quality] for quality in QUALITIES}
+    training, held_out = task.problems(options.num_train, options.num_eval)
+    demonstrations = task.demonstrations(options.num_demonstrations, held_out, shares)
+
+    def write(folder: Path) -> None:
+        pq.write_table(problem_table(training), folder / "train.parquet")
+        pq.write_table(problem_table(held_out), folder / "eval.parquet")
+        pq.write_table(demonstration_table(demonstrations), folder / "demonstrations.parquet")
+        build_character_tokenizer(ALPHABET).save_pretrained(folder / "tokenizer")
+
+    # The texts belong to the parameters: a folder written by another version of them is not the same.
+    parameters = {**_parameters(options), "example": demonstrations[0].response if demonstrations else ""}
+    written = prepare_folder(options.output, parameters, write, options.force)
+    counts = Counter(demonstration.quality for demonstration in demonstrations)
+    mixture = ", ".join(f"{counts[quality]} {quality}" for quality in QUALITIES)
+    print(
+        f"{options.output}: {'' if written else 'already there, '}{len(training)} training and {len(held_out)} "
+        f"held-out problems, {len(demonstrations)} demonstrations ({mixture})"
+    )
+
+
+def init_model(options: argparse.Namespace) -> None:
+    """Write a Qwen2 checkpoint with random float32 weights, its tokenizer and its generation settings."""
+    _check_sizes(options)
+    tokenizer = build_byte_tokenizer() if options.tokenizer == "byte" else build_character_tokenizer(ALPHABET)
+
+    def write(folder: Path) -> None:
+        import torch
+        from transformers import GenerationConfig, Qwen2ForCausalLM
+
+        from dapo_mega.models.hf_writer import set_usual_permissions
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            model = Qwen2ForCausalLM(_model_config(options, tokenizer)).float()
+        model.generation_config = GenerationConfig(**_special_token_ids(tokenizer))
+        model.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            set_usual_permissions(file)
+        tokenizer.save_pretrained(folder)
+
+    written = prepare_folder(options.output, _parameters(options), write, options.force)
+    print(
+        f"{options.output}: {'' if written else 'already there, '}Qwen2 with random weights, {options.layers} layers, "
+        f"hidden size {options.hidden_size}, {len(tokenizer)} tokens"
+    )
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print the columns with the first row's values, the number of rows, and the first prompt rendered."""
+    rows = read_rows(DatasetConfig(path=options.file, split=options.split))
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"dataset {options.file} has no rows")
+    fields = dict(_fields(first.values))
+    print("columns, with the first row's values:")
+    for name, value in fields.items():
+        print(f"  {name}: {value!r:.80}")
+    print(f"rows: {1 + sum(1 for _ in rows)}")
+    column = options.prompt_column or _PROMPT_COLUMN
+    if not options.prompt_column and column not in fields:
+        print(
+            f"no column {column!r}: to see a prompt as it is asked, add --prompt-column with one of the columns above"
+        )
+        return
+    prompt = render_prompt(first.value(column, "--prompt-column"), options.template)
+    print(f"first prompt ({column}, template {options.template}):\n{prompt}")
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field with its dotted name, as columns are named in a configuration."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _parameters(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that determine the output."""
+    return {key: value for key, value in vars(options).items() if key not in ("run", "output", "force")}
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    for name in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "max_positions"):
+        if vars(options)[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} {vars(options)[name]}: give 1 or more")
+    unit = 2 * options.heads
+    if options.hidden_size % unit:
+        raise InputError(
+            f"--hidden-size {options.hidden_size} is not a multiple of {unit} = 2 x --heads, which rotary positions "
+            f"need; the nearest is {max(1, round(options.hidden_size / unit)) * unit}"
+        )
+    if options.heads % options.kv_heads:
+        divisors = [n for n in range(1, options.heads + 1) if options.heads % n == 0]
+        raise InputError(f"--kv-heads {options.kv_heads} does not divide --heads {options.heads}; choose of {divisors}")
+
+
+def _special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _model_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=options.max_positions,
+        tie_word_embeddings=not options.untied,
+        **_special_token_ids(tokenizer),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Prepare a run's inputs: data, tokenizer, model.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
+    _add_init_model(commands.add_parser("init-model", help="a small Qwen2 checkpoint with random weights"))
+    command = commands.add_parser("inspect", help="columns, rows and first prompt of a data set")
+    command.add_argument("file", help="file or folder of files")
+    command.add_argument("--split", default="train", help="which files of a folder (default: %(default)s)")
+    command.add_argument("--prompt-column", help=f"dotted name of the prompts' column (default: {_PROMPT_COLUMN})")
+    command.add_argument(
+        "--template", default="as_is", help=f"{', '.join(TEMPLATES)}, or text with {{problem}} (default: %(default)s)"
+    )
+    command.set_defaults(run=inspect)
+    return parser
+
+
+def _add_arithmetic(command: argparse.ArgumentParser) -> None:
+    _add_output(command)
+    task = ArithmeticTask()
+    command.add_argument("--num-train", type=int, default=4000)
+    command.add_argument("--num-eval", type=int, default=200)
+    command.add_argument("--num-demonstrations", type=int, default=4000)
+    command.add_argument("--min-digits", type=int, default=task.min_digits)
+    command.add_argument("--max-digits", type=int, default=task.max_digits)
+    command.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(task.operators))
+    for quality in QUALITIES:
+        command.add_argument(
+            f"--{quality}", type=float, default=DEFAULT_SHARES[quality], help=f"share of {quality} demonstrations"
+        )
+    command.set_defaults(run=prepare_arithmetic)
+
+
+def _add_init_model(command: argparse.ArgumentParser) -> None:
+    _add_output(command)
+    command.add_argument("--tokenizer", choices=("character", "byte"), default="character")
+    command.add_argument("--hidden-size", type=int, default=128)
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--heads", type=int, default=4)
+    command.add_argument("--kv-heads", type=int, default=2)
+    command.add_argument("--intermediate-size", type=int, default=384)
+    command.add_argument("--max-positions", type=int, default=512)
+    command.add_argument("--untied", action="store_true", help="an output layer separate from the embedding")
+    command.set_defaults(run=init_model)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", type=Path, required=True, help="folder to write")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--force", action="store_true", help="replace an earlier call's output with other parameters")
