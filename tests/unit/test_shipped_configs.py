@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dapo_mega.commands.serve import parse_arguments
 from dapo_mega.config import RunConfig, SftConfig, load_config
 from dapo_mega.planning.dry_run import print_dry_run
 
@@ -64,6 +65,11 @@ def test_the_commands_in_its_head_are_for_this_file_and_run(name, elsewhere, cap
         if words[0] == "python" and words[1].startswith("tools/"):
             ran.append(words[1])
             assert not tool(Path(words[1]).stem).main(words[2:])
+        elif "launch/serve_rollouts.py" in command:
+            options = parse_arguments([word for word in words[2:] if word != "&"])
+            config = load_config(RunConfig, Path("configs") / name)
+            assert (str(options.model), options.rendezvous) == (config.model.path, config.rollout.fleet.rendezvous)
+            assert options.colocated == (config.rollout.placement == "colocated")
         elif "launch/" in command:
             assert any((REPOSITORY / word).is_file() for word in words if word.startswith("launch/"))
             ran += words[-1:]
