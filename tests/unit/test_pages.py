@@ -134,7 +134,9 @@ def test_commands_run_as_shown_or_say_what_they_need(name, elsewhere):
             for command in commands:
                 with contextlib.redirect_stdout(io.StringIO()):
                     ran = run_shown(command)
-                assert ran, f"{command!r} is run by nothing here; mark its block <!-- needs ... --> or <!-- run by ... -->"
+                assert ran, (
+                    f"{command!r} is run by nothing here; mark its block <!-- needs ... --> or <!-- run by ... -->"
+                )
         elif marker.startswith("run by "):
             test = (PROJECT / marker.removeprefix("run by ")).read_text()
             scripts = re.findall(r"[a-z_]+\.(?:sh|py)", " ".join(commands))
