@@ -30,7 +30,7 @@ if [ "$installed" != "$wanted$extras" ] && [ "$installed" != "$wanted[dev]" ]; t
     "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet "${TORCH:-torch==2.13.0}"
     # Without the constraint pip may swap torch for another build while it resolves the rest.
     constraints=$(mktemp)
-    "$PYTHON" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$constraints"
+    "$PYTHON" -W ignore -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$constraints"
     "$PYTHON" -m pip install --quiet --constraint "$constraints" --editable "$project$extras" 2> "$constraints.log" ||
         { cat "$constraints.log" >&2; echo "error: the installation failed; see above" >&2; exit 1; }
     rm -f "$constraints" "$constraints.log"

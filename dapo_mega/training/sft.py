@@ -19,11 +19,13 @@ from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
+from dapo_mega.planning.plan import describe_fine_tuning
 from dapo_mega.training.build import open_writer, write_run_record
 from dapo_mega.training.loop import checkpoint_is_due, export_is_due
 from dapo_mega.training.process_watch import ProcessWatch, stop_together
@@ -56,6 +58,7 @@ def run_sft(config: SftConfig, *, accept_changes: bool = False) -> None:
 def _is_finished(config: SftConfig, step: int, accept_changes: bool) -> bool:
     """Whether the run is finished already; prints so. Raises InputError if the run cannot start."""
     folder = Path(config.output_dir)
+    describe_fine_tuning(config, world_size_from_environment())
     is_exported = (folder / "hf" / "config.json").is_file()
     if (step or is_exported) and not accept_changes:
         refuse_changes(config, folder)
