@@ -1,34 +1,89 @@
 """Stages that only rank 0 speaks for: they join engines, their leaders send in turn and hear at once of a failure."""
 
 import asyncio
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
 
-from .launching import run_distributed, run_workers
-from .workers.fleet_sync import Policy, two_stages_sync
+from .launching import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).parent / "workers" / "fleet_sync.py"
+# Longer than the test's deadline: whoever waits for a failed engine's timeout does not make it.
+TIMEOUT_S = 600.0
+STAGES = (0, 1, 1, 0)
 FAULTS = ["none", "refuse", "none", "die", "none"]
 
 
-def test_every_stage_reaches_all_engines_but_the_one_that_fails(tmp_path):
-    lines = run_workers(WORKER, 2, [json.dumps(FAULTS)], tmp_path, timeout_s=200).strip().splitlines()
-    others, everyone = ["http://e0", "http://e2"], ["http://e0", "http://e1", "http://e2"]
-    for fault, report in zip(FAULTS, map(json.loads, lines), strict=True):
-        is_well = fault == "none"
-        assert report == {
-            "exact": everyone if is_well else others,
-            "away": [] if is_well else ["http://e1"],
-            "bytes": 4 * 6 * 4,
-        }
+def two_stages_sync(fleet, timeout_s):
+    """Collective, in a group of two processes: pipeline stages of one process each. `fleet` is rank 0's."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ones = dict.fromkeys(("data_size", "tensor_size", "context_size", "expert_size"), 1)
+    zeros = dict.fromkeys(("data_rank", "tensor_rank", "context_rank", "expert_rank"), 0)
+    processes = Processes(
+        rank=rank, world_size=2, pipeline_rank=rank, pipeline_size=2, **ones, **zeros,
+        device=torch.device("cpu"), control=group, leaders=group, replica=group,
+    )  # fmt: skip
+    config = WeightSyncConfig(timeout_s=timeout_s)
+    return FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+
+
+class Policy:
+    """One tensor per bucket; both stages know all values, so that rank 0 can compare."""
+
+    def __init__(self, rank, version):
+        random = torch.Generator().manual_seed(version)
+        self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
+        self._rank = rank
+
+    def stage_weights(self, bucket_bytes):
+        for number, stage in enumerate(STAGES):
+            specs = (WeightSpec(f"w{number}", torch.float32, (6,)),)
+            tensors = [self._tensors[number]] if stage == self._rank else None
+            yield WeightBucket(stage, specs, tensors, number == len(STAGES) - 1)
+
+    def is_held_by(self, engine):
+        names = [f"w{number}" for number in range(len(STAGES))]
+        return engine.weights.keys() == set(names) and all(
+            torch.equal(engine.weights[name], tensor) for name, tensor in zip(names, self._tensors, strict=True)
+        )
+
+
+def outcomes_of_faults(faults):
+    """Two pipeline stages bring weights to three engines, one of which has a fault while the second stage sends. What
+    each update came to, on rank 0."""
+    rank = dist.get_rank()
+    fleet = ScriptedFleet(3, TIMEOUT_S) if rank == 0 else None
+    sync = two_stages_sync(fleet, TIMEOUT_S)
+    outcomes = []
+    for version, fault in enumerate(faults, start=1):
+        if fleet:
+            fleet.return_all()
+            fleet.engines["http://e1"].faults = {("update", 2): fault}
+        policy = Policy(rank, version)
+        metrics = sync.push(policy, version)
+        if fleet:
+            exact = [url for url, engine in fleet.engines.items() if policy.is_held_by(engine)]
+            outcomes.append((exact, list(fleet.away), metrics["weight_sync/bytes"]))
+    return outcomes
+
+
+def test_every_stage_reaches_all_engines_but_the_one_that_fails():
+    outcomes, _ = run_distributed(outcomes_of_faults, 2, FAULTS, timeout_s=200)
+    for fault, outcome in zip(FAULTS, outcomes, strict=True):
+        if fault == "none":
+            assert outcome == (URLS, [], 4 * 6 * 4)
+        else:
+            assert outcome == (["http://e0", "http://e2"], ["http://e1"], 4 * 6 * 4)
 
 
 URLS = ["http://e0", "http://e1", "http://e2"]

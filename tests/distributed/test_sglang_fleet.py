@@ -1,19 +1,72 @@
 """Engines that join while rank 0 waits for answers are updated by all processes, which also leave together."""
 
-from ast import literal_eval
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed.launching import run_workers
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.engines.sglang.fleet import SglangFleet
+from dapo_mega.errors import FleetError, InputError
+
+from .launching import run_distributed
 
 pytestmark = pytest.mark.distributed
-WORKER = Path(__file__).parent / "workers" / "sglang_fleet.py"
+
+ERRORS = {"none": None, "input": InputError("the disk is full"), "fleet": FleetError("too few engines")}
+
+
+class JoiningDriver:
+    """Engines have joined before each of the first two answers."""
+
+    def __init__(self):
+        self.num_joined = 0
+        self.num_answers = 0
+
+    def wait_for_engines(self):
+        pass
+
+    def has_outdated(self):
+        self.num_joined += 1
+        return self.num_joined <= 2
+
+    def next_answer(self, timeout_s):
+        self.num_answers += 1
+        return self.num_answers
+
+
+def updates_and_ending(error):
+    """Rank 0 waits for answers while engines join, the other rank serves."""
+    processes = SimpleNamespace(rank=dist.get_rank(), control=dist.group.WORLD)
+    fleet = SglangFleet(processes, JoiningDriver() if processes.rank == 0 else None)
+    updates = []
+
+    def update():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        updates.append(float(total))
+        if len(updates) == 2 and ERRORS[error]:
+            raise ERRORS[error]
+
+    fleet.on_outdated_engines(update)
+    try:
+        with raise_on_all_ranks(processes.control):
+            if processes.rank == 0:
+                try:
+                    answers = [fleet.next_answer() for _ in range(3)]
+                finally:
+                    fleet.end_serving()
+                assert answers == [1, 2, 3]
+            else:
+                fleet.serve()
+    except (InputError, FleetError) as caught:
+        return updates, str(caught)
+    return updates, "went on"
 
 
 @pytest.mark.parametrize(
     ("error", "ending"), [("none", "went on"), ("input", "the disk is full"), ("fleet", "too few engines")]
 )
-def test_all_processes_update_joining_engines_and_end_alike(tmp_path, error, ending):
-    printed = run_workers(WORKER, 2, [error], tmp_path, timeout_s=120)
-    assert literal_eval(printed.strip().splitlines()[-1]) == [([2.0, 2.0], ending)] * 2
+def test_all_processes_update_joining_engines_and_end_alike(error, ending):
+    assert run_distributed(updates_and_ending, 2, error, timeout_s=120) == [([2.0, 2.0], ending)] * 2

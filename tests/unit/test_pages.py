@@ -32,7 +32,7 @@ SCRIPTS = {
     "tools/plot_run.py": "plot",
     "tools/prepare_data.py": "prepare",
 }
-_SHELL = re.compile(r"(?:<!-- (?P<marker>[^>]*) -->\n\n?)?```(?:bash|sh|shell)\n(?P<block>.*?)```", re.DOTALL)
+_SHELL = re.compile(r"(?:<!-- (?P<marker>[^>]*) -->\n\n? *)?```(?:bash|sh|shell)\n(?P<block>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -72,6 +72,16 @@ def test_every_page_can_be_reached_from_the_readme():
             file = (page.parent / target.partition("#")[0]).resolve()
             queue += [file / "README.md" if file.is_dir() else file] if file.exists() else []
     assert set(PAGES) - reached == set()
+
+
+def test_commands_stand_in_fenced_blocks_where_they_are_checked():
+    indented = re.compile(r"^ {4,}(?:python|torchrun|bash|dapo-mega|pip|export|until|for) .*", re.MULTILINE)
+    found = [
+        f"{name}: {line}"
+        for name, page in zip(NAMES, PAGES, strict=True)
+        for line in indented.findall(prose(page.read_text()))
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_readme_stays_a_front_door():

@@ -104,31 +104,3 @@ def test_every_example_of_a_file_on_the_page_is_valid():
     assert len(examples) >= 5
     for example in examples:
         RunConfig.model_validate({**BASE, "batch": {"tokens_per_microbatch": 32768}, **yaml.safe_load(example)})
-
-
-def shown_commands():
-    """The commands of the page, line by line, without the blocks that are marked as needing something."""
-    marked = False
-    for line in PAGE.splitlines():
-        if line.strip().startswith("<!-- needs "):
-            marked = True
-        elif re.match(r" {4,}(python|torchrun|hf|curl) ", line):
-            if not marked:
-                yield line.strip()
-        elif line.strip() and not line.startswith("    "):
-            marked = False
-
-
-def test_every_command_on_the_page_runs_as_it_stands(elsewhere, capsys):
-    commands = list(shown_commands())
-    assert len(commands) >= 6
-    for command in commands:
-        words = shlex.split(command)
-        if words[1].startswith("tools/"):
-            assert not tool(Path(words[1]).stem).main(words[2:]), command
-        else:
-            assert "--dry-run" in words, command
-            overrides = [word for word in words if "=" in word]
-            kind = SftConfig if "sft" in words[1] else RunConfig
-            print_dry_run(load_config(kind, Path(words[words.index("--config") + 1]), overrides))
-        assert capsys.readouterr().out, command
