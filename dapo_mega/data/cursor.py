@@ -21,7 +21,7 @@ class PromptCursor:
 
     def __init__(self, num_prompts: int, seed: int) -> None:
         if num_prompts < 1:
-            raise InputError(f"num_prompts={num_prompts}: there is nothing to ask; give a dataset with prompts")
+            raise InputError(f"num_prompts={num_prompts}: the dataset has no prompts; give one that has some")
         if seed < 0:
             raise InputError(f"seed={seed} is negative; give 0 or more")
         self._num_prompts = num_prompts
@@ -57,7 +57,7 @@ class PromptCursor:
         return indices
 
     def state(self) -> dict[str, int]:
-        """All that decides what `next` returns from here on, as plain integers."""
+        """The state that decides all further results of `next`, as plain integers."""
         return {
             "seed": self._seed,
             "num_prompts": self._num_prompts,
@@ -93,5 +93,5 @@ def _checked(state: Mapping[str, int]) -> Mapping[str, int]:
     if set(state) != set(_KEYS) or not all(type(state[key]) is int and state[key] >= 0 for key in _KEYS):
         raise InputError(f"a prompt cursor's state has the integers {', '.join(_KEYS)} of 0 or more, got {dict(state)}")
     if state["position"] >= state["num_prompts"]:
-        raise InputError(f"position {state['position']} lies outside the {state['num_prompts']} prompts of the state")
+        raise InputError(f"position {state['position']} is outside the {state['num_prompts']} prompts of the state")
     return state

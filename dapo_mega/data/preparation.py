@@ -103,13 +103,13 @@ def _must_write(folder: Path, parameters: Mapping[str, Any], force: bool) -> boo
         return True
     if force:
         return True
-    record = read_json_object(record_path, f"use --force to write {folder} anew")
+    record = read_json_object(record_path, f"use --force to write {folder} again")
     made_from, files = record.get("parameters"), record.get("files")
     if not (isinstance(made_from, dict) and isinstance(files, list)):
-        raise InputError(f"{record_path} is damaged; use --force to write {folder} anew")
+        raise InputError(f"{record_path} is damaged; use --force to write {folder} again")
     missing = [file for file in files if not (folder / str(file)).is_file()]
     if missing:
-        raise InputError(f"{folder} lacks {', '.join(map(str, missing))}; use --force to write it anew")
+        raise InputError(f"{folder} lacks {', '.join(map(str, missing))}; use --force to write it again")
     if made_from != parameters:
         different = ", ".join(
             f"{key}={made_from.get(key)!r} (now {parameters.get(key)!r})"

@@ -55,7 +55,7 @@ class Demonstration:
 class _Question:
     """A row on its way to a `Prompt`: rendered, not yet tokenised.
 
-    `row` keeps the row's place, not its values; `truth` is the column's text and `answer` what was extracted of it.
+    `row` keeps the row's place, not its values; `truth` is the column's text and `answer` the answer extracted from it.
     `fields` are the columns that are neither problem nor answer.
     """
 
@@ -137,8 +137,8 @@ def load_demonstrations(
 
 
 def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None:
-    """Check what can be checked without a tokenizer: the template and, if the dataset is on this machine, its first
-    rows. `has_responses`: they are demonstrations. Raises `InputError` as `load_prompts` and `load_demonstrations` do.
+    """Check the template and, if the dataset is on this machine, its first rows, without a tokenizer.
+    `has_responses`: the rows are demonstrations. Raises `InputError` as `load_prompts` and `load_demonstrations` do.
     """
     template_text(config.template)
     if not Path(config.path).exists():

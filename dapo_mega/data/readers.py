@@ -60,7 +60,7 @@ class Row:
         return value
 
     def without(self, *columns: str) -> dict[str, Any]:
-        """The fields but those of these dotted names, as a copy; numbers of JSON files are numbers."""
+        """A copy of the fields without those of these dotted names; numbers of JSON files become numbers."""
         rest: dict[str, Any] = _plain(self.values)
         for column in columns:
             inner, name = rest, column
@@ -249,7 +249,7 @@ def _hub_dataset(name: str, split: str) -> datasets.Dataset:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{name} is no local file or folder, and its split {split!r} could not be had from the Hugging Face hub "
+            f"{name} is no local file or folder, and its split {split!r} could not be loaded from the Hugging Face hub "
             f"({reason}); download it where there is a network and give the path of the files"
         ) from error
 

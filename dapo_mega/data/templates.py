@@ -81,7 +81,7 @@ def as_messages(prompt: Any) -> list[dict[str, str]]:
         raise InputError(f"a prompt must be text or a list of messages, got {type(prompt).__name__}")
     messages = [_as_message(turn) for turn in prompt]
     if all(message["role"] != "user" for message in messages):
-        raise InputError("the list of messages has no turn with role user; nothing is asked")
+        raise InputError("the list of messages has no message with role user; add one")
     return messages
 
 

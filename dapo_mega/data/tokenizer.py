@@ -36,7 +36,7 @@ def build_character_tokenizer(alphabet: Iterable[str]) -> PreTrainedTokenizerFas
 
     characters = list(dict.fromkeys(alphabet))
     if not characters or any(len(character) != 1 for character in characters):
-        raise InputError(f"an alphabet is made of single characters, at least one, got {characters[:20]}")
+        raise InputError(f"an alphabet needs one or more single characters, got {characters[:20]}")
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

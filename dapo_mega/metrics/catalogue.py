@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Metric:
     """One metric, or a family of metrics whose name has a part in angle brackets.
 
-    `healthy` is empty where no value is good or bad in general. `members` gives the meaning of each value that the part
+    `healthy` is empty if no value is good or bad in general. `members` gives the meaning of each value that the part
     in angle brackets can have; without members the part is a whole number.
     """
 
@@ -27,7 +27,7 @@ class Metric:
         return self.name.partition("/")[0]
 
     def names(self) -> list[str]:
-        """The names that it stands for; a family of numbers is one name, with its angle brackets."""
+        """All names that the entry describes. A family of numbers is one name, with its angle brackets."""
         return [re.sub("<.*>", member, self.name) for member in self.members] or [self.name]
 
     def describes(self, name: str) -> bool:

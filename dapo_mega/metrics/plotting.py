@@ -160,7 +160,7 @@ def _draw_panel(axes: "Axes", panel: _Panel, runs: Sequence[_Run]) -> None:
 
 
 def _draw_curve(axes: "Axes", curve: _Curve, run: _Run, color: str, line_style: str) -> bool:
-    """Draw one curve of one run; False where the run has no such metric."""
+    """Draw one curve of one run; False if the run has no such metric."""
     points = [(record["step"], record[curve.metric]) for record in run.records if curve.metric in record]
     if not points:
         return False

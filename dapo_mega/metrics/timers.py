@@ -42,7 +42,7 @@ class StageTimers:
             self._open.remove(name)
 
     def summary(self) -> dict[str, float]:
-        """`time/<stage>_s` of each stage closed since the last call, and `time/step_s`; then starts anew.
+        """`time/<stage>_s` of each stage closed since the last call, and `time/step_s`; then starts again.
 
         Seconds. The step lasts from the last call (or from construction) to this one. A stage that is
         still open counts in the step in which it closes.

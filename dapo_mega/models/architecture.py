@@ -51,7 +51,7 @@ class Experts:
     """Layers that keep their MLP, counted from 0."""
 
     def check_sizes(self, num_layers: int) -> None:
-        """Refuse sizes that contradict each other, naming the keys of `config.json`."""
+        """Raise InputError for contradictory sizes, naming the keys of `config.json`."""
         if self.per_token > self.number:
             raise InputError(
                 f"num_experts_per_tok={self.per_token} is more than the {self.number} experts; correct one of them"
@@ -168,7 +168,7 @@ class Architecture:
         return None
 
     def check_sizes(self) -> None:
-        """Refuse sizes that contradict each other, naming the keys of `config.json`."""
+        """Raise InputError for contradictory sizes, naming the keys of `config.json`."""
         if self.num_attention_heads % self.num_query_groups:
             raise InputError(
                 f"num_key_value_heads={self.num_query_groups} does not divide "
@@ -183,7 +183,7 @@ class Architecture:
             self.experts.check_sizes(self.num_layers)
 
     def check_layout(self, parallel: ParallelConfig) -> None:
-        """Refuse sizes that do not divide this model, naming those that do."""
+        """Raise InputError for parallel sizes that do not divide this model, naming those that do."""
         for name, size in (
             ("num_attention_heads", self.num_attention_heads),
             ("intermediate_size", self.ffn_hidden_size),

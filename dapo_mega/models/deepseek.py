@@ -70,7 +70,7 @@ def has_groups(raw: Mapping[str, Any]) -> bool:
 
 
 def _yarn_weights(raw: Mapping[str, Any], scaling: RopeScaling | None) -> tuple[float, float] | None:
-    """`mscale` and `mscale_all_dim` of a YaRN record; InputError for what Megatron's latent attention does not do."""
+    """`mscale` and `mscale_all_dim` of a YaRN record; InputError if Megatron cannot apply it."""
     if scaling is None:
         return None
     record = raw.get("rope_scaling") or raw["rope_parameters"]

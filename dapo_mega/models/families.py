@@ -5,13 +5,13 @@ Adding a family means adding one file to this folder, such as `qwen2.py`. It def
 - `model_type` as the family's `config.json` spells it;
 - `read`, which makes an `Architecture` of `config.json`: `hf_sizes.common_sizes` reads what families write alike, given
   the values that transformers' configuration class of the family has for keys left out; what the policy does not
-  compute is refused by name;
+  compute must be refused with an error that names it;
 - the rules of its tensors, most of them from `decoder_rules`. A parameter of the policy without a rule, and a rule
   without a tensor in the checkpoint, are errors when a model is loaded;
 - `shapes` of those of its tensors whose names `hf_shapes` does not know.
 
-It is found by being there. Given a maker of tiny models of it in `tests/distributed/tiny.py`, the tests compare it with
-transformers in every layout.
+The file is found by itself. Add a maker of tiny models to `tests/distributed/tiny.py`, and the tests compare the family
+with transformers in every layout.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ModelFamily:
 
 @cache
 def families() -> Mapping[str, ModelFamily]:
-    """All families by `model_type`: those of the modules beside this one that define `FAMILY`."""
+    """All families by `model_type`: every module of this folder that defines `FAMILY`."""
     package = importlib.import_module(__package__)
     names = [found.name for found in pkgutil.iter_modules(package.__path__, f"{__package__}.")]
     modules = [vars(importlib.import_module(name)) for name in names]

@@ -76,7 +76,7 @@ class TensorSource(Protocol):
     path: Path
 
     def names(self) -> set[str]:
-        """All tensors it holds; one that has no Hugging Face name is listed under its own."""
+        """All tensors of the checkpoint; one without a Hugging Face name is listed under its own name."""
 
     def weight_files(self) -> set[str]:
         """The files that tensors are read from, relative to `path`."""
@@ -85,7 +85,7 @@ class TensorSource(Protocol):
         """Dtype and shape of the tensor, without reading its values."""
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor. Raises InputError naming the file where it is missing or damaged."""
+        """The whole tensor. Raises InputError naming the file if it is missing or damaged."""
 
 
 class HfCheckpoint:
@@ -135,7 +135,7 @@ class HfCheckpoint:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """File of each tensor as the index lists them, or what the only file holds."""
+    """The file of each tensor, from the index or from the only file."""
     index = path / INDEX_FILE
     if index.exists():
         listed = read_json_object(index).get("weight_map")
@@ -162,7 +162,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _specs(file: Path) -> dict[str, TensorSpec]:
-    """What the file holds."""
+    """Dtype and shape of each tensor in the file."""
     handle = _open(file)
     parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
     wrong = [f"{name} {part.get_dtype()}" for name, part in parts.items() if part.get_dtype() not in _DTYPES]
@@ -239,7 +239,7 @@ def _further_layers(source: TensorSource, names: set[str], arch: Architecture) -
 
 
 def _tied_copies(source: TensorSource, names: set[str]) -> set[str]:
-    """The output layer, where a checkpoint with tied embeddings stores it all the same."""
+    """The output layer that a checkpoint stores although its embeddings are tied."""
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     if output not in names or embedding not in source.names():
         return set()
@@ -259,7 +259,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _check_dtypes(source: TensorSource, names: set[str]) -> None:
-    """Looked at first: quantised weights come with scales, which would only be named as additional tensors."""
+    """Called before the comparison of names: the scales of quantised weights would only count as additional tensors."""
     wrong = {name: spec.dtype for name in names if (spec := source.spec(name)).dtype not in _WEIGHT_DTYPES}
     if not wrong:
         return

@@ -35,7 +35,7 @@ def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """InputError for a switch that changes what the model computes and that the policy does not know."""
+    """Raise InputError for a setting that changes the model's computation and that the policy does not support."""
     if raw.get("quantization_config"):
         raise InputError(
             f"the {raw['model_type']} checkpoint has a quantization_config and only unquantized weights are trained; "

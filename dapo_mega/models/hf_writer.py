@@ -49,7 +49,7 @@ class ShardWriter:
             self._size += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is pending and name the files now that their number is known."""
+        """Write the pending tensors, and name the files, whose number is known now."""
         if self._pending:
             self._flush()
         for index, file in enumerate(shard_files(len(self._files))):
@@ -103,9 +103,9 @@ def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int)
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
-    """Everything beside the weights: generation config, tokenizer, and config.json with the weights' dtype.
+    """Copy the files besides the weights: generation config, tokenizer, and config.json with the weights' dtype.
 
-    Of weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such
+    For weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such
     as a router's float32 bias.
     """
     for file in source.iterdir():
@@ -120,7 +120,7 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtypes: Iterable[torch
 
 
 def swap_in(partial: Path, folder: Path) -> None:
-    """Put the new folder in place; the old one goes only when the new one is there."""
+    """Put the new folder in place; the old one is deleted only after that."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():

@@ -105,7 +105,7 @@ class ActivationModel:
         self.operand = 1 if compute.fp8.enabled else self.element
 
     def handed_on(self, chunk: Chunk) -> float:
-        """Hidden states that the pipeline schedule holds beside what autograd keeps: a chunk's output. Its input is
+        """Bytes of a chunk's output, which the pipeline schedule holds in addition to autograd. The chunk's input is
         kept by its first norm."""
         return self.hidden * (not chunk.is_last)
 
@@ -117,7 +117,7 @@ class ActivationModel:
         return total + sum(self.kept_layer(layer).total for layer in chunk.layers)
 
     def recomputed_peak(self, chunk: Chunk) -> float:
-        """Bytes by which recomputing in the backward pass of `chunk` exceeds what the end of its forward pass holds."""
+        """Extra bytes that recomputing needs in the backward pass of `chunk`, above those held before it."""
         head = self.after_layers(chunk)
         if self.compute.recompute == "full":
             size = self.compute.recompute_layers
@@ -128,20 +128,20 @@ class ActivationModel:
         return max(0.0, *(self._repeated_bytes(layer) - head for layer in chunk.layers))
 
     def _repeated_bytes(self, layer: int) -> float:
-        """Bytes by which selective recomputing of one layer exceeds what its forward pass kept."""
+        """Extra bytes that selective recomputing of one layer needs, above those that its forward pass kept."""
         whole, kept = self.whole_layer(layer), self.kept_layer(layer)
         repeated = whole.mlp - kept.mlp
         if self.placement.arch.has_experts(layer) and not self._recomputes("moe"):
             # A shared expert's turn comes when the others have done their backward pass.
             repeated = max(0.0, repeated - self._experts())
         late = (whole.late_norm - kept.late_norm) + repeated
-        # The attention is recomputed when all that lies behind it in its layer is gone.
+        # The attention is recomputed after the later parts of its layer were freed.
         early = whole.norm - kept.norm + self._recomputed_attention() - kept.late_norm - kept.mlp
         early = early if self._recomputes("core_attn", "layernorm") else 0.0
         return max(late, early)
 
     def kept_layer(self, number: int) -> LayerBytes:
-        """One layer with what selective recompute leaves out."""
+        """Bytes that one layer keeps under selective recomputing."""
         layer = self.whole_layer(number)
         has_experts = self.placement.arch.has_experts(number)
         if self._recomputes("core_attn"):
@@ -213,7 +213,7 @@ class ActivationModel:
         return self.tokens * heads * self.placement.arch.head_dim * self.element
 
     def _recomputed_attention(self) -> float:
-        """Bytes by which an attention recomputed in the backward pass exceeds what the forward pass kept of it."""
+        """Extra bytes of an attention that is recomputed, above those that its forward pass kept."""
         if not self.is_local:
             return self._te_attention() - self._attention_inputs()
         # The inputs are still there; the output projection's is not.
@@ -227,8 +227,8 @@ class ActivationModel:
         return self.element == _FLOAT and self.shape.has_one_length and self.placement.parallel.context == 1
 
     def _local_attention(self, *, with_inputs: bool = True) -> float:
-        """Queries, keys and values (these repeated for each query head), output, log-sum of each row, all in float32.
-        `with_inputs` counts what is a view of the attention's inputs, too."""
+        """Queries, keys and values (repeated for each query head), output, and log-sum of each row, in float32.
+        With `with_inputs`, tensors that are views of the attention's inputs count too."""
         heads, keys = self.placement.query_heads, self.placement.key_heads
         row = heads * self.placement.arch.head_dim * _FLOAT
         if self.placement.parallel.context > 1:
@@ -292,7 +292,7 @@ class ActivationModel:
         return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
 
     def _attention_plan(self) -> float:
-        """What the attention of all layers shares: rotary angles, and what packs and unpacks its tokens."""
+        """Bytes that all attention layers share: rotary angles, and indices that pack and unpack tokens."""
         size = self.placement.arch.head_dim
         if not self.is_local:
             # The angles are an argument of every recomputed group.
@@ -312,7 +312,7 @@ class ActivationModel:
         return self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
 
     def after_layers(self, chunk: Chunk) -> float:
-        """The final norm, and what the scores of the response tokens keep: hidden states or logits."""
+        """Bytes kept by the final norm and by the scores of the response tokens: hidden states or logits."""
         if not chunk.is_last:
             return 0.0
         width = self.placement.arch.hidden_size
@@ -328,7 +328,7 @@ class ActivationModel:
 
 
 def peak_activations(model: ActivationModel, stage: int, num_micro_batches: int) -> tuple[float, float]:
-    """The most bytes that autograd keeps at once on a stage, and what the schedule holds beside it at that time."""
+    """Peak bytes that autograd keeps on a stage, and the bytes that the schedule holds at the same time."""
     chunks = model.placement.chunks(stage)
     kept = [model.chunk(chunk) for chunk in chunks]
     handed = [model.handed_on(chunk) for chunk in chunks]

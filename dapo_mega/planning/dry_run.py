@@ -16,7 +16,7 @@ from dapo_mega.planning.plan import describe_fine_tuning, describe_run
 def print_dry_run(config: RunConfig | SftConfig) -> None:
     """Print the resolved configuration, the layout, the batch arithmetic, and notes on what is not on this machine.
 
-    Raises InputError, in one line, for what would end the run at its start.
+    Raises InputError, in one line, for errors that would end the run at its start.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(config, SftConfig):

@@ -94,7 +94,7 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
 
 
 def _engine_memory(workload: Workload, assumptions: Assumptions) -> float:
-    """Bytes of a GPU that an engine may take when it is awake; 0 for an embedded one, which has no share of its own."""
+    """Bytes of a GPU that an awake engine may take; 0 for an embedded engine, which has no share of its own."""
     memory = assumptions.machine.memory_bytes
     match workload.config.rollout.placement:
         case "fleet":

@@ -93,8 +93,8 @@ def layer_kind(config: RunConfig) -> LayerKind:
 
 
 def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageMemory:
-    """One process of a pipeline stage; on the first stage the one that also holds an embedded engine. Engines on GPUs
-    of their own take nothing here but the buckets in which their weights are gathered."""
+    """Memory of one process of a pipeline stage; on the first stage, of the one that also holds an embedded engine.
+    Engines on other GPUs take only the buckets in which their weights are gathered."""
     config, placement = workload.config, workload.placement
     model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
     kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
@@ -115,7 +115,7 @@ def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageM
 
 
 def bucket_memory(workload: Workload) -> float:
-    """The two buckets that exist at most while weights are gathered; each holds one tensor at least."""
+    """Bytes of the at most two buckets that exist while weights are gathered; each holds at least one tensor."""
     config, arch = workload.config, workload.placement.arch
     element = DTYPE_BYTES[config.model.dtype]
     largest = max(arch.vocab_size, arch.ffn_hidden_size) * arch.hidden_size * element
@@ -123,7 +123,7 @@ def bucket_memory(workload: Workload) -> float:
 
 
 def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
-    """Bytes that a process of the trainer never gives back, part by part."""
+    """Bytes that a process of the trainer keeps from start to end, part by part."""
     config, placement = workload.config, workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute)
     always: dict[str, float] = {
@@ -139,7 +139,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
 
 
 def activation_parts(workload: Workload, stage: int) -> tuple[float, float, float]:
-    """(kept by autograd, held by the schedule beside it, working set) of a stage, in bytes."""
+    """Bytes of a stage: (kept by autograd, held by the schedule, working set)."""
     config = workload.config
     model = ActivationModel(
         workload.placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config)
@@ -149,7 +149,7 @@ def activation_parts(workload: Workload, stage: int) -> tuple[float, float, floa
 
 
 def working_set(model: ActivationModel, stage: int) -> float:
-    """Temporary tensors beside the activations: those of the output layer, or one layer's gradients."""
+    """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
     layer = _layer_gradients(model)
     if stage != model.placement.parallel.pipeline - 1:
         return layer
@@ -169,7 +169,7 @@ def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: i
 
 
 def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
-    """Weights of one GPU of an engine. In FP8 engines keep embedding and output layer in bf16."""
+    """Bytes of weights on one GPU of an engine. FP8 engines keep embedding and output layer in bf16."""
     size = num_parameters(arch)
     if engine.dtype == "fp8":
         outer = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
@@ -178,7 +178,7 @@ def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
 
 
 def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
-    """Keys and values of one token in all layers, on one GPU of an engine, which holds at least one head of them."""
+    """Bytes of one token's keys and values in all layers on one GPU of an engine, at least one head of them."""
     arch, element = placement.arch, DTYPE_BYTES["bf16" if engine.dtype == "fp8" else engine.dtype]
     if arch.latent_attention:
         # The latent vectors, on each GPU all of them.

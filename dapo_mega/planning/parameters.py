@@ -66,7 +66,7 @@ def stage_bytes(placement: RankLayout, stage: int, model: ModelConfig, compute: 
 def stage_buffers(
     placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig
 ) -> tuple[ParameterBytes, ParameterBytes]:
-    """The same in two parts: what data x context parallel processes share, and experts spread over processes."""
+    """Like `stage_bytes`, in two parts: parameters that data x context parallel ranks share, and spread experts."""
     shared, spread = ParameterBytes(0, 0, 0), ParameterBytes(0, 0, 0)
     for chunk in placement.chunks(stage):
         dense, experts = dense_numels(placement, chunk), expert_numels(placement, chunk)
@@ -164,7 +164,7 @@ def linear_elements(placement: RankLayout, layer: int) -> int:
 
 
 def fp8_weight_bytes(placement: RankLayout, stage: int, compute: ComputeConfig) -> int:
-    """Change of a stage's parameter bytes by FP8: copies beside the bf16 weights, or in their place."""
+    """How FP8 changes a stage's parameter bytes: copies added to the bf16 weights, or replacing them."""
     if not compute.fp8.enabled:
         return 0
     ends = compute.fp8.bf16_layers_at_ends

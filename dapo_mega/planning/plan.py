@@ -14,7 +14,7 @@ from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
-    """Lines that say how the run would be laid out. Raises InputError for what contradicts itself."""
+    """Lines that say how the run would be laid out. Raises InputError for contradictory settings."""
     _check_fleet(config)
     longest = ("data.max_prompt_tokens + rollout.max_response_tokens", config.data.max_prompt_tokens)
     lines, notes, data_size = _describe_model(

@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 def report(plan: Estimate) -> Iterator[str]:
-    """Memory, tokens, schedule, communication and time, each with what is assumed."""
+    """Lines on memory, tokens, schedule, communication and time, each with its assumptions."""
     yield from _memory_lines(plan)
     yield from _engine_lines(plan)
     yield from _schedule_lines(plan)
@@ -50,7 +50,7 @@ def report(plan: Estimate) -> Iterator[str]:
 def proposal_lines(
     proposals: Sequence[Proposal], num_valid: int, world_size: int, assumptions: Assumptions, config: RunConfig
 ) -> Iterator[str]:
-    """The fastest layouts that fit, one a line, as overrides of `config`, with what their time consists of."""
+    """Lines of the fastest layouts that fit, as overrides of `config`, with the parts of their time."""
     placement = config.rollout.placement
     available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     yield (

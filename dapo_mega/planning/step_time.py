@@ -98,11 +98,11 @@ class Generation:
 
 
 def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache: float) -> Generation:
-    """How a round is decoded by engines that have `cache` bytes of each GPU for keys and values; an embedded one takes
-    what its rows need.
+    """Time of one round on engines with `cache` bytes per GPU for keys and values; an embedded engine takes as many as
+    its rows need.
 
     Every decoding step reads the weights and the rows' keys and values once; prefilling is left out. A round lasts as
-    long as its longest response, which is taken to be of the largest length.
+    long as its longest response, which is assumed to have the maximum length.
     """
     placement = workload.placement
     num_engines = engine.num_engines(placement.data_size)
@@ -145,7 +145,7 @@ def _slowest_stage(workload: Workload, machine: Machine, layer_passes: float, he
 
 
 def _recomputed_share(workload: Workload) -> float:
-    """Operations of a layer that the backward pass repeats, over those of its forward pass."""
+    """Share of a layer's forward operations that the backward pass repeats."""
     compute, arch = workload.config.compute, workload.placement.arch
     if compute.recompute == "none":
         return 0.0
@@ -161,7 +161,7 @@ def _recomputed_share(workload: Workload) -> float:
 
 
 def _exposed(traffic: Sequence[Traffic], machine: Machine, one_update: float, num_updates: int) -> float:
-    """Seconds of communication; what overlaps counts only where it is longer than half of an update's computing."""
+    """Seconds of communication not hidden. Overlapped traffic counts beyond half of an update's computing time."""
     total = 0.0
     for entry in traffic:
         seconds = machine.seconds(entry)

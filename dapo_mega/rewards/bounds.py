@@ -26,7 +26,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\ufff
 
 
 def bound_violation(text: str) -> str | None:
-    """Why the text must not reach computer algebra, in words; None where it may."""
+    """The reason, in words, why the text must not reach computer algebra; None if it may."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         return f"longer than {MAX_ANSWER_CHARACTERS} characters"
     if _UNPRINTABLE.search(text):

@@ -25,7 +25,7 @@ _NAMES: Final = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME}){{0,9}}\)")
 
 
 class _Shape(enum.Enum):
-    """How the equals signs of an answer are to be read; the ground truth decides."""
+    """How to read the equals signs of an answer. The ground truth decides."""
 
     VALUE = "the text after the last equals sign"
     LIST = "each part of the list after its last equals sign"

@@ -127,12 +127,12 @@ def split_list(text: str) -> list[str]:
 
 
 def left_sides(text: str) -> list[str]:
-    """What stands before each equals sign, within one part of a list; empty where nothing is equated."""
+    """The text before each equals sign in one part of a list; empty without an equals sign."""
     return [side.strip() for side in _EQUALS.split(text)[:-1]]
 
 
 def after_last_equals(text: str) -> str:
-    """What stands after the last equals sign (`<=`, `>=` and `!=` are none): DAPO's rule."""
+    """The text after the last equals sign (`<=`, `>=` and `!=` do not count): DAPO's rule."""
     return _EQUALS.split(text)[-1].strip()
 
 

@@ -117,7 +117,7 @@ class AnswerVerifier:
 
     @staticmethod
     def _settle(answer: str | None, truth: str) -> Verdict | Forms:
-        """The verdict, where it is cheap; otherwise the texts that a worker must compare."""
+        """The verdict if it is cheap, else the texts that a worker must compare."""
         if answer is None:
             return Verdict(False, None, "no_answer")
         if len(answer) > MAX_ANSWER_CHARACTERS:
@@ -146,7 +146,7 @@ class AnswerVerifier:
         return [outcomes[index] for index in range(len(forms))]
 
     def _try_all(self, forms: list[Forms], indices: list[int]) -> dict[int, Outcome]:
-        """Outcomes by index; those lost because the pool itself broke are missing."""
+        """Outcomes by index, without those that were lost because the pool broke."""
         pool = self._running_pool()
         futures: dict[int, Future[bool]] = {}
         for index in indices:
@@ -192,7 +192,7 @@ class AnswerVerifier:
 
 
 def _wait_while_active(pool: ProcessPool, futures: Iterable[Future[bool]]) -> None:
-    """Until all are done, or the pool broke: it leaves futures behind that never will be."""
+    """Wait until all futures are done or the pool broke: a broken pool leaves futures that never finish."""
     pending = set(futures)
     while pending and pool.active:
         _, pending = wait(pending, timeout=_POOL_CHECK_INTERVAL_S)

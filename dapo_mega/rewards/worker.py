@@ -48,7 +48,7 @@ def ready() -> bool:
 
 
 def run_comparison(compare: Compare, candidate: str, truth: str, time_limit_s: float) -> bool:
-    """One comparison. The alarm is a second line: it ends the process even if its parent is gone."""
+    """Make one comparison. The alarm ends this process even if its parent is gone."""
     if sys.platform == "win32":
         return bool(compare(candidate, truth))
     signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 5)

@@ -181,7 +181,7 @@ class MegatronFiles:
         return sum(len(tensor.chunks) for tensor in self.tensors.values())
 
     def block_files(self) -> set[str]:
-        """The files that hold what `.metadata` lists, relative to the folder."""
+        """The files of all tensors and objects that `.metadata` lists, relative to the folder."""
         return {place.relative_path for place in self._metadata.storage_data.values()}
 
     def read_objects(self) -> dict[str, bytes]:
@@ -254,7 +254,7 @@ class MegatronCheckpoint:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
-        # Parameters made of several tensors are asked for once for each.
+        # A parameter that is made of several tensors is asked for once per tensor.
         self._last: tuple[PlacedTensor | None, list[Tensor]] = (None, [])
 
     def names(self) -> set[str]:
@@ -315,7 +315,7 @@ def _is_padded(stored: TensorStorageMetadata, vocab_size: int) -> bool:
 
 
 def _recorded_vocab_size(path: Path) -> int | None:
-    """What `write_metadata` was given, or None in folders of other writers."""
+    """The `vocab_size` given to `write_metadata`; None in folders of other writers."""
     file = path / _VOCABULARY_FILE
     if not file.exists():
         return None
@@ -326,7 +326,7 @@ def _recorded_vocab_size(path: Path) -> int | None:
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """Whether anything of Megatron's format is in the folder, be it incomplete."""
+    """Whether the folder has any file of Megatron's format, even an incomplete checkpoint."""
     return os.path.lexists(path / METADATA_FILE) or any(path.glob(_BLOCK_FILES))
 
 
@@ -403,7 +403,7 @@ def _write_tensors(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite; takes no memory beside the tensor."""
+    """Whether no value is NaN or infinite. Takes no memory besides the tensor."""
     if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() == 0:
         return True
     # The least and the largest value are NaN where any value is.

@@ -106,11 +106,11 @@ _ZIP = b"PK"
 
 
 class _ForbiddenName(Exception):
-    """A pickle names something that nothing it may hold is made of."""
+    """A pickle names a class or function that does not belong into a checkpoint."""
 
 
 class _Record:
-    """Stands for an object of the pickle: keeps what it was made of and does nothing.
+    """Stands for an object of the pickle: keeps its arguments and does nothing.
 
     Its state is set once and before it is hashed, as Python's pickler does it: a state that changes later would give
     torch's classes, made by an ordinary reader, another value than what was checked here.
@@ -145,7 +145,7 @@ def _records(names: set[str]) -> dict[str, Any]:
 
 
 def _member(enumeration: Any, name: Any) -> _Record:
-    """What `getattr` stands for in a pickle: a member of an enumeration."""
+    """Replaces `getattr` in a pickle: gives a member of an enumeration."""
     is_record = isinstance(enumeration, type) and issubclass(enumeration, _Record)
     if not is_record or enumeration.name not in _ENUMERATIONS:
         raise _ForbiddenName(_GETATTR)
@@ -161,7 +161,7 @@ _OF_METADATA = {**_records(_METADATA_NAMES), **_DTYPES, **_GETATTRS}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names it is given, as they are written, and no others."""
+    """Accepts exactly the names it is given, and no others."""
 
     def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -286,7 +286,7 @@ def _place(record: Any) -> _StorageInfo:
 
 
 def load_saved(stream: Any, what: str) -> Any:
-    """What `torch.save` wrote to a file or stream; of classes only those that torch and Megatron declare harmless.
+    """What `torch.save` wrote to a file or stream; only classes that torch and Megatron declare harmless.
 
     Raises InputError naming `what` for others, and one of DAMAGED_PICKLE or OSError for damage.
     """
@@ -320,7 +320,7 @@ def unreadable(what: str, error: BaseException) -> InputError:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What Megatron keeps beside tensors. Raises InputError for a damaged file."""
+    """The values that Megatron stores besides tensors. Raises InputError for a damaged file."""
     file = folder / COMMON_FILE
     try:
         check_regular(file)
@@ -380,7 +380,7 @@ def check_pickles(folder: Path) -> None:
 
 
 def stored_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
-    """The objects that are not tensors: the key of each, what to call it in an error, and what reads its bytes."""
+    """The objects that are not tensors: key, name for errors, and a function that reads the bytes."""
     objects = {key for key, item in metadata.state_dict_metadata.items() if isinstance(item, BytesStorageMetadata)}
     for index, place in metadata.storage_data.items():
         if index.fqn in objects:
@@ -389,7 +389,7 @@ def stored_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[str, str,
 
 
 def stored_bytes(file: Path, place: _StorageInfo) -> bytes:
-    """What lies at `place` in a `.distcp` file. Raises InputError naming the file where it cannot be read."""
+    """The bytes at `place` in a `.distcp` file. Raises InputError naming the file if it cannot be read."""
     check_regular(file)
     try:
         with file.open("rb") as stream:

@@ -178,7 +178,7 @@ def test_a_hub_name_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="could not be had from the Hugging Face hub") as caught:
+    with pytest.raises(InputError, match="could not be loaded from the Hugging Face hub") as caught:
         _rows(Path("nobody/nothing"))
     assert "\n" not in str(caught.value)
     assert "give the path of the files" in str(caught.value)
