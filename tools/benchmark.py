@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 from dapo_mega.cli import run_command
 
@@ -29,6 +30,7 @@ def main() -> None:
         return
     if name not in NAMES:
         sys.exit(f"benchmark: {name!r} is not one of {', '.join(NAMES)}")
+    sys.path.insert(0, str(Path(__file__).with_name("benchmarks")))
     module = importlib.import_module(f"benchmark_{name}")
     run_command(lambda: module.main(sys.argv[2:]))
 

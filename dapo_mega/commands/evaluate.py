@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.training.standalone_evaluation import evaluate_checkpoint

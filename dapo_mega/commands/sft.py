@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
     quiet_libraries()
     from dapo_mega.config import SftConfig, load_config

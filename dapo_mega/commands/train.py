@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def main() -> None:

@@ -66,3 +66,11 @@ def test_processes_start_under_torchrun_and_their_error_stands_last():
     assert "OMP_NUM_THREADS" not in result.stderr
     result = run("train", "--processes", "two")
     assert result.stderr == "error: --processes takes the number of processes, 1 or more, got 'two'\n"
+
+
+def test_overrides_may_stand_before_and_after_options():
+    result = run("evaluate", "--config", "absent.yaml", "seed=1", "--output", "metrics.json", "model.path=absent")
+    assert result.stderr.startswith("error: configuration file absent.yaml does not exist")
+    for name, option in (("train", "--dry-run"), ("sft", "--accept-changes")):
+        result = run(name, "--config", "absent.yaml", "seed=1", option, "model.path=absent")
+        assert result.stderr.startswith("error: configuration file absent.yaml does not exist")

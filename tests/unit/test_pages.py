@@ -164,3 +164,14 @@ def check_names(commands):
         assert (PROJECT / path).is_file(), path
     for command in re.findall(r"(?:^|[\s;&|(])dapo-mega (\w[\w-]*)", text):
         assert command in COMMANDS, command
+
+
+def test_the_guarantees_name_tests_that_exist():
+    page, absent = (PROJECT / "dapo_mega" / "guarantees.md").read_text(), []
+    file = ""
+    for path, name in re.findall(r"`(\w+/[\w/]+\.py)?(?:::(\w+))?`", page):
+        file = path or file
+        test = PROJECT / "tests" / file
+        if not test.is_file() or (name and f"def {name}(" not in test.read_text()):
+            absent.append(f"{file}::{name}")
+    assert not absent, absent

@@ -1,7 +1,7 @@
 """Measures a weight update of a real SGLang server against bare broadcasts of the same bytes in the same pieces.
 
-python tools/benchmark_weight_sync.py --model MODEL
-python tools/benchmark_weight_sync.py --model MODEL --url http://127.0.0.1:30000
+python tools/benchmark.py weight_sync --model MODEL
+python tools/benchmark.py weight_sync --model MODEL --url http://127.0.0.1:30000
 
 Without --url it starts a server itself, on the CPU. One at --url must serve MODEL in float32; its API key is read from
 DAPO_MEGA_API_KEY. The trainer is one process; the bare broadcasts go from it to another process over the same kind of
@@ -44,7 +44,7 @@ from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
-_REPOSITORY = Path(__file__).resolve().parents[1]
+_REPOSITORY = Path(__file__).resolve().parents[2]
 _SGLANG_PYTHON = Path(os.environ.get("DAPO_MEGA_SGLANG_PYTHON", _REPOSITORY / ".venv-sglang" / "bin" / "python"))
 _API_KEY = "DAPO_MEGA_API_KEY"
 _ADDRESS = "127.0.0.1"

@@ -1,6 +1,6 @@
 """Time and peak memory of the fused log-probs against the output layer followed by unfused ones.
 
-    python tools/benchmark_logprobs.py [--tokens N] [--hidden H] [--vocabulary V] [--dtype bf16] [--no-entropy]
+    python tools/benchmark.py logprobs [--tokens N] [--hidden H] [--vocabulary V] [--dtype bf16] [--no-entropy]
 
 One forward and backward pass each, on the GPU if there is one. Peak memory is what the passes allocate beyond the
 hidden states, the weight and what lay there before.

@@ -1,7 +1,7 @@
 """Measures the client of a fleet: many requests in flight, and its speed against a server's own batch interface.
 
-python tools/benchmark_fleet.py --requests 10000
-python tools/benchmark_fleet.py --url http://127.0.0.1:30000 --vocab-size 200
+python tools/benchmark.py fleet --requests 10000
+python tools/benchmark.py fleet --url http://127.0.0.1:30000 --vocab-size 200
 
 Without --url scripted engines in a process of their own hold all answers back until every request is in flight. With
 --url the requests go through the dispatcher to an SGLang server, and in turn as one list in a single call,
@@ -120,7 +120,7 @@ def _scripted_engines(per_engine: int) -> Iterator[list[str]]:
     if (num_files := per_engine * _NUM_ENGINES + 100) > hard:
         raise InputError(f"so many requests need {num_files} open files and this process may open {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    program = str(Path(__file__).parent / "scripted_engine.py")
+    program = str(Path(__file__).parents[1] / "scripted_engine.py")
     command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--release-at", str(per_engine)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout

@@ -1,6 +1,6 @@
 """Packs a step of long-tailed responses for 8 to 512 ranks and reports how full and how even the plans are.
 
-python tools/benchmark_packing.py --budget 32768 --hidden-size 5120
+python tools/benchmark.py packing --budget 32768 --hidden-size 5120
 
 Lengths are log-normal, drawn again where over the longest and scaled to the mean. `efficiency` is real tokens over
 micro-batches x tokens of the longest one: nothing is padded, shorter ones wait. `budget fill` is real tokens over

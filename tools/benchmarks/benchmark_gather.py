@@ -1,6 +1,6 @@
 """Measures gathering a sharded model's weights on the replicas' leaders: bytes sent, and time against a bare send.
 
-python tools/benchmark_gather.py --processes 4 --megabytes 200
+python tools/benchmark.py gather --processes 4 --megabytes 200
 
 The least that can be sent is what each leader does not hold itself, once. The bare send moves the same bytes between
 the same processes in one message each. Processes run on this machine and talk over its loopback, so the rates are those

@@ -1,6 +1,6 @@
 """Times handing a step's samples from rank 0 to the replicas, against bare transfers of the same bytes.
 
-python tools/benchmark_handover.py --processes 4 --replica-size 2
+python tools/benchmark.py handover --processes 4 --replica-size 2
 
 Processes run on this machine and talk over its loopback, so the rates are those of copying, not of a network. The bare
 transfer sends each leader one tensor of its replica's size, which it broadcasts in its replica.

@@ -1,6 +1,6 @@
 """Times saving a checkpoint: how long training stands still, with files written in the background and without.
 
-python tools/benchmark_checkpoint.py --hidden 768 --layers 14
+python tools/benchmark.py checkpoint --hidden 768 --layers 14
 
 One process holds a random model with its optimizer. The two ways take turns; medians over the rounds.
 """
