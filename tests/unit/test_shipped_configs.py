@@ -66,7 +66,7 @@ def test_the_commands_in_its_head_are_for_this_file_and_run(name, elsewhere, cap
             ran.append(words[1])
             assert not tool(Path(words[1]).stem).main(words[2:])
         elif "launch/serve_rollouts.py" in command:
-            options = parse_arguments([word for word in words[2:] if word != "&"])
+            options = parse_arguments(words[2 : words.index(">")] if ">" in words else words[2:])
             config = load_config(RunConfig, Path("configs") / name)
             assert (str(options.model), options.rendezvous) == (config.model.path, config.rollout.fleet.rendezvous)
             assert options.colocated == (config.rollout.placement == "colocated")
