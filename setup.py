@@ -15,7 +15,7 @@ setup(
     version=VERSION,
     description="DAPO on Megatron-Core, the same code on a laptop's CPU and on a cluster",
     packages=find_packages(include=["dapo_mega", "dapo_mega.*"]),
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core>=0.16.1,<0.17",

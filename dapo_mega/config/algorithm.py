@@ -72,6 +72,9 @@ class AlgorithmConfig(Section):
         "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_constant: sum of each "
         "response / rollout.max_response_tokens, then mean over responses.",
     )
+    policy_loss: PolicyLossKind = Field(
+        default="clip", description="The policy loss. clip: the clipped surrogate of PPO with two bounds (DAPO)."
+    )
     clip_low: float = Field(
         default=0.2,
         gt=0,
@@ -141,6 +144,7 @@ class AlgorithmConfig(Section):
         on what is "auto"."""
         cap, bounds = self.importance_cap, self.sequence_mask
         return LossSettings(
+            kind=self.policy_loss,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,

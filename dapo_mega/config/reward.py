@@ -42,7 +42,7 @@ class RewardConfig(Section):
         json_schema_extra=FREE,
         default=2,
         ge=1,
-        description="Processes that compare answers by computer algebra. Raise it if time/score_s is large.",
+        description="Processes that compare answers by computer algebra. Raise it if reward/num_timeout grows.",
     )
     time_limit_s: float = Field(
         default=5.0, gt=0, description="Seconds one comparison may take; the answer counts as wrong after that."
