@@ -17,7 +17,7 @@ from dapo_mega.types import Group, Prompt, Response, ScoredResponse
 from .launching import run_distributed
 from .tiny import make_model, make_samples, prompt_length
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # In a gap between the responses' geometric means: 9 of 19 are below, the one response of a single token is above.
 MASKED = {"tensor": 1, "pipeline": 1, "algorithm": {"sequence_mask": [0.19, 2.0]}}

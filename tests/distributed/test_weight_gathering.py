@@ -19,7 +19,7 @@ from dapo_mega.megatron.processes import start_processes
 from .launching import run_distributed
 from .tiny import make_model, make_moe_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP2 = {"tensor": 2, "sequence": True}
 VPP = {"pipeline": 2, "virtual_pipeline": 2}

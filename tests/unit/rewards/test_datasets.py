@@ -10,7 +10,7 @@ import pytest
 from dapo_mega.rewards import AnswerVerifier, extract_ground_truth
 from dapo_mega.rewards.equivalence import compare_cheaply
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 
