@@ -229,7 +229,7 @@ def metric_tables() -> str:
     """One section with a table per prefix, in the catalogue's order. Raises ValueError for a metric whose prefix has no
     description."""
     if unknown := {metric.prefix for metric in CATALOGUE} - PREFIXES.keys():
-        raise ValueError(f"{sorted(unknown)} have no description in PREFIXES of dapo_mega/metrics/catalogue.py")
+        raise ValueError(f"{sorted(unknown)} have no description in PREFIXES of dapo_mega.metrics.catalogue")
     return "\n\n".join(_metrics_of(prefix, about) for prefix, about in PREFIXES.items())
 
 

@@ -13,15 +13,13 @@ import json
 from pathlib import Path
 
 from dapo_mega.cli import quiet_libraries
+from dapo_mega.commands._run_file import add_run_file
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate a Hugging Face checkpoint on held-out prompts.")
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of a run")
+    add_run_file(parser)
     parser.add_argument("--output", type=Path, help="also write the metrics to this JSON file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
-    )
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config

@@ -28,6 +28,7 @@ from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
 from dapo_mega.config.run import RunConfig
 from dapo_mega.config.sft import SftConfig
+from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Section",
     "SftConfig",
     "SftDataConfig",
+    "TrainingConfig",
     "WeightSyncConfig",
     "divisors",
     "dump_config",

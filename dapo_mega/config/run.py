@@ -9,52 +9,26 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, LossSettings
-from dapo_mega.config.base import FREE, Section, merged
+from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
-from dapo_mega.config.checkpoint import CheckpointConfig
-from dapo_mega.config.compute import ComputeConfig, check_precision
+from dapo_mega.config.compute import check_precision
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
-from dapo_mega.config.model import ModelConfig
-from dapo_mega.config.optimizer import OptimizerConfig
-from dapo_mega.config.parallel import ParallelConfig
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
+from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
 
-class RunConfig(Section):
+class RunConfig(TrainingConfig):
     """A whole run, as written to `output_dir/config.yaml`."""
 
-    output_dir: str = Field(
-        json_schema_extra=FREE,
-        description="Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it.",
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of all random numbers: data order and sampling.")
-    num_steps: int = Field(
-        json_schema_extra=FREE,
-        ge=1,
-        description="Rollout steps of the run; each generates, scores and updates. Raise it to train a finished run "
-        "further (only with optimizer.schedule=constant).",
-    )
-    threads_per_process: int | None = Field(
-        json_schema_extra=FREE,
-        default=None,
-        ge=1,
-        description="CPU threads of torch in each process; null: torch's choice. Set it where processes share few "
-        "cores.",
-    )
-    model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig = BatchConfig()
-    parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
-    compute: ComputeConfig = ComputeConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="before")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
+from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
@@ -41,7 +41,7 @@ def describe_fine_tuning(config: SftConfig, world_size: int) -> list[str]:
 
 
 def _describe_model(
-    config: RunConfig | SftConfig, world_size: int, length_keys: str, longest: int
+    config: TrainingConfig, world_size: int, length_keys: str, longest: int
 ) -> tuple[list[str], list[str], int]:
     """(lines on layout and model, notes, data-parallel size)."""
     parallel = config.parallel
@@ -106,7 +106,7 @@ def _missing_dataset(name: str, dataset: DatasetConfig) -> list[str]:
     ]
 
 
-def find_architecture(config: RunConfig | SftConfig) -> tuple[Architecture | None, list[str]]:
+def find_architecture(config: TrainingConfig) -> tuple[Architecture | None, list[str]]:
     """The sizes of the model at `model.path`, or else of `model.architecture`, with notes on where they are from."""
     if Path(config.model.path).is_dir():
         return load_architecture(Path(config.model.path))[1], []

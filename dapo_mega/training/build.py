@@ -16,7 +16,7 @@ import torch
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
-from dapo_mega.config import RunConfig, SftConfig, dump_config
+from dapo_mega.config import RunConfig, TrainingConfig, dump_config
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -193,7 +193,7 @@ def _controller(
     )
 
 
-def open_writer(config: RunConfig | SftConfig, first_step: int = 0) -> MetricsWriter:
+def open_writer(config: TrainingConfig, first_step: int = 0) -> MetricsWriter:
     """The metrics writer from `first_step` on. Raises InputError if the file of earlier steps is unreadable."""
     try:
         return MetricsWriter(Path(config.output_dir), start_step=first_step)
@@ -201,7 +201,7 @@ def open_writer(config: RunConfig | SftConfig, first_step: int = 0) -> MetricsWr
         raise InputError(f"{error}; move the file away, or give another output_dir") from error
 
 
-def write_run_record(config: RunConfig | SftConfig) -> None:
+def write_run_record(config: TrainingConfig) -> None:
     """Write the resolved configuration and the package versions into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

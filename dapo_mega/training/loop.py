@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,16 +13,16 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import LoopState
-from dapo_mega.config import RunConfig, SftConfig
+from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import FleetError, InputError, StarvedError
+from dapo_mega.errors import FleetError, StarvedError
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.lifecycle import export_and_save, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
 from dapo_mega.types import Group
 
@@ -82,7 +81,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     report(run, run.step, metrics)
     run.unrecorded = None
     with run.timers.stage("checkpoint"):
-        export_and_save(run)
+        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run))
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -239,16 +238,6 @@ def evaluation_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
 
 
-def checkpoint_is_due(config: RunConfig | SftConfig, step: int) -> bool:
-    every = config.checkpoint.every
-    return bool(every and step % every == 0) or step == config.num_steps
-
-
-def export_is_due(config: RunConfig | SftConfig, step: int) -> bool:
-    every = config.checkpoint.hf_every
-    return bool(every and step % every == 0)
-
-
 def evaluate(run: TrainingRun) -> Metrics:
     """Held-out metrics on rank 0; empty on the other ranks."""
 
@@ -286,20 +275,6 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
     return f"held-out evaluation after step {step}: {text}"
 
 
-def export_and_save(run: TrainingRun) -> None:
-    """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are due.
-
-    The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that decides
-    the next step.
-    """
-    policy, config, step = run.policy, run.config, run.step
-    run.store.finish(policy, wait=False)
-    if export_is_due(config, step):
-        save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
-    if checkpoint_is_due(config, step):
-        run.store.save(policy, lambda: loop_state(run), step)
-
-
 def loop_state(run: TrainingRun) -> LoopState:
     controller = run.controller
     assert controller
@@ -318,9 +293,5 @@ def restore(run: TrainingRun, state: LoopState) -> None:
 
 def _restore_controller(run: TrainingRun, state: LoopState) -> None:
     if run.controller:
-        if state.values["dataset_fingerprint"] != run.controller.dataset_fingerprint:
-            raise InputError(
-                "the checkpoint was made with other training prompts than data.train gives now; resume with the same "
-                "data, or start a new run in another output_dir"
-            )
+        refuse_other_data(state.values, run.controller.dataset_fingerprint, "training prompts")
         run.controller.collector.load_state(state.values, state.arrays)

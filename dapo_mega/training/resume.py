@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_mega.config import RunConfig, SftConfig, load_config
+from dapo_mega.config import RunConfig, TrainingConfig, load_config
 from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.errors import InputError
 
 
-def refuse_changes(config: RunConfig | SftConfig, folder: Path) -> None:
+def refuse_changes(config: TrainingConfig, folder: Path) -> None:
     """Raise InputError if the run saved in the folder has other values for keys that may not change at a resume."""
     saved_file = folder / "config.yaml"
     if not saved_file.is_file():
@@ -30,7 +30,7 @@ def refuse_changes(config: RunConfig | SftConfig, folder: Path) -> None:
         )
 
 
-def _is_free(name: str, config: RunConfig | SftConfig) -> bool:
+def _is_free(name: str, config: TrainingConfig) -> bool:
     if name == "model.path" and isinstance(config, RunConfig) and config.algorithm.kl.coefficient > 0:
         return False  # The KL penalty's reference model is loaded from model.path.
     if name == "num_steps" and config.optimizer.schedule != "constant":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,18 +10,19 @@ import torch.distributed as dist
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
-from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, is_rank_zero, leave, print_once
+from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.distributed.processes import Processes, world_size_from_environment
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
 from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
+from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, save_and_stop, watched
 from dapo_mega.training.loop import loop_state, restore, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
-from dapo_mega.training.run_lock import RunLock, is_locked
+from dapo_mega.training.run_lock import is_locked
 from dapo_mega.training.run_status import RunStatus
 
 
@@ -32,16 +32,9 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     Raises InputError if another trainer uses the run's folder, or if the folder belongs to another configuration and
     changes are not accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
-    status = RunStatus(Path(config.output_dir))
-    before_leaving(status.left)
-    with ProcessWatch(config.checkpoint.grace_s) as watch:
-        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
-        step = step_of(newest) if newest else 0
-        status.completed_step = lambda: step  # Set before a peer's failure may end this process.
-        watch.follow_peers(group_is_up=False)
+    with watched(config) as (status, watch):
         if not _is_finished(config, status, accept_changes):
             _train(config, status, watch)
-    forget_before_leaving(status.left)
 
 
 def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
@@ -49,8 +42,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     start."""
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
-    if not Path(config.model.path).is_dir():
-        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+    require_model(config)
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
@@ -86,14 +78,12 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(held_folder(folder, status, processes))
         store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
-        newest, skipped = store.newest_intact(processes)
+        newest = find_checkpoint(store, processes)
         _refuse_lost_checkpoints(folder, newest)
         start_step = step_of(newest) if newest else 0
         status.completed_step = lambda: start_step
         if processes.rank == 0:
             status.running()
-        for sentence in skipped:
-            print_once(f"WARNING: {sentence}; continuing {f'after step {start_step}' if newest else 'from the start'}")
         run = build_run(config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested)
         stack.callback(close, run)
         if newest:
@@ -115,27 +105,11 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     print_once(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
 
 
-@contextlib.contextmanager
-def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
-    """Hold the folder's lock on rank 0. Raises InputError, on all ranks, if another trainer holds it."""
-
-    def lost(reason: str) -> None:
-        status.has_lock = False  # Do not overwrite the new holder's status.
-        leave(reason, EXIT_INPUT_ERROR)
-
-    with contextlib.ExitStack() as held:
-        with raise_on_all_ranks(processes.control):
-            if processes.rank == 0:
-                held.enter_context(RunLock(folder, on_loss=lost))
-        status.has_lock = True
-        yield
-
-
 def _train_and_export(run: TrainingRun, folder: Path) -> None:
     try:
         train(run)
     except StopRequested:
-        raise StopRequested(_save_for_later(run)) from None
+        raise save_and_stop(run.config, run.store, run.policy, run.step, lambda: loop_state(run)) from None
     except (StarvedError, FleetError):
         # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)
@@ -143,21 +117,6 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     run.store.finish(run.policy)
     if run.config.checkpoint.save_hf_at_end:
         save_hf_checkpoint(run.policy, folder / "hf")
-
-
-def _save_for_later(run: TrainingRun) -> str:
-    """Complete the checkpoint of the last completed step; returns the message for the user."""
-    store, step = run.store, run.step
-    if step > 0 and store.last_step != step:
-        store.save(run.policy, lambda: loop_state(run), step)
-    store.finish(run.policy)
-    return stopped_message(step, run.config.num_steps)
-
-
-def stopped_message(step: int, num_steps: int) -> str:
-    """What a run says that SIGTERM ended after this step."""
-    saved = f"after step {step} of {num_steps}, which is saved" if step else "before its first step"
-    return f"SIGTERM came, and the run ends {saved}; start the same command again to continue"
 
 
 def close(run: TrainingRun) -> None:

@@ -15,22 +15,29 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
+from dapo_mega.cli import print_once
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import world_size_from_environment
-from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
 from dapo_mega.training.build import open_writer, write_run_record
-from dapo_mega.training.loop import checkpoint_is_due, export_is_due
+from dapo_mega.training.lifecycle import (
+    export_and_save,
+    find_checkpoint,
+    held_folder,
+    refuse_other_data,
+    require_model,
+    save_and_stop,
+    watched,
+)
 from dapo_mega.training.process_watch import ProcessWatch, stop_together
 from dapo_mega.training.resume import refuse_changes
-from dapo_mega.training.run import held_folder, stopped_message
 from dapo_mega.training.run_status import RunStatus
 
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
@@ -43,22 +50,17 @@ def run_sft(config: SftConfig, *, accept_changes: bool = False) -> None:
     InputError if another trainer uses the folder, or if the folder belongs to another configuration and changes are not
     accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
-    status = RunStatus(Path(config.output_dir))
-    before_leaving(status.left)
-    with ProcessWatch(config.checkpoint.grace_s) as watch:
-        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
-        step = step_of(newest) if newest else 0
-        status.completed_step = lambda: step
-        watch.follow_peers(group_is_up=False)
-        if not _is_finished(config, step, accept_changes):
+    with watched(config) as (status, watch):
+        if not _is_finished(config, accept_changes):
             _run(config, status, watch)
-    forget_before_leaving(status.left)
 
 
-def _is_finished(config: SftConfig, step: int, accept_changes: bool) -> bool:
+def _is_finished(config: SftConfig, accept_changes: bool) -> bool:
     """Whether the run is finished already; prints so. Raises InputError if the run cannot start."""
     folder = Path(config.output_dir)
     describe_fine_tuning(config, world_size_from_environment())
+    newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
+    step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
     if (step or is_exported) and not accept_changes:
         refuse_changes(config, folder)
@@ -66,8 +68,7 @@ def _is_finished(config: SftConfig, step: int, accept_changes: bool) -> bool:
     if is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         print_once(f"{folder} already holds a model fine-tuned for {step or config.num_steps} steps; nothing to do")
         return True
-    if not Path(config.model.path).is_dir():
-        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+    require_model(config)
     return False
 
 
@@ -114,6 +115,7 @@ class _Tuning:
         self._config = config
         self._policy = policy
         self._demonstrations = demonstrations
+        self._fingerprint = _fingerprint(demonstrations)
         self._cursor = PromptCursor(len(demonstrations), config.seed)
         self._store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
         self._writer: MetricsWriter | None = None  # On rank 0 only.
@@ -121,18 +123,11 @@ class _Tuning:
 
     def resume(self) -> None:
         """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""
-        newest, skipped = self._store.newest_intact(self._policy.processes)
-        for sentence in skipped:
-            found = f"after step {step_of(newest)}" if newest else "from the start"
-            print_once(f"WARNING: {sentence}; continuing {found}")
+        newest = find_checkpoint(self._store, self._policy.processes)
         if newest is None:
             return
         state = self._store.load(self._policy, newest)
-        if state.values["dataset_fingerprint"] != _fingerprint(self._demonstrations):
-            raise InputError(
-                "the checkpoint was made with other demonstrations than data.train gives now; resume with the same "
-                "data, or start a new run in another output_dir"
-            )
+        refuse_other_data(state.values, self._fingerprint, "demonstrations")
         self._cursor.load_state(state.values["cursor"])
         self.step = state.step
 
@@ -152,9 +147,9 @@ class _Tuning:
                 while self.step < config.num_steps:
                     stop_together(watch.stop_requested(), control)
                     self._record(self._update())
-                    self._export_and_save()
+                    export_and_save(config, self._store, self._policy, self.step, self._state)
             except StopRequested:
-                raise StopRequested(self._save_for_later()) from None
+                raise save_and_stop(config, self._store, self._policy, self.step, self._state) from None
             self._store.finish(self._policy)
 
     def _update(self) -> dict[str, float]:
@@ -173,23 +168,9 @@ class _Tuning:
             self._writer.write(self.step, metrics)
             self._progress.update(self.step, metrics)
 
-    def _export_and_save(self) -> None:
-        self._store.finish(self._policy, wait=False)
-        if export_is_due(self._config, self.step):
-            save_hf_checkpoint(self._policy, Path(self._config.output_dir) / f"hf_step_{self.step:08d}")
-        if checkpoint_is_due(self._config, self.step):
-            self._save()
-
-    def _save(self) -> None:
-        values = {"cursor": self._cursor.state(), "dataset_fingerprint": _fingerprint(self._demonstrations)}
-        self._store.save(self._policy, lambda: LoopState(self.step, values, {}), self.step)
-
-    def _save_for_later(self) -> str:
-        """Complete the checkpoint of the last completed step; returns the message for the user."""
-        if self.step > 0 and self._store.last_step != self.step:
-            self._save()
-        self._store.finish(self._policy)
-        return stopped_message(self.step, self._config.num_steps)
+    def _state(self) -> LoopState:
+        values = {"cursor": self._cursor.state(), "dataset_fingerprint": self._fingerprint}
+        return LoopState(self.step, values, {})
 
 
 def _fingerprint(demonstrations: Sequence[Demonstration]) -> str:

@@ -101,17 +101,6 @@ def blocks(name):
         yield found["marker"], lines
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A folder in which commands find the project's files and leave theirs."""
-    for folder in ("configs", "launch", "tools", "dapo_mega", "tests"):
-        (tmp_path / folder).symlink_to(PROJECT / folder)
-    monkeypatch.chdir(tmp_path)
-    for name in ("DAPO_MEGA_API_KEY", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
 def run_shown(command):
     """Run a command of ours in this process, and check that others exist."""
     words = shlex.split(command, comments=True)

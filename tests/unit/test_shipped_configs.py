@@ -37,17 +37,6 @@ def tool(name):
     return module
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """A folder in which commands of the repository run without leaving anything in it."""
-    for folder in ("configs", "launch", "tools"):
-        (tmp_path / folder).symlink_to(REPOSITORY / folder)
-    monkeypatch.chdir(tmp_path)
-    for name in ("DAPO_MEGA_API_KEY", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_is_valid_in_a_dry_run(name, elsewhere, capsys):
     kind = SftConfig if "sft" in name else RunConfig

@@ -1,0 +1,40 @@
+"""The keys that every training run has, whatever its loss."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.checkpoint import CheckpointConfig
+from dapo_mega.config.compute import ComputeConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.parallel import ParallelConfig
+
+
+class TrainingConfig(Section):
+    """What DAPO and supervised training share: where, how long, which model, and how it is spread over processes."""
+
+    output_dir: str = Field(
+        json_schema_extra=FREE,
+        description="Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it.",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of all random numbers: data order and sampling.")
+    num_steps: int = Field(
+        json_schema_extra=FREE,
+        ge=1,
+        description="Steps of the run. A step of DAPO generates, scores and updates; one of supervised training is an "
+        "update. Raise it to train a finished run further (only with optimizer.schedule=constant).",
+    )
+    threads_per_process: int | None = Field(
+        json_schema_extra=FREE,
+        default=None,
+        ge=1,
+        description="CPU threads of torch in each process; null: torch's choice. Set it where processes share few "
+        "cores.",
+    )
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
+    compute: ComputeConfig = ComputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)

@@ -1,0 +1,45 @@
+"""Describes every metric that a run records: unit, meaning, healthy values, warning signs and what to do."""
+
+from collections.abc import Mapping
+
+from dapo_mega.metrics.catalogue.engines_and_time import ENGINES_AND_TIME
+from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.metrics.catalogue.rollouts import ROLLOUTS
+from dapo_mega.metrics.catalogue.updates import UPDATES
+
+__all__ = ["CATALOGUE", "PREFIXES", "Metric", "describe"]
+
+PREFIXES: Mapping[str, str] = {
+    "evaluation": "In the records of steps with a held-out evaluation. The model answers each prompt "
+    "`evaluation.samples_per_prompt` (k) times. Responses that no engine could generate are left out.",
+    "rollout": "What the engines generated, and how well they agree with the trainer. Means are over all responses "
+    "that were scored in this step, also those of groups that the filter then drops. They are missing from a step that "
+    "needed no new responses. `requests_*` and `failed_calls*` exist with SGLang engines only; they count since the "
+    "last record, evaluations included.",
+    "groups": "How the dynamic-sampling filter judged the groups that were completed in this step. A group is all "
+    "responses to one prompt.",
+    "buffer": "Groups that passed the filter and wait for a step. Staleness is the number of steps "
+    "since the oldest token of a group was sampled.",
+    "reward": "Responses of this step whose verification ended in an unusual way. Each counts as wrong.",
+    "mismatch": "Compares the engines' log-probs with the trainer's over all response tokens that the step trains on, "
+    "also those sampled from older weights. A token's importance weight is the trainer's probability, with the weights "
+    "that the step starts from, over the engine's probability at sampling.",
+    "policy": "The policy update. Unless stated otherwise a value is the mean over the step's optimizer updates, and "
+    "each update's value is a mean over the tokens that count in its loss. Supervised training records `loss`, "
+    "`grad_norm`, `learning_rate`, `empty_update_share`, `tokens_per_s`, the router losses and `time/step_s`.",
+    "batch": "How well the step's samples fill the micro-batches.",
+    "time": "Wall-clock seconds of rank 0. A stage includes waiting for other processes. The stages of a record add "
+    "up to nearly `time/step_s`.",
+    "weight_sync": "The update of the SGLang engines after the step. Missing with embedded engines.",
+    "fleet": "The SGLang engines. Counts are since the last record; states are those at the moment of the record. "
+    "Missing with embedded engines.",
+}
+"""What the metrics of each prefix have in common, in the order in which they are documented."""
+
+CATALOGUE: tuple[Metric, ...] = (*ROLLOUTS, *UPDATES, *ENGINES_AND_TIME)
+"""All metrics, in the order in which they are documented."""
+
+
+def describe(name: str) -> Metric | None:
+    """The entry of a recorded metric; None if there is none."""
+    return next((metric for metric in CATALOGUE if metric.describes(name)), None)

@@ -1,0 +1,165 @@
+"""Metrics of the run itself: its times, and its engines."""
+
+from dapo_mega.metrics.catalogue.metric import Metric
+
+ENGINES_AND_TIME: tuple[Metric, ...] = (
+    Metric(
+        "time/step_s",
+        "s",
+        "From the last record to this one. The first record after a start also holds the first weight update. In "
+        "supervised training: the policy update alone.",
+        "steady",
+        "several times longer",
+        'see "A step gets much slower" above',
+    ),
+    Metric(
+        "time/rollout_s",
+        "s",
+        "Collecting the step's groups: generation, verification, weights for engines that join, and waiting for "
+        "engines while the run is paused.",
+        "usually the longest stage",
+        "grows",
+        'see "A step gets much slower" above',
+    ),
+    Metric("time/pack_s", "s", "Planning micro-batches and handing samples to the ranks.", "a small part of the step"),
+    Metric(
+        "time/score_s",
+        "s",
+        "Log-probs of the step's tokens with the weights that it starts from, and those of the reference model.",
+        "near 0 with one update per step and no KL; otherwise less than `time/update_s`",
+    ),
+    Metric(
+        "time/update_s", "s", "Forward and backward passes and optimizer updates.", "grows with `policy/loss_tokens`"
+    ),
+    Metric(
+        "time/weight_sync_s",
+        "s",
+        "Sending the new weights to the engines. With `weight_sync.in_flight=finish` it includes waiting for responses "
+        "in flight.",
+        "steady",
+        "grows: an engine does not take part",
+        "read `weight_sync/attempts` and `weight_sync/engines_failed`",
+    ),
+    Metric("time/evaluation_s", "s", "The held-out evaluation, if this step had one after it.", "steady"),
+    Metric(
+        "time/checkpoint_s",
+        "s",
+        "Checkpoint and Hugging Face export **after the step before**, as this step's record is already written when "
+        "they begin. With `checkpoint.asynchronous` only copying, and waiting for an earlier checkpoint's files.",
+        "near 0 when nothing was saved",
+        "long",
+        "save less often; use a faster file system",
+    ),
+    # ---- weight_sync, fleet ----
+    Metric(
+        "weight_sync/bytes",
+        "bytes",
+        "What the trainer sent, of all pipeline stages, counted once for all engines.",
+        "the size of the weights in the engines' dtype; far less between full updates of delta sync",
+    ),
+    Metric(
+        "weight_sync/bytes_per_s",
+        "bytes/s",
+        "`weight_sync/bytes` over the seconds of sending alone.",
+        "steady; no general value",
+        "falls",
+        "check the network between trainer and engines",
+    ),
+    Metric("weight_sync/engines", "engines", "Engines that took the weights.", "all engines of the fleet"),
+    Metric(
+        "weight_sync/engines_failed",
+        "engines",
+        "Engines that did not take the weights; they leave and join again.",
+        "0",
+        "above 0",
+        "read the trainer's warning and the engine's log",
+    ),
+    Metric(
+        "weight_sync/attempts",
+        "attempts",
+        "Attempts until at least one engine took the weights; the run ends after the third.",
+        "1",
+        "2 or 3",
+        "read the trainer's warnings and the engines' logs",
+    ),
+    Metric(
+        "fleet/engines_serving",
+        "engines",
+        "Engines that hold the current weights and get requests.",
+        "as many as were started",
+        "fewer; below `rollout.fleet.min_engines` the run pauses",
+        "restart the missing engines",
+    ),
+    Metric(
+        "fleet/engines_healthy",
+        "engines",
+        "Engines that answered their last probe, whether or not they hold the current weights.",
+        "as many as were started",
+        "more than `fleet/engines_serving` for long: engines are refused",
+        "the trainer's warning says why",
+    ),
+    Metric(
+        "fleet/engines_away",
+        "engines",
+        "Engines that have left, or have not yet been able to join.",
+        "0",
+        "above 0",
+        "restart them, unless their launcher does",
+    ),
+    Metric(
+        "fleet/engines_dead",
+        "events",
+        "Times that an engine stopped accepting connections.",
+        "0",
+        "above 0",
+        "read the engine's log; often it ran out of memory",
+    ),
+    Metric(
+        "fleet/engines_hung",
+        "events",
+        "Times that an engine answered no probe for `rollout.fleet.hung_after_s`.",
+        "0",
+        "above 0",
+        "read the engine's log; if it is only busy, raise `rollout.fleet.hung_after_s`",
+    ),
+    Metric(
+        "fleet/engines_joined",
+        "events",
+        "Times that an engine joined or came back.",
+        "the number of engines in the first record, then 0",
+        "above 0 in many steps: engines come and go",
+        "read the engines' logs",
+    ),
+    Metric(
+        "fleet/failed_updates",
+        "events",
+        "Weight updates of single engines that failed. After 3 in a row an engine is refused.",
+        "0",
+        "above 0",
+        "read the trainer's warning",
+    ),
+    Metric(
+        "fleet/pauses",
+        "events",
+        "Times that the run waited for `rollout.fleet.min_engines`.",
+        "0; 1 in the first record if engines start later than the trainer",
+        "above 0 later",
+        "read the trainer's warning; it names the missing engines",
+    ),
+    Metric(
+        "fleet/probe_latency_max_s",
+        "s",
+        "The slowest engine's median of its last 3 probes; a probe generates one token.",
+        "far below `rollout.fleet.hung_after_s`",
+        "approaches it",
+        "lower `rollout.fleet.requests_per_engine`",
+    ),
+    Metric(
+        "fleet/slowest_probe_ratio",
+        "ratio",
+        "That value over the median of all engines.",
+        "near 1",
+        "well above 1 in many steps: one engine is slower than the others",
+        "look at that machine",
+    ),
+)

@@ -1,0 +1,105 @@
+"""What every run does around its steps: watch its processes, hold its folder, find its checkpoint, stop and save."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_mega.checkpoints.folders import step_of
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, leave, print_once
+from dapo_mega.config import TrainingConfig
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.training.process_watch import ProcessWatch
+from dapo_mega.training.run_lock import RunLock
+from dapo_mega.training.run_status import RunStatus
+
+
+@contextlib.contextmanager
+def watched(config: TrainingConfig) -> Iterator[tuple[RunStatus, ProcessWatch]]:
+    """The run's `status.json`, which tells how this process left, and the watch over SIGTERM and the other processes.
+
+    The status says the newest checkpoint's step until `completed_step` is set.
+    """
+    status = RunStatus(Path(config.output_dir))
+    before_leaving(status.left)
+    with ProcessWatch(config.checkpoint.grace_s) as watch:
+        newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
+        step = step_of(newest) if newest else 0
+        status.completed_step = lambda: step  # Set before a peer's failure may end this process.
+        watch.follow_peers(group_is_up=False)
+        yield status, watch
+    forget_before_leaving(status.left)
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
+    """Hold the folder's lock on rank 0. Raises InputError, on all ranks, if another trainer holds it."""
+
+    def lost(reason: str) -> None:
+        status.has_lock = False  # Do not overwrite the new holder's status.
+        leave(reason, EXIT_INPUT_ERROR)
+
+    with contextlib.ExitStack() as held:
+        with raise_on_all_ranks(processes.control):
+            if processes.rank == 0:
+                held.enter_context(RunLock(folder, on_loss=lost))
+        status.has_lock = True
+        yield
+
+
+def require_model(config: TrainingConfig) -> None:
+    """Raise InputError if the folder of the initial model does not exist."""
+    if not Path(config.model.path).is_dir():
+        raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+
+
+def find_checkpoint(store: CheckpointStore, processes: Processes) -> Path | None:
+    """The newest intact checkpoint; warns of every newer one that is damaged. Collective; needs the folder's lock."""
+    newest, skipped = store.newest_intact(processes)
+    found = f"after step {step_of(newest)}" if newest else "from the start"
+    for sentence in skipped:
+        print_once(f"WARNING: {sentence}; continuing {found}")
+    return newest
+
+
+def refuse_other_data(values: Mapping[str, Any], fingerprint: str, what: str) -> None:
+    """Raise InputError if a checkpoint's values are of other training data than this run's."""
+    if values["dataset_fingerprint"] != fingerprint:
+        raise InputError(
+            f"the checkpoint was made with other {what} than data.train gives now; resume with the same data, or start "
+            f"a new run in another output_dir"
+        )
+
+
+def export_and_save(
+    config: TrainingConfig, store: CheckpointStore, policy: MegatronPolicy, step: int, state: Callable[[], LoopState]
+) -> None:
+    """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are due.
+
+    The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that decides
+    the next step.
+    """
+    settings = config.checkpoint
+    store.finish(policy, wait=False)
+    if settings.hf_every and step % settings.hf_every == 0:
+        save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
+    if step == config.num_steps or (settings.every and step % settings.every == 0):
+        store.save(policy, state, step)
+
+
+def save_and_stop(
+    config: TrainingConfig, store: CheckpointStore, policy: MegatronPolicy, step: int, state: Callable[[], LoopState]
+) -> StopRequested:
+    """Complete the checkpoint of the last completed step. Returns the error to raise, which says how to go on."""
+    if step > 0 and store.last_step != step:
+        store.save(policy, state, step)
+    store.finish(policy)
+    saved = f"after step {step} of {config.num_steps}, which is saved" if step else "before its first step"
+    return StopRequested(f"SIGTERM came, and the run ends {saved}; start the same command again to continue")
