@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -106,7 +107,13 @@ def configuration_keys() -> str:
     )
     own = [row for kind, found in fine_tuning.items() if kind not in run for row in _rows(kind, found[0], SftConfig)]
     parts.append(_table([*own, *_other_defaults(fine_tuning)]))
-    return "\n\n".join(parts)
+    titles = [line.removeprefix("### ") for part in parts for line in part.splitlines() if line.startswith("### ")]
+    return "\n\n".join([" · ".join(f"[{title}](#{_anchor(title)})" for title in titles), *parts])
+
+
+def _anchor(title: str) -> str:
+    """The name that code hosts give a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _sections(root: type[Section]) -> Iterator[tuple[type[Section], list[str]]]:
