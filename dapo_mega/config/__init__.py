@@ -4,7 +4,7 @@ Kinds (of losses, advantages, ...) are defined here once. Nothing here imports t
 """
 
 from dapo_mega.config.algorithm import (
-    PRESETS,
+    GROUP_BASELINES,
     AdvantageKind,
     AggregationKind,
     AlgorithmConfig,
@@ -24,6 +24,7 @@ from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
 from dapo_mega.config.run import RunConfig
@@ -32,6 +33,7 @@ from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
+    "GROUP_BASELINES",
     "PRESETS",
     "AdvantageKind",
     "AggregationKind",

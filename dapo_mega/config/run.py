@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, LossSettings
+from dapo_mega.config.algorithm import GROUP_BASELINES, AlgorithmConfig, LossSettings
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
+from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
 from dapo_mega.config.training import TrainingConfig
@@ -36,7 +37,7 @@ class RunConfig(TrainingConfig):
     def _apply_preset(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
             algorithm = raw["algorithm"]
-            preset = PRESETS.get(str(algorithm.get("preset", "dapo")), {})
+            preset = next((PRESETS[name] for name in PRESETS if name == algorithm.get("preset")), {})
             return {**raw, "algorithm": merged(preset, algorithm)}
         return raw
 
@@ -55,6 +56,7 @@ class RunConfig(TrainingConfig):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}; choose a smaller cache or set "
                 f"reward.overlong_punishment=false"
             )
+        self._check_algorithm()
         check_placement(self.rollout, self.weight_sync)
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
@@ -75,6 +77,24 @@ class RunConfig(TrainingConfig):
                 "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
             )
         return self
+
+    def _check_algorithm(self) -> None:
+        algorithm, size = self.algorithm, self.batch.group_size
+        if size == 1 and algorithm.advantage in GROUP_BASELINES:
+            raise ValueError(
+                f"batch.group_size=1 leaves algorithm.advantage={algorithm.advantage} no other response to compare "
+                f"with; set it to at least 2, or algorithm.advantage to reward, greedy_baseline or gae"
+            )
+        if size == 1 and algorithm.dynamic_sampling:
+            raise ValueError(
+                "batch.group_size=1 leaves no group with right and wrong responses, which "
+                "algorithm.dynamic_sampling=true asks for; set algorithm.dynamic_sampling=false, or a larger group"
+            )
+        if size * self.batch.groups_per_step == 1 and algorithm.normalize_advantages:
+            raise ValueError(
+                "algorithm.normalize_advantages=true makes every advantage 0 in a step of one response; raise "
+                "batch.groups_per_step or batch.group_size"
+            )
 
     @property
     def mismatch_warning(self) -> float:
@@ -109,6 +129,11 @@ class RunConfig(TrainingConfig):
         """The objective's settings, resolved for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
         return self.algorithm.loss_settings(engine_differs=not is_same)
+
+    @property
+    def scores_before_updates(self) -> bool:
+        """Whether a step scores its responses before it trains on them. A single update scores them itself."""
+        return self.batch.updates_per_step > 1 or self.algorithm.has_token_rewards
 
     @property
     def generation_groups(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dapo_mega.algorithms import EntropyControl
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
@@ -76,6 +77,7 @@ class TrainingRun:
     store: CheckpointStore
     controller: Controller | None
     stop_requested: Callable[[], bool]
+    entropy: EntropyControl
     step: int = 0
     unrecorded: dict[str, float] | None = None
     timers: StageTimers = field(default_factory=StageTimers)
@@ -144,6 +146,9 @@ def build_run(
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         controller=controller,
         stop_requested=stop_requested,
+        entropy=EntropyControl(
+            config.algorithm.entropy_coefficient, config.algorithm.entropy_target, config.algorithm.entropy_step
+        ),
     )
     rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
     return run

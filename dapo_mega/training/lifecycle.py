@@ -90,7 +90,7 @@ def export_and_save(
     store.finish(policy, wait=False)
     if settings.hf_every and step % settings.hf_every == 0:
         save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
-    if step == config.num_steps or (settings.every and step % settings.every == 0):
+    if (settings.every and step % settings.every == 0) or step == config.num_steps:
         store.save(policy, state, step)
 
 

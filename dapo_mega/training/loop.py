@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dapo_mega.algorithms import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
+from dapo_mega.batching.step_advantages import step_advantages
 from dapo_mega.checkpoints.store import LoopState
-from dapo_mega.config import RunConfig
+from dapo_mega.config import GROUP_BASELINES, RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, StarvedError
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.token_advantages import advantages_of_responses, normalized, subtract_following_penalties
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
 from dapo_mega.training.lifecycle import export_and_save, refuse_other_data
@@ -56,11 +60,15 @@ def train(run: TrainingRun) -> None:
         with run.timers.stage("pack"):
             batch = hand_over(run, groups)
         with run.timers.stage("score"):
-            mini_batches, mismatch = attach_old_logprobs(run, batch)
+            mini_batches, mismatch = score(run, batch, groups)
         with run.timers.stage("update"):
             updates = update(run, mini_batches, batch.engines)
         run.step += 1
-        complete_step(run, {**collected, **mismatch, **updates, **packing_metrics(batch.stats)})
+        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch.stats)}
+        if config.algorithm.entropy_target is not None:
+            metrics["policy/entropy_coefficient"] = run.entropy.current()
+        run.entropy.observe(metrics["policy/entropy"])
+        complete_step(run, metrics)
 
 
 def stop_if_requested(run: TrainingRun) -> None:
@@ -164,8 +172,10 @@ def packing_metrics(stats: PackingStats) -> Metrics:
     }
 
 
-def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
-    """pi_old <- pi_theta: score every response token with the weights the step starts from.
+def score(run: TrainingRun, batch: StepBatch, groups: Sequence[Group] = ()) -> tuple[list[list[TokenBatch]], Metrics]:
+    """pi_old <- pi_theta: score every response token with the weights the step starts from, and by the reference.
+
+    A KL penalty in the reward then becomes part of the advantages; rank 0 has the step's groups for that.
 
     Also measures the mismatch of the engines' log-probs, and raises FleetError on all ranks if it is over
     `rollout.mismatch_stop`. A step with a single update needs no scoring pass: the update starts from these weights,
@@ -175,14 +185,46 @@ def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[T
     references = run.reference.score(everything) if run.reference else [None] * len(everything)
     scores: Sequence[TokenScores | None] = [None] * len(everything)
     metrics: Metrics = {}
-    if run.config.batch.updates_per_step > 1:
+    if run.config.scores_before_updates:
         own = run.policy.score(everything)
         metrics, scores = _check_scores(run, everything, own, batch.engines), own
+        if run.config.algorithm.has_token_rewards:
+            everything, kl = _penalize(run, everything, own, references, groups)
+            metrics |= kl
     token_batches = iter(
         TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
     )
     return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
+
+
+def _penalize(
+    run: TrainingRun,
+    batches: Sequence[MicroBatch],
+    own: Sequence[TokenScores],
+    references: Sequence[TokenScores | None],
+    groups: Sequence[Group],
+) -> tuple[list[MicroBatch], Metrics]:
+    """Take the KL penalty off the rewards: the micro-batches with new advantages, and the mean KL."""
+    algorithm, processes = run.config.algorithm, run.policy.processes
+    kl = [
+        kl_estimate(scores.logprobs, reference.logprobs, algorithm.kl.estimator)
+        for scores, reference in zip(own, references, strict=True)
+        if reference
+    ]
+    penalties = [algorithm.kl.coefficient * of_tokens for of_tokens in kl]
+    if algorithm.advantage in GROUP_BASELINES:
+        compute = (lambda sums: step_advantages(groups, run.config, sums)) if run.controller else None
+        changed = advantages_of_responses(batches, penalties, processes, compute)
+    else:
+        changed = subtract_following_penalties(batches, penalties, processes)
+        if algorithm.normalize_advantages:
+            changed = normalized(changed, processes)
+    is_counted = processes.is_last_stage and processes.tensor_rank == 0
+    counted = torch.cat([k.double().cpu() for k in kl]) if is_counted else torch.empty(0).double()
+    sums = torch.stack([counted.sum(), torch.tensor(float(len(counted)), dtype=torch.float64)])
+    dist.all_reduce(sums, group=processes.control)
+    return changed, {"policy/kl_to_reference": mean_over(*sums.tolist())}
 
 
 def _check_scores(
@@ -219,8 +261,9 @@ def measure_scores(
 def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
     """mu passes with one optimizer update per mini-batch; metrics are means over the updates. `engines[i]` is the URL
     of the step's engine i."""
-    objective = PolicyGradient(run.config.loss_settings, run.policy.processes.context)
-    if run.config.batch.updates_per_step == 1:
+    settings = replace(run.config.loss_settings, entropy_coefficient=run.entropy.current())
+    objective = PolicyGradient(settings, run.policy.processes.context)
+    if not run.config.scores_before_updates:
         scores: list[TokenScores] = []
         metrics = run.policy.update(mini_batches[0], objective, scores=scores)
         batches = [batch.micro_batch for batch in mini_batches[0]]
@@ -279,7 +322,11 @@ def loop_state(run: TrainingRun) -> LoopState:
     controller = run.controller
     assert controller
     values, arrays = controller.collector.state()
-    own = {"dataset_fingerprint": controller.dataset_fingerprint, "unrecorded": run.unrecorded}
+    own = {
+        "dataset_fingerprint": controller.dataset_fingerprint,
+        "unrecorded": run.unrecorded,
+        "entropy_control": run.entropy.state(),
+    }
     return LoopState(run.step, {**values, **own}, arrays)
 
 
@@ -287,6 +334,8 @@ def restore(run: TrainingRun, state: LoopState) -> None:
     """Continue from a loaded checkpoint's loop state. Raises InputError, on all ranks, if the prompts have changed."""
     run.step = state.step
     run.unrecorded = state.values.get("unrecorded")
+    if "entropy_control" in state.values:  # Checkpoints of earlier versions lack it.
+        run.entropy.load_state(state.values["entropy_control"])
     with raise_on_all_ranks(run.policy.processes.control):
         _restore_controller(run, state)
 

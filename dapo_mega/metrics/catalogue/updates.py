@@ -123,6 +123,31 @@ UPDATES: tuple[Metric, ...] = (
         "as for `policy/kl_to_old`",
     ),
     Metric(
+        "policy/gate_mean",
+        "share",
+        "Mean share of a token's gradient that the soft gate of `algorithm.policy_loss=sapo` lets pass.",
+        "near 1; exactly 1 with one update per step",
+        "falls in later steps",
+        "lower `optimizer.learning_rate`",
+    ),
+    Metric(
+        "policy/squared_log_ratio",
+        "nats^2",
+        "Mean over responses of the square of log(policy's probability / that at the step's start), which "
+        "`algorithm.policy_loss=mirror_descent` keeps small.",
+        "small; exactly 0 with one update per step",
+        "grows from step to step",
+        "raise `algorithm.mirror_temperature`",
+    ),
+    Metric(
+        "policy/entropy_coefficient",
+        "weight",
+        "Weight of the entropy bonus in this step. Only with `algorithm.entropy_target`.",
+        "0 while the entropy is above the target",
+        "grows while the entropy stays below the target",
+        "raise `algorithm.entropy_step`, or look for the cause of the collapse",
+    ),
+    Metric(
         "policy/clip_low_share",
         "share",
         "Share of tokens whose gradient the lower clipping bound removes.",
