@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
 
-PolicyLossKind = Literal["clip", "gspo", "reinforce", "cispo", "sapo", "topr", "mirror_descent"]
+PolicyLossKind = Literal["clip", "gspo", "reinforce", "cispo", "sapo", "topr", "mirror_descent", "clip_cov", "kl_cov"]
 AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "reward", "greedy_baseline"]
 AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_constant"]
 KlKind = Literal["k1", "k2", "k3"]
@@ -28,6 +28,8 @@ Preset = Literal[
     "cispo",
     "sapo",
     "topr",
+    "clip_cov",
+    "kl_cov",
     "decoupled",
 ]
 OldPolicy = Literal["step_start", "engine"]
@@ -49,6 +51,9 @@ class LossSettings:
     dual_clip: float | None = 10.0
     soft_gate: tuple[float, float] = (1.0, 1.05)
     mirror_temperature: float = 0.1
+    covariance_share: float = 2e-4
+    covariance_bounds: tuple[float, float] = (1.0, 5.0)
+    covariance_kl: float = 1.0
     old_policy: OldPolicy = "step_start"
     importance_cap: float | None = None
     importance_level: ImportanceLevel = "token"
@@ -113,7 +118,8 @@ class AlgorithmConfig(Section):
         description="The policy loss, with r = new / old probability of a token and s that of its response. clip: r A "
         "within two bounds (PPO, DAPO); gspo: the geometric mean of s in place of r; cispo: bounded r, a fixed weight "
         "of A log p; sapo: a smooth gate in place of bounds; reinforce: A log p without a ratio; topr: A log p, for "
-        "A < 0 times min(s, 1); mirror_descent: A log s - mirror_temperature / 2 (log s)^2 (Kimi).",
+        "A < 0 times min(s, 1); mirror_descent: A log s - mirror_temperature / 2 (log s)^2 (Kimi); "
+        "clip_cov and kl_cov: clip and r A that hold back the tokens of highest covariance.",
     )
     clip_low: float = Field(
         default=0.2,
@@ -143,6 +149,20 @@ class AlgorithmConfig(Section):
         default=0.1,
         gt=0,
         description="tau of mirror_descent: how strongly a response's probability is held at its old value.",
+    )
+    covariance_share: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that clip_cov and kl_cov hold back; at least one token for kl_cov.",
+    )
+    covariance_bounds: tuple[float, float] = Field(
+        default=(1.0, 5.0),
+        description="[low, high]: clip_cov draws its tokens from those whose covariance of log-prob and advantage is "
+        "within.",
+    )
+    covariance_kl: float = Field(
+        default=1.0, ge=0, description="Weight of |log r| in the loss of the tokens that kl_cov holds back."
     )
     old_policy: OldPolicy = Field(
         default="step_start",
@@ -215,6 +235,10 @@ class AlgorithmConfig(Section):
                 raise ValueError(
                     f"algorithm.{name}={list(bounds)} must be [low, high] with 0 <= low < 1 < high, such as [0.5, 2]"
                 )
+        if self.covariance_bounds[0] >= self.covariance_bounds[1]:
+            raise ValueError(
+                f"algorithm.covariance_bounds={list(self.covariance_bounds)} must be [low, high] with low < high"
+            )
         if min(self.soft_gate) <= 0:
             raise ValueError(f"algorithm.soft_gate={list(self.soft_gate)} must be two positive numbers")
         if self.old_policy == "engine" and not (isinstance(self.importance_cap, str) or self.importance_cap is None):
@@ -223,6 +247,11 @@ class AlgorithmConfig(Section):
                 f"engine's probabilities twice; set importance_cap=null or old_policy=step_start"
             )
         return self
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether tokens are chosen by their covariance, before the updates."""
+        return self.policy_loss in ("clip_cov", "kl_cov")
 
     @property
     def has_token_rewards(self) -> bool:
@@ -241,6 +270,9 @@ class AlgorithmConfig(Section):
             dual_clip=self.dual_clip,
             soft_gate=self.soft_gate,
             mirror_temperature=self.mirror_temperature,
+            covariance_share=self.covariance_share,
+            covariance_bounds=self.covariance_bounds,
+            covariance_kl=self.covariance_kl,
             old_policy=self.old_policy,
             importance_cap=auto_cap if isinstance(cap, str) else cap,
             importance_level=self.importance_level,

@@ -76,6 +76,9 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "policy_loss": "topr",
         "aggregation": "sequence_mean_token_sum",
     },
+    # arXiv 2505.22617, section 4.2.
+    "clip_cov": {**_PLAIN, "policy_loss": "clip_cov"},
+    "kl_cov": {**_PLAIN, "policy_loss": "kl_cov"},
     # AReaL, arXiv 2505.24298, eq. 5, with its code's bound on the weight between proximal and behaviour policy.
     "decoupled": {
         **_PLAIN,

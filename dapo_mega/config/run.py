@@ -133,7 +133,8 @@ class RunConfig(TrainingConfig):
     @property
     def scores_before_updates(self) -> bool:
         """Whether a step scores its responses before it trains on them. A single update scores them itself."""
-        return self.batch.updates_per_step > 1 or self.algorithm.has_token_rewards
+        algorithm = self.algorithm
+        return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.chooses_tokens
 
     @property
     def generation_groups(self) -> int:

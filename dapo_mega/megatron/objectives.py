@@ -30,12 +30,13 @@ class TokenBatch:
     """A micro-batch and the old and reference log-probs per response token [N], on the last stage only.
 
     `old_logprobs=None`: the step makes one update, so the old policy is the current one and its log-probs are those of
-    this forward pass, detached.
+    this forward pass, detached. `chosen` [N] bool are the tokens that `covariance.py` chose, where the loss needs them.
     """
 
     micro_batch: MicroBatch
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class PolicyGradient:
         old_logprobs = start_logprobs if settings.old_policy == "step_start" else rollout_logprobs
         advantages = targets.advantages[chosen].to(logprobs.device)
         policy_loss = POLICY_LOSSES[settings.kind]
-        tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss)
+        tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if policy_loss.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
         losses = policy_loss.token_losses(tokens, settings)

@@ -20,6 +20,7 @@ from dapo_mega.checkpoints.store import LoopState
 from dapo_mega.config import GROUP_BASELINES, RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, StarvedError
+from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
@@ -195,7 +196,11 @@ def score(run: TrainingRun, batch: StepBatch, groups: Sequence[Group] = ()) -> t
         TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
     )
-    return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
+    mini_batches = [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches]
+    if run.config.algorithm.chooses_tokens:
+        settings, processes = run.config.loss_settings, run.policy.processes
+        mini_batches = [choose_tokens(mini, settings, processes, seed=run.step) for mini in mini_batches]
+    return mini_batches, metrics
 
 
 def _penalize(

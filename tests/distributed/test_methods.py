@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from dapo_mega.algorithms import whitened
 from dapo_mega.batching.samples import Sample, flatten
 from dapo_mega.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
@@ -36,6 +37,8 @@ LAYOUTS = {
 # Of every policy loss and every weighting one; KL in the reward for whole responses and token by token.
 METHODS = {
     **{preset: {"preset": preset} for preset in PRESETS if preset not in ("dapo", "grpo", "rloo", "dr_grpo")},
+    "clip_cov": {"preset": "clip_cov", "covariance_share": 0.1, "covariance_bounds": [0.0, 5.0]},
+    "kl_cov": {"preset": "kl_cov", "covariance_share": 0.1},
     "sequence_importance": {"preset": "dapo", "importance_cap": 2.0, "importance_level": "sequence"},
     "engine_ratios": {"preset": "dapo", "old_policy": "engine", "entropy_coefficient": 0.01},
     "kl_of_responses": {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
@@ -87,7 +90,10 @@ def _update(policy, processes, case, settings):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    return policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False), processes.context))
+    loss_settings = algorithm.loss_settings(engine_differs=False)
+    if algorithm.chooses_tokens:
+        batches = choose_tokens(batches, loss_settings, processes, seed=5)
+    return policy.update(batches, PolicyGradient(loss_settings, processes.context))
 
 
 def _with_penalties(micro_batches, scores, algorithm, processes):
@@ -123,8 +129,18 @@ def test_every_method_learns_the_same_under_every_layout(results, layout):
         )
 
 
+def test_the_wanted_share_of_tokens_is_held_back(results):
+    for found in results.values():
+        tokens = found[0]["kl_cov"]["policy/loss_tokens"]
+        assert found[0]["kl_cov"]["policy/covariance_share"] == pytest.approx(int(0.1 * tokens) / tokens)
+        assert (
+            found[0]["clip_cov"]["policy/covariance_share"] == results["one"][0]["clip_cov"]["policy/covariance_share"]
+        )
+        assert 0.05 < found[0]["clip_cov"]["policy/covariance_share"] < 0.15
+
+
 def test_no_method_stands_still(results):
     """A method whose gradient vanished would be the same under every layout too."""
     metrics = results["one"][0]
     assert min(metrics[method]["policy/grad_norm"] for method in METHODS) > 1e-4
-    assert len({round(metrics[method]["policy/loss"], 9) for method in METHODS}) == len(METHODS)
+    assert len({round(metrics[method]["policy/grad_norm"], 9) for method in METHODS}) == len(METHODS)

@@ -62,6 +62,7 @@ def file(tmp_path):
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=dapoo", "algorithm.preset='dapoo'"),
         ("algorithm.token_mask=[1.5, 2]", "algorithm.token_mask=[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
+        ("algorithm.covariance_bounds=[5, 1]", "algorithm.covariance_bounds=[5.0, 1.0] must be [low, high]"),
         ("algorithm.soft_gate=[1, 0]", "algorithm.soft_gate=[1.0, 0.0] must be two positive numbers"),
         ("algorithm={old_policy: engine, importance_cap: 2}", "would count the engine's probabilities twice"),
         ("reward.length_phase_in=[4, 2]", "reward.length_phase_in=[4, 2] must be [first, last]"),

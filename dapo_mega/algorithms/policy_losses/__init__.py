@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
+from dapo_mega.algorithms.policy_losses.covariance import ClipCovLoss, KlCovLoss
 from dapo_mega.algorithms.policy_losses.mirror_descent import MirrorDescentLoss
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.policy_losses.reinforce import ClippedImportanceLoss, ReinforceLoss, TaperedLoss
@@ -23,6 +24,8 @@ POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
     "sapo": SoftGateLoss(),
     "topr": TaperedLoss(),
     "mirror_descent": MirrorDescentLoss(),
+    "clip_cov": ClipCovLoss(),
+    "kl_cov": KlCovLoss(),
 }
 assert POLICY_LOSSES.keys() == set(get_args(PolicyLossKind))
 

@@ -18,7 +18,8 @@ class LossInputs:
     and under the old ones, advantages, and which tokens count in the loss.
 
     `of_responses` [2, T] has, for every token, the sum of log(pi_theta / pi_old) over the tokens in the loss of its
-    whole response, and their number; detached, and given to losses that are `is_sequence_level`.
+    whole response, and their number; detached, and given to losses that are `is_sequence_level`. `chosen` [T] are the
+    tokens that `megatron/covariance.py` chose.
     """
 
     logprobs: Tensor
@@ -26,6 +27,7 @@ class LossInputs:
     advantages: Tensor
     in_loss: Tensor
     of_responses: Tensor | None = None
+    chosen: Tensor | None = None
 
     def log_ratios(self) -> Tensor:
         """log(pi_theta / pi_old) per token [T] in nats, bounded so that its exponential is finite."""
@@ -39,6 +41,11 @@ class LossInputs:
         """log(pi_theta / pi_old) of the token's whole response [T], detached."""
         assert self.of_responses is not None, "a loss that looks at whole responses must be is_sequence_level"
         return self.of_responses[0]
+
+    def chosen_tokens(self) -> Tensor:
+        """Which tokens were chosen for their covariance [T] bool."""
+        assert self.chosen is not None, "the tokens must be chosen before the update"
+        return self.chosen
 
     def response_lengths(self) -> Tensor:
         """Tokens in the loss of the token's response [T], at least 1."""

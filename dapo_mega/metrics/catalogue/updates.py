@@ -140,6 +140,14 @@ UPDATES: tuple[Metric, ...] = (
         "raise `algorithm.mirror_temperature`",
     ),
     Metric(
+        "policy/covariance_share",
+        "share",
+        "Share of tokens that `algorithm.policy_loss=clip_cov` or `kl_cov` holds back.",
+        "near `algorithm.covariance_share`, or above where an update has few tokens",
+        "0 with clip_cov: no token is within `algorithm.covariance_bounds`",
+        "lower the bounds",
+    ),
+    Metric(
         "policy/entropy_coefficient",
         "weight",
         "Weight of the entropy bonus in this step. Only with `algorithm.entropy_target`.",

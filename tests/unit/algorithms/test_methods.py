@@ -247,6 +247,24 @@ def test_the_soft_gate_by_hand():
     assert slopes == pytest.approx([-2 / 2, -4 * s * (1 - s) * 2 * 2 / 2], rel=1e-5)
 
 
+def test_chosen_tokens_are_held_back():
+    # Ratios 1, 2 and 1/2, A = 2; the last two are chosen. Clip-Cov: no gradient of theirs. KL-Cov: -r A, and |log r|
+    # more for them, whose slope is the sign of log r. One response of three tokens: divided by 3.
+    slopes = {"clip_cov": [-2, 0, 0], "kl_cov": [-2, -4 + 1, -1 - 1]}
+    losses = {"clip_cov": -2 - 1.2 * 2 - 1, "kl_cov": -2 - 4 - 1 + 2 * math.log(2)}
+    for preset, expected in slopes.items():
+        old = torch.zeros(3)
+        new = torch.tensor([1.0, 2.0, 0.5]).log().requires_grad_()
+        micro = pack(flatten([single_turn(np.arange(2), np.arange(3), advantage=2.0)]), max_response_tokens=8)
+        batch = TokenBatch(micro, old, chosen=torch.tensor([False, True, True]))
+        objective = PolicyGradient(settings_of(preset).loss_settings(engine_differs=False))
+        term = objective.evaluate(TokenOutputs(new, torch.zeros(3)), batch)
+        term.total.backward()
+        assert float(term.total.detach()) == pytest.approx(losses[preset], rel=1e-5), preset
+        assert new.grad.tolist() == pytest.approx(expected, rel=1e-5), preset
+        assert objective.metrics({k: float(v) for k, v in term.sums.items()})["policy/covariance_share"] == 2 / 3
+
+
 @pytest.mark.parametrize(
     ("changes", "weights"),
     [
