@@ -43,6 +43,14 @@ class StoredModel:
     config: Mapping[str, Any] | None = None
 
 
+def open_any(path: Path, config_folder: Path) -> StoredModel:
+    """The policy or the value model in a folder, whichever it is, with the config.json of another."""
+    family, arch = load_architecture(config_folder)
+    if head := stored_value_head(path):
+        arch = arch.with_value_head(has_bias=_HEAD_BIAS in head)
+    return StoredModel(family, arch, open_source(path, family, arch))
+
+
 def open_policy(path: Path) -> StoredModel:
     """The policy in a Hugging Face or Megatron folder."""
     family, arch = load_architecture(path)
@@ -55,7 +63,7 @@ def open_value_model(path: Path) -> StoredModel:
     if os.path.lexists(path / CRITIC_CONFIG_FILE):
         return open_critic(path)
     family, arch = load_architecture(path)
-    head = _stored_head(path)
+    head = stored_value_head(path)
     value_arch = arch.with_value_head(has_bias=_HEAD_BIAS in head)
     config = value_model_config(read_json_object(path / "config.json"), value_arch)
     if head:
@@ -96,19 +104,16 @@ def value_model_config(config: Mapping[str, Any], arch: Architecture) -> dict[st
     }
 
 
-def stored_value_head(source: HfCheckpoint | MegatronFiles) -> frozenset[str]:
-    """The names of a value head's tensors in a checkpoint; empty for a policy. In Megatron's format the head is an
-    output layer for one token."""
-    if isinstance(source, HfCheckpoint):
-        return frozenset({_HEAD, _HEAD_BIAS} & source.names()) if _HEAD in source.names() else frozenset()
-    weight = source.tensors.get("output_layer.weight")
-    if weight is None or weight.size[0] != 1:
+def stored_value_head(path: Path) -> frozenset[str]:
+    """The names of the value head's tensors in a Hugging Face or Megatron folder; empty for a policy. In Megatron's
+    format the head is an output layer for one token."""
+    if not is_megatron_folder(path):
+        names = HfCheckpoint(path).names()
+        return frozenset({_HEAD, _HEAD_BIAS} & names) if _HEAD in names else frozenset()
+    tensors = MegatronFiles(path).tensors
+    if "output_layer.weight" not in tensors or tensors["output_layer.weight"].size[0] != 1:
         return frozenset()
-    return frozenset({_HEAD, _HEAD_BIAS} if "output_layer.bias" in source.tensors else {_HEAD})
-
-
-def _stored_head(path: Path) -> frozenset[str]:
-    return stored_value_head(MegatronFiles(path) if is_megatron_folder(path) else HfCheckpoint(path))
+    return frozenset({_HEAD, _HEAD_BIAS} if "output_layer.bias" in tensors else {_HEAD})
 
 
 class _WithNewHead:
