@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dapo_mega.config.base import Section
 
 PolicyLossKind = Literal["clip"]
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out"]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "gae"]
 AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"]
 KlKind = Literal["k1", "k2", "k3"]
 

@@ -12,8 +12,11 @@ from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, LossSettings
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.compute import check_precision
+from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
 from dapo_mega.config.training import TrainingConfig
@@ -27,6 +30,7 @@ class RunConfig(TrainingConfig):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
@@ -109,6 +113,22 @@ class RunConfig(TrainingConfig):
         """The objective's settings, resolved for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
         return self.algorithm.loss_settings(engine_differs=not is_same)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The critic as a model: the policy's settings with its own folder."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The policy's optimizer with the critic's learning rate and warm-up."""
+        own = {"learning_rate": self.critic.learning_rate, "warmup_steps": self.critic.warmup_steps}
+        return self.optimizer.model_copy(update=own)
 
     @property
     def generation_groups(self) -> int:
