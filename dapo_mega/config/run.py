@@ -72,6 +72,11 @@ class RunConfig(TrainingConfig):
                 "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; set it to at least 1"
             )
+        if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
+            raise ValueError(
+                f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="
+                f"{self.num_steps} to learn in; lower it"
+            )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
             raise ValueError(

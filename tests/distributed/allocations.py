@@ -12,7 +12,7 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.megatron import megatron_policy, output_layer
+from dapo_mega.megatron import megatron_model, output_layer
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
@@ -48,14 +48,14 @@ class AttentionPlans:
 
     def __init__(self) -> None:
         self._plans = []
-        original = megatron_policy.packed_segments
+        original = megatron_model.packed_segments
 
         def noted(*args, **rest):
             plan = original(*args, **rest)
             self._plans = [known for known in self._plans if known()] + [weakref.ref(plan)]
             return plan
 
-        megatron_policy.packed_segments = noted
+        megatron_model.packed_segments = noted
 
     def clear(self):
         """Dispatchers of experts hold on to their last graph, and it to its plan, also when their model is gone."""
