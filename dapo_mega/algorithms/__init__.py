@@ -14,9 +14,11 @@ from dapo_mega.algorithms.ratios import (
     sequence_importance_weights,
     within_bounds,
 )
+from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 
 __all__ = [
     "EntropyControl",
+    "explained_variance",
     "group_advantages",
     "importance_weights",
     "kl_estimate",
@@ -24,6 +26,7 @@ __all__ = [
     "response_weight",
     "segment_sums",
     "sequence_importance_weights",
+    "value_loss",
     "whitened",
     "within_bounds",
 ]

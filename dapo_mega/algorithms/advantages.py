@@ -17,7 +17,7 @@ def group_advantages(
     - `group_mean`: R_i - mean (Dr. GRPO).
     - `leave_one_out`: R_i - mean of the other G - 1 rewards (RLOO).
     - `greedy_baseline`: R_i - `greedy_reward`, that of a greedy response to the prompt (ReMax).
-    - `reward`: R_i (REINFORCE).
+    - `reward`: R_i (REINFORCE), also for `gae`, which makes advantages of it with a critic's values.
 
     Equal rewards give exact zeros where the group is the baseline. Raises ValueError for non-finite rewards, and for
     fewer than two where responses are compared.
@@ -28,7 +28,7 @@ def group_advantages(
         raise ValueError(f"rewards must be one-dimensional with at least {fewest} entries, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
-    if kind == "reward":
+    if kind in ("reward", "gae"):
         return values.copy()
     if kind == "greedy_baseline":
         if greedy_reward is None or not np.isfinite(greedy_reward):

@@ -17,6 +17,7 @@ from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, Fp8Config, MoeConfig
+from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import ColumnsConfig, DataConfig, DatasetConfig, SftDataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointConfig",
     "ColumnsConfig",
     "ComputeConfig",
+    "CriticConfig",
     "DataConfig",
     "DatasetConfig",
     "EvaluationConfig",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from dapo_mega.config.base import Section
 
 PolicyLossKind = Literal["clip", "gspo", "reinforce", "cispo", "sapo", "topr", "mirror_descent", "clip_cov", "kl_cov"]
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "reward", "greedy_baseline"]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "reward", "greedy_baseline", "gae"]
 AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_constant"]
 KlKind = Literal["k1", "k2", "k3"]
 KlPlacement = Literal["loss", "reward"]
@@ -22,6 +22,7 @@ Preset = Literal[
     "reinforce",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "ppo",
     "remax",
     "kimi",
     "gspo",
@@ -100,7 +101,17 @@ class AlgorithmConfig(Section):
         default="group_norm",
         description="Advantage of a response from the rewards of its group. group_norm: (R - mean) / (std + 1e-6); "
         "group_mean: R - mean; leave_one_out: R - mean of the other responses; reward: R itself; greedy_baseline: R - "
-        "the reward of one more response, which is sampled greedily and never trained on (ReMax).",
+        "the reward of one more response, which is sampled greedily and never trained on (ReMax); gae: generalized "
+        "advantage estimates of a critic (PPO; see the section critic).",
+    )
+    gae_discount: float = Field(
+        default=1.0, gt=0, le=1, description="gamma of gae: how much less a reward counts a token later."
+    )
+    gae_decay: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="lambda of gae: 1 takes the rewards that follow as they are, less trusts the critic's values more.",
     )
     normalize_advantages: bool = Field(
         default=False,
@@ -256,6 +267,11 @@ class AlgorithmConfig(Section):
     @property
     def has_token_rewards(self) -> bool:
         """Whether a token's reward or advantage depends on the trainer's models, beside the response's reward."""
+        return self.advantage == "gae" or self.penalizes_rewards
+
+    @property
+    def penalizes_rewards(self) -> bool:
+        """Whether the KL penalty stands in the reward."""
         return self.kl.coefficient > 0 and self.kl.placement == "reward"
 
     def loss_settings(self, *, engine_differs: bool) -> LossSettings:

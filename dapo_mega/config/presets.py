@@ -43,6 +43,8 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "normalize_advantages": True,
         "kl": {"coefficient": 0.01, "estimator": "k2"},
     },
+    # Open-Reasoner-Zero, arXiv 2503.24290: gamma = lambda = 1, no KL, a critic.
+    "ppo": {**_PLAIN, "advantage": "gae", "normalize_advantages": True},
     # arXiv 2310.10505.
     "remax": {
         **_PLAIN,

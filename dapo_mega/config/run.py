@@ -12,8 +12,11 @@ from dapo_mega.config.algorithm import GROUP_BASELINES, AlgorithmConfig, LossSet
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.compute import check_precision
+from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
@@ -28,6 +31,7 @@ class RunConfig(TrainingConfig):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
@@ -69,6 +73,11 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; set it to at least 1"
+            )
+        if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
+            raise ValueError(
+                f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="
+                f"{self.num_steps} to learn in; lower it"
             )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
@@ -135,6 +144,22 @@ class RunConfig(TrainingConfig):
         """Whether a step scores its responses before it trains on them. A single update scores them itself."""
         algorithm = self.algorithm
         return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.chooses_tokens
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The critic as a model: the policy's settings with its own folder."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The policy's optimizer with the critic's learning rate and warm-up."""
+        own = {"learning_rate": self.critic.learning_rate, "warmup_steps": self.critic.warmup_steps}
+        return self.optimizer.model_copy(update=own)
 
     @property
     def generation_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""Advantages that need the trainer's models: a KL penalty in the reward.
+"""Advantages that need the trainer's models: a KL penalty in the reward, and the values of a critic.
 
 Each process of the last pipeline stage has some tokens of every response: context parallelism cuts sequences. Whole
 responses are put together where sums over time are taken.
@@ -15,12 +15,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms.returns import discounted_sums
+from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
 from dapo_mega.batching.microbatch import MicroBatch, context_positions
 from dapo_mega.distributed.processes import Processes
 
 Floats = npt.NDArray[np.float64]
 _EQUAL = 1e-9  # Relative difference of equal advantages, by rounding.
+
+
+def advantages_from_values(
+    batches: Sequence[MicroBatch],
+    values: Sequence[Tensor],
+    penalties: Sequence[Tensor] | None,
+    processes: Processes,
+    *,
+    discount: float,
+    decay: float,
+) -> tuple[list[MicroBatch], list[Tensor]]:
+    """Generalized advantages, and the returns [N] that the critic learns: advantage + value; empty off the last stage.
+
+    The micro-batches' advantages are the rewards of whole responses, paid at their last tokens. `values` [N] are the
+    critic's before each token, and `penalties` [N] are taken off the tokens' rewards.
+    """
+    if not processes.is_last_stage:
+        return list(batches), [torch.empty(0) for _ in batches]
+    changed, returns = [], []
+    for i, micro_batch in enumerate(batches):
+        rewards = micro_batch.targets.advantages[micro_batch.targets.response_mask]
+        of_tokens = penalties[i].cpu() if penalties else torch.zeros(len(rewards))
+        columns = torch.stack([rewards.double(), values[i].double().cpu(), of_tokens.double()])
+        whole, ids, own = _whole_responses(micro_batch, columns, processes)
+        paid = whole[0] * is_last_of_segment(ids) - whole[2]
+        advantages = generalized_advantages(paid, whole[1], ids, discount=discount, decay=decay)
+        changed.append(_with_advantages(micro_batch, torch.from_numpy(advantages)[own]))
+        returns.append(torch.from_numpy(advantages + whole[1])[own].float().to(processes.device))
+    return changed, returns
 
 
 def subtract_following_penalties(
@@ -32,8 +61,8 @@ def subtract_following_penalties(
         return list(batches)
     changed = []
     for micro_batch, of_tokens in zip(batches, penalties, strict=True):
-        whole, ids, own = _whole_responses(micro_batch, of_tokens, processes)
-        sums = torch.from_numpy(discounted_sums(whole, ids, 1.0))[own]
+        whole, ids, own = _whole_responses(micro_batch, of_tokens[None], processes)
+        sums = torch.from_numpy(discounted_sums(whole[0], ids, 1.0))[own]
         chosen = micro_batch.targets.response_mask
         changed.append(_with_advantages(micro_batch, micro_batch.targets.advantages[chosen].double() - sums))
     return changed
@@ -91,18 +120,19 @@ def _with_advantages(micro_batch: MicroBatch, advantages: Tensor) -> MicroBatch:
     return replace(micro_batch, targets=replace(targets, advantages=column))
 
 
-def _whole_responses(micro_batch: MicroBatch, of_tokens: Tensor, processes: Processes) -> tuple[Floats, Floats, Tensor]:
-    """(values, segment ids, own): the values of all response tokens of the replica's micro-batch, in the order of the
-    sequences, and where among them this process's are [N]. Collective over the context group."""
+def _whole_responses(micro_batch: MicroBatch, columns: Tensor, processes: Processes) -> tuple[Floats, Floats, Tensor]:
+    """(values, segment ids, own): the columns [C, M] of all response tokens of the replica's micro-batch, in the order
+    of the sequences, from this process's [C, N], and where among them its own are [N]. Collective over the context
+    group."""
     chosen = micro_batch.targets.response_mask.cpu()
     if processes.context_size == 1:
         positions = torch.arange(len(chosen))[chosen]
     else:
         positions = context_positions(micro_batch.cu_seqlens, processes.context_rank, processes.context_size)[chosen]
     bounds = micro_batch.cu_seqlens.cpu().long()
-    rows = torch.zeros(2, int(bounds[-1]), dtype=torch.float64)
+    rows = torch.zeros(1 + len(columns), int(bounds[-1]), dtype=torch.float64)
     rows[0, positions] = 1.0
-    rows[1, positions] = of_tokens.double().cpu()
+    rows[1:, positions] = columns.double().cpu()
     if processes.context_size > 1:
         rows = rows.to(processes.device)
         dist.all_reduce(rows, group=processes.context)
@@ -111,4 +141,4 @@ def _whole_responses(micro_batch: MicroBatch, of_tokens: Tensor, processes: Proc
     order = is_response.nonzero()[:, 0]
     ids = torch.searchsorted(bounds, order, right=True) - 1
     own = (is_response.cumsum(0) - 1)[positions]
-    return rows[1, order].numpy(), ids.numpy(), own
+    return rows[1:, order].numpy(), ids.numpy(), own

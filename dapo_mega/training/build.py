@@ -29,6 +29,7 @@ from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
+from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.rewards import AnswerVerifier
@@ -72,6 +73,7 @@ class TrainingRun:
     config: RunConfig
     policy: MegatronPolicy
     reference: ScoringModel | None
+    critic: ValueModel | None
     fleet: RolloutFleet
     weight_sync: WeightSync
     store: CheckpointStore
@@ -128,6 +130,18 @@ def build_run(
     if config.algorithm.kl.coefficient > 0:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
 
+    critic = None
+    if config.uses_critic:
+        critic = ValueModel(
+            config.critic_model,
+            config.parallel,
+            config.critic_optimizer,
+            processes,
+            updates_per_step=config.batch.updates_per_step,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+
     def check_stop() -> None:
         if stop_requested():
             raise StopRequested("the run was asked to stop")
@@ -141,6 +155,7 @@ def build_run(
         config=config,
         policy=policy,
         reference=reference,
+        critic=critic,
         fleet=rollouts.fleet,
         weight_sync=rollouts.weight_sync,
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),

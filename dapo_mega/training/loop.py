@@ -10,25 +10,22 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dapo_mega.algorithms import kl_estimate, mean_over
-from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
-from dapo_mega.batching.step_advantages import step_advantages
 from dapo_mega.checkpoints.store import LoopState
-from dapo_mega.config import GROUP_BASELINES, RunConfig
+from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, StarvedError
-from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import TokenScores
-from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
-from dapo_mega.megatron.token_advantages import advantages_of_responses, normalized, subtract_following_penalties
+from dapo_mega.megatron.mismatch import starvation_cause
+from dapo_mega.megatron.objectives import PolicyGradient
+from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
 from dapo_mega.training.lifecycle import export_and_save, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
+from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
@@ -61,11 +58,11 @@ def train(run: TrainingRun) -> None:
         with run.timers.stage("pack"):
             batch = hand_over(run, groups)
         with run.timers.stage("score"):
-            mini_batches, mismatch = score(run, batch, groups)
+            scored = score(run, batch, groups)
         with run.timers.stage("update"):
-            updates = update(run, mini_batches, batch.engines)
+            updates = update(run, scored, batch.engines)
         run.step += 1
-        metrics = {**collected, **mismatch, **updates, **packing_metrics(batch.stats)}
+        metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
         if config.algorithm.entropy_target is not None:
             metrics["policy/entropy_coefficient"] = run.entropy.current()
         run.entropy.observe(metrics["policy/entropy"])
@@ -90,7 +87,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     report(run, run.step, metrics)
     run.unrecorded = None
     with run.timers.stage("checkpoint"):
-        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run))
+        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run), run.critic)
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -173,110 +170,25 @@ def packing_metrics(stats: PackingStats) -> Metrics:
     }
 
 
-def score(run: TrainingRun, batch: StepBatch, groups: Sequence[Group] = ()) -> tuple[list[list[TokenBatch]], Metrics]:
-    """pi_old <- pi_theta: score every response token with the weights the step starts from, and by the reference.
-
-    A KL penalty in the reward then becomes part of the advantages; rank 0 has the step's groups for that.
-
-    Also measures the mismatch of the engines' log-probs, and raises FleetError on all ranks if it is over
-    `rollout.mismatch_stop`. A step with a single update needs no scoring pass: the update starts from these weights,
-    scores the tokens itself, and raises before its checkpoint is written.
-    """
-    everything = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
-    references = run.reference.score(everything) if run.reference else [None] * len(everything)
-    scores: Sequence[TokenScores | None] = [None] * len(everything)
-    metrics: Metrics = {}
-    if run.config.scores_before_updates:
-        own = run.policy.score(everything)
-        metrics, scores = _check_scores(run, everything, own, batch.engines), own
-        if run.config.algorithm.has_token_rewards:
-            everything, kl = _penalize(run, everything, own, references, groups)
-            metrics |= kl
-    token_batches = iter(
-        TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
-        for micro_batch, score, reference in zip(everything, scores, references, strict=True)
-    )
-    mini_batches = [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches]
-    if run.config.algorithm.chooses_tokens:
-        settings, processes = run.config.loss_settings, run.policy.processes
-        mini_batches = [choose_tokens(mini, settings, processes, seed=run.step) for mini in mini_batches]
-    return mini_batches, metrics
-
-
-def _penalize(
-    run: TrainingRun,
-    batches: Sequence[MicroBatch],
-    own: Sequence[TokenScores],
-    references: Sequence[TokenScores | None],
-    groups: Sequence[Group],
-) -> tuple[list[MicroBatch], Metrics]:
-    """Take the KL penalty off the rewards: the micro-batches with new advantages, and the mean KL."""
-    algorithm, processes = run.config.algorithm, run.policy.processes
-    kl = [
-        kl_estimate(scores.logprobs, reference.logprobs, algorithm.kl.estimator)
-        for scores, reference in zip(own, references, strict=True)
-        if reference
-    ]
-    penalties = [algorithm.kl.coefficient * of_tokens for of_tokens in kl]
-    if algorithm.advantage in GROUP_BASELINES:
-        compute = (lambda sums: step_advantages(groups, run.config, sums)) if run.controller else None
-        changed = advantages_of_responses(batches, penalties, processes, compute)
-    else:
-        changed = subtract_following_penalties(batches, penalties, processes)
-        if algorithm.normalize_advantages:
-            changed = normalized(changed, processes)
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = torch.cat([k.double().cpu() for k in kl]) if is_counted else torch.empty(0).double()
-    sums = torch.stack([counted.sum(), torch.tensor(float(len(counted)), dtype=torch.float64)])
-    dist.all_reduce(sums, group=processes.control)
-    return changed, {"policy/kl_to_reference": mean_over(*sums.tolist())}
-
-
-def _check_scores(
-    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
-) -> Metrics:
-    """`measure_scores` that warns of a mismatch, and raises FleetError on all ranks if it is over
-    `rollout.mismatch_stop`."""
-    metrics, by_engine = measure_scores(run, batches, scores, engines)
-    message = mismatch_warning(metrics, run.config, run.step + 1, by_engine)
-    if message and run.controller:
-        logger.warning(message)
-    return metrics
-
-
-def measure_scores(
-    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
-) -> tuple[Metrics, Metrics]:
-    """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines[i]` is engine i's URL."""
-    processes = run.policy.processes
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = list(zip(batches, scores, strict=True)) if is_counted else []
-    entropy = torch.zeros(2, dtype=torch.float64)
-    for _, score in counted:
-        entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
-    dist.all_reduce(entropy, group=processes.control)
-    scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
-    metrics = measure_mismatch(
-        scored, run.config.loss_settings, control=processes.control, context_group=processes.context
-    )
-    by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
-    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
-
-
-def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
-    """mu passes with one optimizer update per mini-batch; metrics are means over the updates. `engines[i]` is the URL
-    of the step's engine i."""
-    settings = replace(run.config.loss_settings, entropy_coefficient=run.entropy.current())
+def update(run: TrainingRun, scored: ScoredStep, engines: Sequence[str] = ()) -> Metrics:
+    """mu passes with one optimizer update per mini-batch, of the policy and of the critic if there is one; metrics are
+    means over the updates. `engines[i]` is the URL of the step's engine i."""
+    config = run.config
+    settings = replace(config.loss_settings, entropy_coefficient=run.entropy.current())
     objective = PolicyGradient(settings, run.policy.processes.context)
-    if not run.config.scores_before_updates:
+    if not config.scores_before_updates:
         scores: list[TokenScores] = []
-        metrics = run.policy.update(mini_batches[0], objective, scores=scores)
-        batches = [batch.micro_batch for batch in mini_batches[0]]
-        return {**_check_scores(run, batches, scores, engines), **metrics}
+        metrics = run.policy.update(scored.mini_batches[0], objective, scores=scores)
+        batches = [batch.micro_batch for batch in scored.mini_batches[0]]
+        return {**check_scores(run, batches, scores, engines), **metrics}
     means = MetricAccumulator()
-    for _ in range(run.config.batch.epochs):
-        for mini_batch in mini_batches:
-            for name, value in run.policy.update(mini_batch, objective).items():
+    trains_policy = not config.uses_critic or run.step >= config.critic.pretraining_steps
+    for _ in range(config.batch.epochs):
+        for i, mini_batch in enumerate(scored.mini_batches):
+            metrics = run.policy.update(mini_batch, objective) if trains_policy else {}
+            if run.critic:
+                metrics |= run.critic.update(scored.critic_batches[i], ValueLoss(config.critic.value_clip))
+            for name, value in metrics.items():
                 means.add(name, value)
     return means.summary()
 
