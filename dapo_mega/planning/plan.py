@@ -126,6 +126,7 @@ def _critic_line(config: RunConfig) -> str:
     return (
         f"critic: starts from {critic.path or 'model.path'}; learning rate {critic.learning_rate:g} after "
         f"{critic.warmup_steps} warm-up steps, the first {critic.pretraining_steps} steps without policy updates"
+        + (f", values clipped at {critic.value_clip:g}" if critic.value_clip else "")
     )
 
 
