@@ -142,6 +142,23 @@ def test_a_critic_is_planned_beside_the_policy(tool, capsys, small):
     assert 1.3 < seconds[1] / seconds[0] < 2
 
 
+def test_a_critic_must_fit_the_policy(tool, capsys, small, tmp_path):
+    critic = tmp_path / "critic"
+    options = [small, "algorithm.advantage=gae", f"critic.path={critic}", "num_steps=2"]
+    tool.main(options)
+    assert f"note: critic.path={critic} is not on this machine" in capsys.readouterr().out
+    critic.mkdir()
+    config = json.loads((tmp_path / "model.json").read_text())
+    (critic / "config.json").write_text(json.dumps({**config, "vocab_size": 4095}))
+    with pytest.raises(InputError, match=r"a vocabulary of 4095 tokens, and the policy one of 4096"):
+        tool.main(options)
+    (critic / "critic_config.json").write_text(json.dumps(config))  # A run's checkpoint: config.json is its policy's.
+    tool.main(options)
+    (critic / "critic_config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(InputError, match=r"parallel\.pipeline=2 does not divide.*num_hidden_layers=3"):
+        tool.main([*options, "parallel.pipeline=2", "parallel.world_size=2"])
+
+
 def load_architecture_of(file):
     return read_architecture(Path(file).with_name("model.json"))[1]
 
