@@ -21,7 +21,8 @@ METRICS_FILE = "metrics.jsonl"
 @dataclass(frozen=True)
 class Outcome:
     """`absent`: nothing there. `begun`: the same command continues it. `starved`: dynamic sampling ran out of groups,
-    which is a result. `failed`: anything else, which may go better the next time. `step` is the last one recorded."""
+    which is a result. `failed`: anything else, which may go better the next time. `step` is the last one recorded or
+    saved."""
 
     state: State
     step: int
@@ -35,7 +36,9 @@ class Outcome:
 
 def outcome_of(run: Run) -> Outcome:
     """Raises InputError for a run that has trained further than the plan wants, and so holds another result."""
-    status, step = _status(run.folder), last_step(run.folder)
+    status = _status(run.folder)
+    # A run that was stopped in an evaluation has saved a step that it has not recorded yet.
+    step = max(last_step(run.folder), int(status.get("step", 0)))
     if step > run.config.num_steps:
         raise InputError(
             f"{run.name}: {run.folder} holds {step} steps, more than num_steps={run.config.num_steps}; raise "

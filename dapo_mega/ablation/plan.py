@@ -101,7 +101,7 @@ def describe(plan: Plan) -> Iterator[str]:
     method against the first one."""
     if plan.task:
         yield f"cold start, shared by all runs: {plan.cold_start} ({plan.task.about})"
-    count = f"{len(plan.arms)} arms x {len(plan.seeds)} seeds"
+    count = f"arms: {len(plan.arms)}, seeds: {len(plan.seeds)}"
     yield f"{len(plan.runs)} runs ({count}) of {plan.runs[0].config.num_steps} steps in {plan.output}"
     for group in dict.fromkeys(arm.group for arm in plan.arms):
         yield f"{group}:"

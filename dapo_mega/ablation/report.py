@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo_mega.ablation.bootstrap import Estimate
 from dapo_mega.ablation.curves import draw_curves
+from dapo_mega.ablation.intervals import Estimate
 from dapo_mega.ablation.outcomes import Outcome
 from dapo_mega.ablation.plan import Plan
 from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather
@@ -40,7 +40,7 @@ def markdown(results: Sequence[ArmResult]) -> str:
     unfinished = [_unfinished_line(run) for result in results for run in result.runs if run.outcome.state != "finished"]
     if unfinished:
         parts.append("## Not finished\n\n" + "\n".join(unfinished))
-    parts.append(_explanation(max(len(result.finished) for result in results)))
+    parts.append(_EXPLANATION)
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,12 +48,13 @@ def _table(rows: Sequence[ArmResult]) -> str:
     group = rows[0].arm.group
     has_paper = any(row.arm.paper is not None for row in rows)
     header = ["row", *(["paper"] if has_paper else []), "accuracy before", "after", "gain", _REFERENCES[group]]
-    header += ["verdict", "length", "entropy", "minutes", "runs"]
+    header += ["verdict", "length", "cut off", "entropy", "minutes", "runs"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
         paper = [_number(row.arm.paper, ".0f")] if has_paper else []
         estimates = [_estimate(value) for value in (row.before, row.after, row.gain, row.versus_previous)]
-        numbers = [_number(row.response_length, ".1f"), _number(row.entropy, ".3f"), _number(row.minutes, ".1f")]
+        ends = ((row.response_length, ".1f"), (row.cut_off, ".3f"), (row.entropy, ".3f"), (row.minutes, ".1f"))
+        numbers = [_number(value, spec) for value, spec in ends]
         cells = [row.arm.title, *paper, *estimates, verdict(row.versus_previous), *numbers, _counts(row)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -92,28 +93,14 @@ def _unfinished_line(result: RunResult) -> str:
     return f"- {result.run.arm.title}, seed {result.run.seed}: {state}, step {outcome.step}{reason}"
 
 
-def _explanation(num_seeds: int) -> str:
-    chance = (
-        ""
-        if num_seeds < 2
-        else (
-            f" With {num_seeds} seeds, rows that are equal in truth come out as better or worse in about "
-            f"{_false_alarms(num_seeds):.0%} of comparisons."
-        )
-    )
-    return (
-        "Accuracy is avg@k on the held-out prompts, before the first and after the last step: the mean over the seeds "
-        "that finished, and in brackets the 95 % interval of a percentile bootstrap over the seeds (not over prompts: "
-        "runs record means). With up to 4 seeds it reaches from the lowest seed to the highest. Differences pair equal "
-        f"seeds; within noise: the interval of the difference holds 0.{chance} All runs share one cold start, so the "
-        "intervals do not cover another one. Length: tokens of held-out responses at the end. Entropy: nats per token "
-        "in the last step. Minutes: sum of the steps' times, evaluations included, starts not."
-    )
-
-
-def _false_alarms(num_seeds: int) -> float:
-    """Roughly: the chance that all differences between equal rows have one sign, which is what few seeds need."""
-    return max(0.05, 2.0 ** (1 - num_seeds))
+_EXPLANATION = """\
+Accuracy is avg@k on the held-out prompts, before the first and after the last step: the mean over the seeds that \
+finished, with the 95 % interval of a percentile bootstrap over the seeds (not over prompts: runs record means), which \
+for up to three seeds reaches from the lowest to the highest. Differences pair equal seeds, with Student's 95 % \
+interval; "within noise": it holds 0, as it does in 95 % of comparisons of equal rows. All runs share one cold start, \
+so the intervals do not cover another one. Length and cut off: tokens of held-out responses, and the share that \
+reached the limit, at the end. Entropy: nats per token in the last step. Minutes: sum of the steps' times, evaluations \
+included, starts not."""
 
 
 def as_json(plan: Plan, results: Sequence[ArmResult]) -> dict[str, Any]:
@@ -137,6 +124,7 @@ def _arm_json(result: ArmResult) -> dict[str, Any]:
         **{name: asdict(value) if (value := getattr(result, name)) else None for name in estimates},
         "verdict": verdict(result.versus_previous),
         "response_length": result.response_length,
+        "cut_off": result.cut_off,
         "entropy": result.entropy,
         "minutes": result.minutes,
         "runs": [_run_json(run) for run in result.runs],

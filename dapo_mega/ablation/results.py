@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapo_mega.ablation.arms import Arm
-from dapo_mega.ablation.bootstrap import Estimate, estimate_mean
+from dapo_mega.ablation.intervals import Estimate, estimate_difference, estimate_mean
 from dapo_mega.ablation.outcomes import Outcome, records_of
 from dapo_mega.ablation.plan import Plan, Run
 from dapo_mega.metrics import names
@@ -27,7 +27,8 @@ class RunResult:
 class ArmResult:
     """Means over the seeds of an arm that are finished; None where no finished run recorded it.
 
-    `before` and `after`: held-out accuracy before the first and after the last step. `versus_previous`: final accuracy
+    `before` and `after`: held-out accuracy before the first and after the last step. `cut_off`: share of the
+    held-out responses that reached the limit, at the end. `versus_previous`: final accuracy
     minus that of the row before in the ladder, or of the first method, with equal seeds paired; None for the first.
     """
 
@@ -38,6 +39,7 @@ class ArmResult:
     gain: Estimate | None
     versus_previous: Estimate | None
     response_length: float | None
+    cut_off: float | None
     entropy: float | None
     minutes: float | None
 
@@ -77,8 +79,9 @@ def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResul
         before=_estimate(before),
         after=_estimate(after),
         gain=_estimate([_minus(last, first) for last, first in zip(after, before, strict=True)]),
-        versus_previous=_estimate(_paired_differences(runs, reference)),
+        versus_previous=_estimate(_paired_differences(runs, reference), estimate_difference),
         response_length=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_RESPONSE_LENGTH_MEAN)),
+        cut_off=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_TRUNCATED_SHARE)),
         entropy=_mean_of(finished, lambda r: last_value(r, names.ENTROPY)),
         minutes=_mean_of(finished, lambda r: sum(record.get(names.STEP_SECONDS, 0.0) for record in r) / 60),
     )
@@ -102,9 +105,11 @@ def _minus(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 
 
-def _estimate(values: Sequence[float | None]) -> Estimate | None:
+def _estimate(
+    values: Sequence[float | None], estimate: Callable[[Sequence[float]], Estimate] = estimate_mean
+) -> Estimate | None:
     known = [value for value in values if value is not None]
-    return estimate_mean(known) if known else None
+    return estimate(known) if known else None
 
 
 def _mean_of(runs: Sequence[Records], value: Callable[[Records], float | None]) -> float | None:

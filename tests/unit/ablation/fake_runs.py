@@ -54,7 +54,11 @@ def train(
     for step in range(1, reached + 1):
         metrics = {"policy/entropy": 1 / step, "rollout/response_length_mean": 20.0 + step, "time/step_s": 30.0}
         if step == run.config.num_steps:
-            metrics |= {"evaluation/avg_at_k": final, "evaluation/response_length_mean": 40.0}
+            metrics |= {
+                "evaluation/avg_at_k": final,
+                "evaluation/response_length_mean": 40.0,
+                "evaluation/truncated_share": 0.125,
+            }
         lines.append(encode_line(step, metrics))
     (run.folder / "metrics.jsonl").write_text("".join(lines))
     status = {"state": state, "exit_status": exit_status, "step": reached, "message": "" if not exit_status else "why"}

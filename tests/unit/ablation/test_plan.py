@@ -116,7 +116,7 @@ def test_what_cannot_be_started_is_refused_with_the_name_of_the_run(tmp_path):
 
 def test_the_description_names_every_arm_and_its_change(tmp_path):
     text = "\n".join(describe(plan_of(tmp_path, rows=ROWS, methods=("dapo", "rloo"), seeds=(0, 1))))
-    assert "16 runs (8 arms x 2 seeds) of 4 steps" in text
+    assert "16 runs (arms: 8, seeds: 2) of 4 steps" in text
     assert "  Naive GRPO (naive_grpo): the first\n" in text
     assert "  + Clip-Higher (clip_higher): algorithm.clip_high 0.2 -> 0.28\n" in text
     assert "algorithm.advantage group_norm -> leave_one_out" in text
