@@ -122,11 +122,15 @@ class ScoredResponse:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All responses to one prompt. `weight_version` is the oldest version among its responses."""
+    """All responses to one prompt. `weight_version` is the oldest version among its responses.
+
+    `greedy` is one more response, sampled greedily, where its reward is the baseline (ReMax); it is never trained on.
+    """
 
     prompt: Prompt
     responses: tuple[ScoredResponse, ...]
     weight_version: int
+    greedy: ScoredResponse | None = None
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,30 @@
 No processes, no model, no state: every number can be computed by hand.
 """
 
-from dapo_mega.algorithms.advantages import group_advantages
+from dapo_mega.algorithms.advantages import group_advantages, whitened
 from dapo_mega.algorithms.aggregation import response_weight
-from dapo_mega.algorithms.ratios import importance_weights, kl_estimate, mean_over, segment_sums, within_bounds
+from dapo_mega.algorithms.entropy_control import EntropyControl
+from dapo_mega.algorithms.ratios import (
+    importance_weights,
+    kl_estimate,
+    mean_over,
+    segment_sums,
+    sequence_importance_weights,
+    within_bounds,
+)
+from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 
 __all__ = [
+    "EntropyControl",
+    "explained_variance",
     "group_advantages",
     "importance_weights",
     "kl_estimate",
     "mean_over",
     "response_weight",
     "segment_sums",
+    "sequence_importance_weights",
+    "value_loss",
+    "whitened",
     "within_bounds",
 ]

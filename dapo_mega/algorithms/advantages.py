@@ -5,23 +5,35 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.config import AdvantageKind
+from dapo_mega.config import GROUP_BASELINES, AdvantageKind
 
 
-def group_advantages(rewards: npt.ArrayLike, kind: AdvantageKind) -> npt.NDArray[np.float64]:
+def group_advantages(
+    rewards: npt.ArrayLike, kind: AdvantageKind, greedy_reward: float | None = None
+) -> npt.NDArray[np.float64]:
     """One advantage per response, [G] float64; all tokens of a response share it.
 
     - `group_norm`: (R_i - mean) / (std + 1e-6) with the unbiased std (DAPO eq. 9, as in its public code).
     - `group_mean`: R_i - mean (Dr. GRPO).
     - `leave_one_out`: R_i - mean of the other G - 1 rewards (RLOO).
+    - `greedy_baseline`: R_i - `greedy_reward`, that of a greedy response to the prompt (ReMax).
+    - `reward`: R_i (REINFORCE), also for `gae`, which makes advantages of it with a critic's values.
 
-    Equal rewards give exact zeros. Raises ValueError for fewer than two or non-finite rewards.
+    Equal rewards give exact zeros where the group is the baseline. Raises ValueError for non-finite rewards, and for
+    fewer than two where responses are compared.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or values.size < 2:
-        raise ValueError(f"rewards must be one-dimensional with at least 2 entries, got shape {values.shape}")
+    fewest = 2 if kind in GROUP_BASELINES else 1
+    if values.ndim != 1 or values.size < fewest:
+        raise ValueError(f"rewards must be one-dimensional with at least {fewest} entries, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
+    if kind in ("reward", "gae"):
+        return values.copy()
+    if kind == "greedy_baseline":
+        if greedy_reward is None or not np.isfinite(greedy_reward):
+            raise ValueError(f"greedy_baseline needs the finite reward of a greedy response, got {greedy_reward}")
+        return values - greedy_reward
     # The mean of equal rewards may differ from them in the last bit, and the division by 1e-6 would turn that
     # into an advantage.
     if (values == values[0]).all():
@@ -32,3 +44,18 @@ def group_advantages(rewards: npt.ArrayLike, kind: AdvantageKind) -> npt.NDArray
     if kind == "group_mean":
         return centred
     return centred * (values.size / (values.size - 1))
+
+
+def whitened(advantages: npt.ArrayLike, num_tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Advantages of all responses of a step, [S] float64, minus their mean and over their standard deviation
+    (REINFORCE++, arXiv 2501.03262, eq. 10).
+
+    A response counts with its `num_tokens` [S] in the loss, as if every token had the advantage; the deviation is the
+    population's. Advantages that are all equal, and those of a step without tokens, become 0.
+    """
+    values, weights = np.asarray(advantages, dtype=np.float64), np.asarray(num_tokens, dtype=np.float64)
+    counted = values[weights > 0]
+    if counted.size == 0 or (counted == counted[0]).all():
+        return np.zeros_like(values)
+    centred = values - np.average(values, weights=weights)
+    return np.asarray(centred / np.sqrt(np.average(centred**2, weights=weights)))

@@ -14,6 +14,7 @@ def response_weight(length: int, kind: AggregationKind, max_response_tokens: int
 
     - `token_mean`: every token of the mini-batch weighs the same (DAPO eq. 8): w = 1, d = length.
     - `sequence_mean_token_mean`: mean over tokens, then over responses (GRPO): w = 1 / length, d = 1.
+    - `sequence_mean_token_sum`: sum over tokens, then mean over responses: w = 1, d = 1.
     - `sequence_mean_constant`: sum over tokens over a constant, then mean over responses (Dr. GRPO): w = 1,
       d = max_response_tokens.
 
@@ -25,4 +26,4 @@ def response_weight(length: int, kind: AggregationKind, max_response_tokens: int
         return 1.0, length
     if kind == "sequence_mean_token_mean":
         return 1.0 / length, 1
-    return 1.0, max_response_tokens
+    return 1.0, 1 if kind == "sequence_mean_token_sum" else max_response_tokens

@@ -17,6 +17,11 @@ def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: floa
     return difference.exp().clamp(max=cap)
 
 
+def sequence_importance_weights(sums: Tensor, cap: float) -> Tensor:
+    """min(product of pi_old / pi_rollout, cap) of every segment [n], from `segment_sums` of the log-ratios."""
+    return sums[0].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+
+
 def segment_sums(log_ratios: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Sum of `log_ratios` [T] and number of tokens of every segment, [2, n] float64, detached."""
     values = torch.stack([log_ratios.detach().double(), torch.ones_like(log_ratios, dtype=torch.float64)])

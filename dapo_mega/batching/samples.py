@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dapo_mega.algorithms import group_advantages
+from dapo_mega.batching.step_advantages import is_in_loss, raw_advantages, step_advantages
 from dapo_mega.config import RunConfig
 from dapo_mega.types import Group, LogProbs, Prompt, Response, TokenIds
 
@@ -35,6 +35,7 @@ class Sample:
     - `loss_mask`: response tokens that count in the loss.
     - `fresh_mask`: response tokens sampled with the weights that the step starts from.
     - `engine_ids` int16: number of the engine that sampled the token (see `FlatSamples.engines`), -1 if unknown.
+    - `sample_ids` int32: number of the sample within the step, -1 at the prompt.
     - `advantages` float32.
     - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
 
@@ -45,6 +46,7 @@ class Sample:
         loss_mask        [ 0,   0,   0,   1,   1]
         fresh_mask       [ 0,   0,   0,   0,   1]
         engine_ids       [-1,  -1,  -1,   4,   4]
+        sample_ids       [-1,  -1,  -1,   0,   0]
         advantages       [0.0, 0.0, 0.0, 0.7, 0.7]
         rollout_logprobs [0.0, 0.0, 0.0, -1.2, -0.1]
     """
@@ -54,6 +56,7 @@ class Sample:
     loss_mask: Tensor = field(metadata=column(torch.bool))
     fresh_mask: Tensor = field(metadata=column(torch.bool))
     engine_ids: Tensor = field(metadata=column(torch.int16, outside=-1))
+    sample_ids: Tensor = field(metadata=column(torch.int32, outside=-1))
     advantages: Tensor = field(metadata=column(torch.float32))
     rollout_logprobs: Tensor = field(metadata=column(torch.float32))
 
@@ -74,6 +77,7 @@ def single_turn(
     in_loss: bool = True,
     num_off_policy: int = 0,
     engine_ids: npt.ArrayLike = -1,
+    sample_id: int = 0,
 ) -> Sample:
     """A prompt [P] and the response [R] to it: [P + R] rows.
 
@@ -85,6 +89,7 @@ def single_turn(
         "loss_mask": in_loss,
         "fresh_mask": np.arange(len(response_ids)) >= num_off_policy,
         "engine_ids": engine_ids,
+        "sample_ids": sample_id,
         "advantages": advantage,
         "rollout_logprobs": 0.0 if rollout_logprobs is None else rollout_logprobs,
     }
@@ -156,31 +161,46 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> FlatSamples:
-    """One sample per response, groups in order, advantages within each group.
+    """One sample per response, groups in order, with its advantage; with token rewards, which the trainer's models
+    decide, with what the response's reward contributes to it.
 
     Overlong filtering keeps truncated responses out of the loss; their rewards stay in the group's statistics.
     `version` is the version of the weights that the step starts from.
     """
-    samples = []
     engines = engines_of(scored.response for group in groups for scored in group.responses)
-    for group in groups:
-        rewards = [scored.reward for scored in group.responses]
-        advantages = group_advantages(rewards, config.algorithm.advantage)
-        for scored, advantage in zip(group.responses, advantages, strict=True):
-            truncated = scored.response.finish_reason == "length"
-            in_loss = not (truncated and config.reward.overlong_filtering)
-            samples.append(_sample(group.prompt, scored.response, version, engines, float(advantage), in_loss))
+    advantages_of = raw_advantages if config.algorithm.has_token_rewards else step_advantages
+    advantages = advantages_of(groups, config)
+    members = [(group.prompt, scored) for group in groups for scored in group.responses]
+    samples = [
+        _sample(
+            prompt,
+            scored.response,
+            version,
+            engines,
+            advantage=float(advantages[i]),
+            in_loss=is_in_loss(scored, config),
+            sample_id=i,
+        )
+        for i, (prompt, scored) in enumerate(members)
+    ]
     return flatten(samples, engines)
 
 
 def samples_to_score(responses: Sequence[tuple[Prompt, Response]], version: int) -> FlatSamples:
     """One sample per response, none in the loss; for `version` see `samples_of_groups`."""
     engines = engines_of(response for _, response in responses)
-    return flatten([_sample(prompt, response, version, engines, 0.0, False) for prompt, response in responses], engines)
+    return flatten([_sample(prompt, response, version, engines) for prompt, response in responses], engines)
 
 
 def _sample(
-    prompt: Prompt, response: Response, version: int, engines: Sequence[str], advantage: float, in_loss: bool
+    prompt: Prompt,
+    response: Response,
+    version: int,
+    engines: Sequence[str],
+    *,
+    advantage: float = 0.0,
+    in_loss: bool = False,
+    sample_id: int = 0,
 ) -> Sample:
     engine_ids = np.full(len(response.token_ids), -1)
     start = 0
@@ -195,6 +215,7 @@ def _sample(
         in_loss=in_loss,
         num_off_policy=off_policy_tokens(response, version),
         engine_ids=engine_ids,
+        sample_id=sample_id,
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face checkpoint that transformers and inference engines can load."""
+"""Writes a model as a Hugging Face checkpoint that transformers and inference engines can load."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
 
 _BUCKET_BYTES = 512 * 2**20
 
 
-def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
-    """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model.
+def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
+    """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model. A value
+    model becomes a token classifier with one label.
 
     Writes beside `folder` and renames, replacing an earlier export. Raises InputError if writing fails.
     """
-    writing = policy.processes.rank == 0
+    writing = model.processes.rank == 0
     partial = folder.with_name(f".{folder.name}.partial")
     shards = ShardWriter(partial)
     failure = None
     if writing:
         shutil.rmtree(partial, ignore_errors=True)
-    for bucket in policy.weights(_BUCKET_BYTES):
+    for bucket in model.weights(_BUCKET_BYTES):
         if writing and failure is None:
             try:
                 shards.add(bucket)
@@ -35,12 +36,12 @@ def save_hf_checkpoint(policy: MegatronPolicy, folder: Path) -> None:
     if writing and failure is None:
         try:
             shards.finish()
-            copy_config_and_tokenizer(policy.path, partial, {policy.config.params_dtype})
+            copy_config_and_tokenizer(model.path, partial, {model.config.params_dtype}, model.export_config)
             swap_in(partial, folder)
         except (OSError, SafetensorError) as error:
             failure = str(error)
     outcome = [failure]
-    dist.broadcast_object_list(outcome, src=0, group=policy.processes.control)
+    dist.broadcast_object_list(outcome, src=0, group=model.processes.control)
     if outcome[0]:
         if writing:
             shutil.rmtree(partial, ignore_errors=True)

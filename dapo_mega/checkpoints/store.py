@@ -1,4 +1,5 @@
-"""Checkpoints of a run: Megatron's distributed checkpoint of the policy and the loop's own state, in one folder.
+"""Checkpoints of a run: Megatron's distributed checkpoint of the policy, of the critic if there is one, and the loop's
+own state, in one folder.
 
 Files are written in the background from a snapshot while training continues. All ranks complete the checkpoint together
 at the end of a later step; `folders.py` describes a complete checkpoint.
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
@@ -32,7 +34,6 @@ from dapo_mega.config import CheckpointConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
 from dapo_mega.megatron.repairs.optimizer_checkpoints import (
@@ -42,9 +43,11 @@ from dapo_mega.megatron.repairs.optimizer_checkpoints import (
     separate_adam_steps,
 )
 from dapo_mega.megatron.repairs.restricted_loading import load_restricted
-from dapo_mega.models.hf_writer import copy_config_and_tokenizer
-from dapo_mega.models.megatron_format.files import write_vocabulary
+from dapo_mega.megatron.trained_model import TrainedModel
+from dapo_mega.models.hf_writer import copy_config_and_tokenizer, write_config
+from dapo_mega.models.megatron_format.files import CRITIC_PREFIX, write_vocabulary
 from dapo_mega.models.megatron_format.pickles import check_pickles
+from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -128,9 +131,11 @@ class CheckpointStore:
         except (OSError, ValueError):
             return False
 
-    def save(self, policy: MegatronPolicy, state: Callable[[], LoopState], step: int) -> None:
+    def save(
+        self, policy: TrainedModel, state: Callable[[], LoopState], step: int, critic: TrainedModel | None = None
+    ) -> None:
         """Write `step_{step}`; calls `state` on rank 0 only. An asynchronous save returns once everything is copied and
-        the policy may change; `finish` completes the checkpoint. Raises InputError if writing fails.
+        the models may change; `finish` completes the checkpoint. Raises InputError if writing fails.
         """
         self.finish(policy)
         rng = _gather_rng(policy)
@@ -139,18 +144,18 @@ class CheckpointStore:
         if policy.processes.rank == 0:
             failure = _attempt(lambda: self._folders.begin(step))
         self._check(policy, failure, step)
-        failure = _attempt(lambda: self._write_megatron(policy, partial))
+        failure = _attempt(lambda: self._write_megatron(policy, critic, partial))
         if failure is not None:
             # The other ranks may be in Megatron's collectives: they learn of the failure when this process exits.
             raise self._refusal(policy, failure, step)
         if policy.processes.rank == 0:
-            failure = _attempt(lambda: _write_beside(partial, policy, state(), rng))
+            failure = _attempt(lambda: _write_beside(partial, policy, critic, state(), rng))
         self._check(policy, failure, step)
         self._unfinished_step = self.last_step = step
         if not self._asynchronous:
             self.finish(policy)
 
-    def finish(self, policy: MegatronPolicy, *, wait: bool = True) -> None:
+    def finish(self, policy: TrainedModel, *, wait: bool = True) -> None:
         """Complete the pending checkpoint, if any. Without `wait`, do nothing if its files are not written yet. Raises
         InputError if writing failed."""
         step = self._unfinished_step
@@ -165,9 +170,11 @@ class CheckpointStore:
             failure = _attempt(lambda: self._folders.complete(step, checksums))
         self._check(policy, failure, step)
 
-    def _write_megatron(self, policy: MegatronPolicy, folder: Path) -> None:
+    def _write_megatron(self, policy: TrainedModel, critic: TrainedModel | None, folder: Path) -> None:
         """Start writing Megatron's files; `finish` waits for them."""
         content = _sharded_content(policy)
+        if critic:
+            content["critic"] = _as_critic(_sharded_content(critic))
         live = _storages(content)
         keep_results_in_process()
         request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
@@ -175,26 +182,25 @@ class CheckpointStore:
         self._checksums = {}
         self._writing.schedule_async_request(from_snapshot(request, live, self._checksums))
 
-    def load(self, policy: MegatronPolicy, path: Path) -> LoopState:
-        """Restore the policy in place, in any layout, and return the loop's state on every rank."""
+    def load(self, policy: TrainedModel, path: Path, critic: TrainedModel | None = None) -> LoopState:
+        """Restore the policy, and the critic if one is given, in place, in any layout, and return the loop's state on
+        every rank."""
         with raise_on_all_ranks(policy.processes.control):
             if policy.processes.rank == 0:
                 check_pickles(path)
-            _check_optimizers(policy, path)
-        allocate_adam_state(policy.optimizer)
-        keep_adam_step(policy.optimizer)
-        keep_bucket_padding(policy.optimizer)
-        model = _sharded_model(policy)
-        wanted: dict[str, Any] = {
-            **model,
-            "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=_METADATA),
-            "scheduler": {},
-        }
+            _check_optimizers(policy, path, "num_optimizers")
+            if critic:
+                _check_has_critic(path)
+                _check_optimizers(critic, path, "num_critic_optimizers")
+        wanted = _wanted_content(policy)
+        if critic:
+            wanted["critic"] = _as_critic(_wanted_content(critic))
         try:
             loaded = load_restricted(wanted, path)
             values = read_json_object(path / "loop.json")
             step = int(values.pop("step"))
-            values.pop("num_optimizers", None)
+            for name in ("num_optimizers", "num_critic_optimizers"):
+                values.pop(name, None)
             with np.load(path / "loop.npz") as file:
                 arrays = {name: file[name] for name in file.files}
         except (CheckpointingException, TorchCheckpointException, OSError, ValueError, KeyError) as error:
@@ -202,16 +208,14 @@ class CheckpointStore:
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
                 f"the run was started with, remove the folder if it is damaged, or give another output_dir"
             ) from error
-        for name, chunk in zip(model, policy.chunks, strict=True):
-            unwrapped(chunk).load_state_dict(loaded[name])
-        policy.optimizer.load_state_dict(loaded["optimizer"])
-        separate_adam_steps(policy.optimizer)
-        policy.scheduler.load_state_dict(loaded["scheduler"])
+        _restore(policy, loaded)
+        if critic:
+            _restore(critic, loaded["critic"])
         _restore_rng(policy, arrays)
         self.last_step = step
         return LoopState(step, values, arrays)
 
-    def _check(self, policy: MegatronPolicy, failure: str | None, step: int) -> dict[str, int]:
+    def _check(self, policy: TrainedModel, failure: str | None, step: int) -> dict[str, int]:
         """Raise on all ranks if one failed, and remove the partial checkpoint. Returns the checksums of all ranks'
         files."""
         outcomes: list[Any] = [None] * policy.processes.world_size
@@ -221,7 +225,7 @@ class CheckpointStore:
             raise self._refusal(policy, reason, step)
         return {name: value for _, checksums in outcomes for name, value in checksums.items()}
 
-    def _refusal(self, policy: MegatronPolicy, reason: str, step: int) -> InputError:
+    def _refusal(self, policy: TrainedModel, reason: str, step: int) -> InputError:
         is_full = self.root.exists() and shutil.disk_usage(self.root).free < _FULL_BYTES
         if is_full and (no_space := os.strerror(errno.ENOSPC)) not in reason:
             reason = f"{no_space}: {reason}"  # C++ writers of files do not raise OSError.
@@ -263,17 +267,41 @@ def _one_line(error: BaseException) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _sharded_content(policy: MegatronPolicy) -> dict[str, Any]:
-    """Megatron's sharded state dict of the policy and its optimizer."""
-    allocate_adam_state(policy.optimizer)
-    keep_bucket_padding(policy.optimizer)
-    policy.finish_param_gather()
-    model = _sharded_model(policy)
+def _sharded_content(model: TrainedModel) -> dict[str, Any]:
+    """Megatron's sharded state dict of a model and its optimizer."""
+    allocate_adam_state(model.optimizer)
+    keep_bucket_padding(model.optimizer)
+    model.finish_param_gather()
+    chunks = _sharded_chunks(model)
     return {
-        **model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, metadata=_METADATA),
-        "scheduler": policy.scheduler.state_dict(),
+        **chunks,
+        "optimizer": model.optimizer.sharded_state_dict(chunks, metadata=_METADATA),
+        "scheduler": model.scheduler.state_dict(),
     }
+
+
+def _wanted_content(model: TrainedModel) -> dict[str, Any]:
+    """What Megatron is to load of a model and its optimizer."""
+    allocate_adam_state(model.optimizer)
+    keep_adam_step(model.optimizer)
+    keep_bucket_padding(model.optimizer)
+    chunks = _sharded_chunks(model)
+    optimizer = model.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_METADATA)
+    return {**chunks, "optimizer": optimizer, "scheduler": {}}
+
+
+def _as_critic(content: dict[str, Any]) -> dict[str, Any]:
+    """The content under the names of a critic's tensors."""
+    add_prefix_for_sharding(content, CRITIC_PREFIX)
+    return content
+
+
+def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
+    for name, chunk in _named_chunks(model).items():
+        unwrapped(chunk).load_state_dict(loaded[name])
+    model.optimizer.load_state_dict(loaded["optimizer"])
+    separate_adam_steps(model.optimizer)
+    model.scheduler.load_state_dict(loaded["scheduler"])
 
 
 def _storages(content: Mapping[str, Any]) -> frozenset[int]:
@@ -282,18 +310,31 @@ def _storages(content: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
 
 
-def _sharded_model(policy: MegatronPolicy) -> dict[str, Any]:
-    """Megatron's sharded state dict of each model chunk, under Megatron's chunk names."""
-    names = ["model"] if len(policy.chunks) == 1 else [f"model{index}" for index in range(len(policy.chunks))]
-    return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in zip(names, policy.chunks, strict=True)}
+def _named_chunks(model: TrainedModel) -> dict[str, Any]:
+    """The model chunks under Megatron's names for them."""
+    names = ["model"] if len(model.chunks) == 1 else [f"model{index}" for index in range(len(model.chunks))]
+    return dict(zip(names, model.chunks, strict=True))
 
 
-def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
+def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
+    """Megatron's sharded state dict of each model chunk."""
+    return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in _named_chunks(model).items()}
+
+
+def _check_has_critic(path: Path) -> None:
+    if not (path / CRITIC_CONFIG_FILE).is_file():
+        raise InputError(
+            f"checkpoint {path} holds no critic, which algorithm.advantage=gae needs; resume with the advantage that "
+            f"the run was started with, or start a run in another output_dir with its export as model.path"
+        )
+
+
+def _check_optimizers(model: TrainedModel, path: Path, key: str) -> None:
     """Raises InputError for a checkpoint with or without expert parallelism, unlike this run: with it, Megatron saves a
     separate optimizer for experts."""
-    here = len(policy.optimizer.chained_optimizers)
+    here = len(model.optimizer.chained_optimizers)
     try:
-        there = read_json_object(path / "loop.json").get("num_optimizers", here)
+        there = read_json_object(path / "loop.json").get(key, here)
     except (OSError, ValueError):
         return  # Loading reports what is wrong with the file.
     if here != there:
@@ -305,8 +346,10 @@ def _check_optimizers(policy: MegatronPolicy, path: Path) -> None:
         )
 
 
-def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: Arrays) -> None:
-    """Write rank 0's files beside Megatron's: the loop's state, and the model's configuration and tokenizer for other
+def _write_beside(
+    folder: Path, policy: TrainedModel, critic: TrainedModel | None, state: LoopState, rng: Arrays
+) -> None:
+    """Write rank 0's files beside Megatron's: the loop's state, and the models' configurations and tokenizer for other
     programs."""
     copy_config_and_tokenizer(policy.path, folder, {policy.config.params_dtype})
     write_vocabulary(folder, policy.arch.vocab_size)
@@ -315,13 +358,15 @@ def _write_beside(folder: Path, policy: MegatronPolicy, state: LoopState, rng: A
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
-    num_optimizers = len(policy.optimizer.chained_optimizers)
-    replace_file(
-        folder / "loop.json", json.dumps({"step": state.step, "num_optimizers": num_optimizers, **state.values})
-    )
+    values = {"step": state.step, "num_optimizers": len(policy.optimizer.chained_optimizers)}
+    if critic:
+        assert critic.export_config
+        write_config(folder / CRITIC_CONFIG_FILE, critic.export_config, {critic.config.params_dtype})
+        values["num_critic_optimizers"] = len(critic.optimizer.chained_optimizers)
+    replace_file(folder / "loop.json", json.dumps({**values, **state.values}))
 
 
-def _gather_rng(policy: MegatronPolicy) -> Arrays:
+def _gather_rng(policy: TrainedModel) -> Arrays:
     """Every rank's random-number states, gathered on rank 0."""
     states = {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
     mine = {name: state.cpu().numpy() for name, state in states.items() if isinstance(state, torch.Tensor)}
@@ -332,7 +377,7 @@ def _gather_rng(policy: MegatronPolicy) -> Arrays:
     }
 
 
-def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
+def _restore_rng(policy: TrainedModel, arrays: Arrays) -> None:
     """Restore this rank's random-number states. In another layout there are none for this rank, and the seeded ones
     stay.
 
@@ -345,7 +390,7 @@ def _restore_rng(policy: MegatronPolicy, arrays: Arrays) -> None:
         tensor_parallel.get_cuda_rng_tracker().set_states(mine)
 
 
-def _layout(policy: MegatronPolicy) -> str:
+def _layout(policy: TrainedModel) -> str:
     p = policy.processes
     layout = f"tp{p.tensor_size}-pp{p.pipeline_size}-dp{p.data_size}"
     return f"{layout}-cp{p.context_size}" if p.context_size > 1 else layout

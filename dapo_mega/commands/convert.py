@@ -1,7 +1,7 @@
 """Convert checkpoints between Hugging Face's format and Megatron's, at any layout; compare and inspect them.
 
 dapo-mega convert hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
-dapo-mega convert megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER
+dapo-mega convert megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER [--critic]
 dapo-mega convert reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
 dapo-mega convert verify FOLDER OTHER_FOLDER
 dapo-mega convert inspect FOLDER --tensors
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _LISTED = 20
+_TAKE_CRITIC = ("megatron-to-hf", "verify", "inspect")
 _SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert")
 EXIT_DIFFERENT = 1
 
@@ -46,16 +47,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     _join_processes(options.command)
     from dapo_mega.conversion.convert import open_checkpoint
     from dapo_mega.conversion.resumable_folder import together
+    from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
+    is_critic = options.command in _TAKE_CRITIC and options.critic
     with together():
-        checkpoint = open_checkpoint(options.source, options.model)
+        checkpoint = open_checkpoint(options.source, options.model, is_critic=is_critic)
     if options.command == "inspect":
         from dapo_mega.conversion.inspection import describe
 
         for line in describe(checkpoint, options.tensors):
             print_once(line)
     elif options.command == "verify":
-        _verify(checkpoint, open_checkpoint(options.other, options.model), options.tensors_only)
+        is_critic = options.critic and (options.other / CRITIC_CONFIG_FILE).is_file()
+        other = open_checkpoint(options.other, options.model, is_critic=is_critic)
+        _verify(checkpoint, other, options.tensors_only)
     else:
         _convert(checkpoint, options)
 
@@ -89,6 +94,8 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
     agrees = not (lines or of_config)
     if of_config:
         print_once("the models are of different architectures: log-probs are not compared")
+    elif left.arch.has_value_head:
+        print_once("value models have no log-probs to compare")
     elif not tensors_only:
         found = compare_logprobs(left, right)
         agrees = agrees and found.agrees
@@ -134,13 +141,15 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
         ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),
-        ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer and loop state"),
+        ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer, critic and loop state"),
         ("verify", "compare two checkpoints: tensors, then log-probs of a few prompts"),
         ("inspect", "describe a checkpoint"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
         command.add_argument("--model", type=Path, help=model)
+        if name in _TAKE_CRITIC:
+            command.add_argument("--critic", action="store_true", help="the critic beside the policy of a checkpoint")
         if name == "verify":
             command.add_argument("other", type=Path)
             command.add_argument("--tensors-only", action="store_true", help="compare tensors only")

@@ -4,7 +4,7 @@ Kinds (of losses, advantages, ...) are defined here once. Nothing here imports t
 """
 
 from dapo_mega.config.algorithm import (
-    PRESETS,
+    GROUP_BASELINES,
     AdvantageKind,
     AggregationKind,
     AlgorithmConfig,
@@ -17,6 +17,7 @@ from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, Fp8Config, MoeConfig
+from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import ColumnsConfig, DataConfig, DatasetConfig, SftDataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
@@ -24,6 +25,7 @@ from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
 from dapo_mega.config.run import RunConfig
@@ -32,6 +34,7 @@ from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
+    "GROUP_BASELINES",
     "PRESETS",
     "AdvantageKind",
     "AggregationKind",
@@ -40,6 +43,7 @@ __all__ = [
     "CheckpointConfig",
     "ColumnsConfig",
     "ComputeConfig",
+    "CriticConfig",
     "DataConfig",
     "DatasetConfig",
     "EvaluationConfig",

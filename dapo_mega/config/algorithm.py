@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
 
-PolicyLossKind = Literal["clip"]
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out"]
-AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_constant"]
+PolicyLossKind = Literal["clip", "gspo", "reinforce", "cispo", "sapo", "topr", "mirror_descent", "clip_cov", "kl_cov"]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "reward", "greedy_baseline", "gae"]
+AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_constant"]
 KlKind = Literal["k1", "k2", "k3"]
+KlPlacement = Literal["loss", "reward"]
+Preset = Literal[
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "remax",
+    "kimi",
+    "gspo",
+    "cispo",
+    "sapo",
+    "topr",
+    "clip_cov",
+    "kl_cov",
+    "decoupled",
+]
+OldPolicy = Literal["step_start", "engine"]
+ImportanceLevel = Literal["token", "sequence"]
+GROUP_BASELINES: tuple[AdvantageKind, ...] = ("group_norm", "group_mean", "leave_one_out")
+"""The advantages that compare the responses of a group."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """The settings of the objective: `AlgorithmConfig` with every "auto" resolved.
 
-    The defaults are DAPO's. `importance_cap` None is off, as is `sequence_mask` None.
+    The defaults are DAPO's. None switches `importance_cap`, `token_mask` and `sequence_mask` off.
     """
 
     kind: PolicyLossKind = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
+    soft_gate: tuple[float, float] = (1.0, 1.05)
+    mirror_temperature: float = 0.1
+    covariance_share: float = 2e-4
+    covariance_bounds: tuple[float, float] = (1.0, 5.0)
+    covariance_kl: float = 1.0
+    old_policy: OldPolicy = "step_start"
     importance_cap: float | None = None
+    importance_level: ImportanceLevel = "token"
+    token_mask: tuple[float, float] | None = None
     sequence_mask: tuple[float, float] | None = None
     entropy_coefficient: float = 0.0
     kl_coefficient: float = 0.0
@@ -43,20 +74,25 @@ class KlConfig(Section):
     coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the KL penalty in the loss. 0: no penalty, and no reference model in memory. Raise it "
+        description="Weight of the KL penalty. 0: no penalty, and no reference model in memory. Raise it "
         "(GRPO uses 0.04) where the policy must stay close to the starting model.",
     )
     estimator: KlKind = Field(
         default="k3",
         description="Formula of the KL per token, from the difference d = log p_reference - log p_policy. k1: -d; k2: "
-        "d^2 / 2; k3: exp(d) - d - 1. In a loss k1 has no gradient on average, so use k2 or k3.",
+        "d^2 / 2; k3: exp(d) - d - 1. In a loss k1 has no gradient on average, so use k2 or k3; in the reward use k1.",
+    )
+    placement: KlPlacement = Field(
+        default="loss",
+        description="Where the penalty stands. loss: coefficient x KL is added to each token's loss; reward: it is "
+        "taken off each token's reward, measured with the weights that the step starts from.",
     )
 
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective. `preset` sets the defaults of the other keys."""
 
-    preset: Literal["dapo", "grpo", "dr_grpo", "rloo"] = Field(
+    preset: Preset = Field(
         default="dapo",
         description="Published algorithm whose settings fill in the keys of this section that the file leaves out. "
         "Keys that the file gives win.",
@@ -64,33 +100,86 @@ class AlgorithmConfig(Section):
     advantage: AdvantageKind = Field(
         default="group_norm",
         description="Advantage of a response from the rewards of its group. group_norm: (R - mean) / (std + 1e-6); "
-        "group_mean: R - mean; leave_one_out: R - mean of the other responses.",
+        "group_mean: R - mean; leave_one_out: R - mean of the other responses; reward: R itself; greedy_baseline: R - "
+        "the reward of one more response, which is sampled greedily and never trained on (ReMax); gae: generalized "
+        "advantage estimates of a critic (PPO; see the section critic).",
+    )
+    gae_discount: float = Field(
+        default=1.0, gt=0, le=1, description="gamma of gae: how much less a reward counts a token later."
+    )
+    gae_decay: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="lambda of gae: 1 takes the rewards that follow as they are, less trusts the critic's values more.",
+    )
+    normalize_advantages: bool = Field(
+        default=False,
+        description="Subtract the mean of the advantages of all tokens of a step and divide by their standard "
+        "deviation (REINFORCE++). Equal advantages become 0.",
     )
     aggregation: AggregationKind = Field(
         default="token_mean",
         description="How token losses become one number. token_mean: every token of an update weighs the same; "
-        "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_constant: sum of each "
-        "response / rollout.max_response_tokens, then mean over responses.",
+        "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_token_sum: sum of each "
+        "response, then mean over responses; sequence_mean_constant: the same / rollout.max_response_tokens.",
     )
     policy_loss: PolicyLossKind = Field(
-        default="clip", description="The policy loss. clip: the clipped surrogate of PPO with two bounds (DAPO)."
+        default="clip",
+        description="The policy loss, with r = new / old probability of a token and s that of its response. clip: r A "
+        "within two bounds (PPO, DAPO); gspo: the geometric mean of s in place of r; cispo: bounded r, a fixed weight "
+        "of A log p; sapo: a smooth gate in place of bounds; reinforce: A log p without a ratio; topr: A log p, for "
+        "A < 0 times min(s, 1); mirror_descent: A log s - mirror_temperature / 2 (log s)^2 (Kimi); "
+        "clip_cov and kl_cov: clip and r A that hold back the tokens of highest covariance.",
     )
     clip_low: float = Field(
         default=0.2,
         gt=0,
-        lt=1,
-        description="The loss stops pushing a token's probability down below (1 - clip_low) times its old value.",
+        le=1,
+        description="The loss stops pushing a token's probability down below (1 - clip_low) times its old value; 1: no "
+        "lower bound. Of clip, gspo and cispo.",
     )
     clip_high: float = Field(
         default=0.28,
         gt=0,
         description="The loss stops pushing a token's probability up above (1 + clip_high) times its old value. Raise "
-        "it if entropy falls too fast, lower it if training is unstable.",
+        "it if entropy falls too fast, lower it if training is unstable. Of clip, gspo and cispo.",
     )
     dual_clip: float | None = Field(
         default=10.0,
         gt=1,
-        description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound.",
+        description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound. Of clip "
+        "and gspo.",
+    )
+    soft_gate: tuple[float, float] = Field(
+        default=(1.0, 1.05),
+        description="Steepness of sapo's gate for tokens with A > 0, and for others. Higher attenuates tokens whose "
+        "probability has changed more.",
+    )
+    mirror_temperature: float = Field(
+        default=0.1,
+        gt=0,
+        description="tau of mirror_descent: how strongly a response's probability is held at its old value.",
+    )
+    covariance_share: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that clip_cov and kl_cov hold back; at least one token for kl_cov.",
+    )
+    covariance_bounds: tuple[float, float] = Field(
+        default=(1.0, 5.0),
+        description="[low, high]: clip_cov draws its tokens from those whose covariance of log-prob and advantage is "
+        "within.",
+    )
+    covariance_kl: float = Field(
+        default=1.0, ge=0, description="Weight of |log r| in the loss of the tokens that kl_cov holds back."
+    )
+    old_policy: OldPolicy = Field(
+        default="step_start",
+        description="Whose probabilities are the old ones. step_start: the trainer's with the weights that the step "
+        "starts from, so that clipping starts at 1 also for stale tokens; engine: the engine's at sampling (no "
+        "correction by importance_cap is possible then).",
     )
     dynamic_sampling: bool = Field(
         default=True,
@@ -112,13 +201,33 @@ class AlgorithmConfig(Section):
     entropy_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of an entropy bonus in the loss. The paper uses none; try 0.001 if entropy collapses.",
+        description="Weight of an entropy bonus in the loss. The paper uses none; try 0.001 if entropy collapses. With "
+        "entropy_target it is the value at the start.",
+    )
+    entropy_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="Entropy per token, in nats, that the bonus aims at: its weight rises by entropy_step after a step "
+        "below the target, falls after one above, and is 0 while the entropy is above. null: a constant weight.",
+    )
+    entropy_step: float = Field(
+        default=0.005, gt=0, description="Change of the entropy bonus's weight per step, with entropy_target."
     )
     importance_cap: float | Literal["auto"] | None = Field(
         default="auto",
         description="Truncated importance sampling: each token's loss is weighted by its trainer / engine "
         "probability, at most this. Corrects engines that compute a little differently. A number above 0; null: off; "
         "auto: 2 if engine and trainer compute in different dtypes or the trainer in FP8, else off.",
+    )
+    importance_level: ImportanceLevel = Field(
+        default="token",
+        description="What importance_cap weighs. token: each token by its ratio; sequence: all tokens of a response "
+        "by the product of their ratios.",
+    )
+    token_mask: tuple[float, float] | None = Field(
+        default=None,
+        description="[low, high] with 0 <= low < 1 < high. A token whose trainer / engine probability is outside is "
+        "left out of the loss. null: off.",
     )
     sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
         default="auto",
@@ -132,46 +241,60 @@ class AlgorithmConfig(Section):
     def _check(self) -> AlgorithmConfig:
         if not isinstance(self.importance_cap, str | None) and self.importance_cap <= 0:
             raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
-        if isinstance(self.sequence_mask, tuple) and not 0 <= self.sequence_mask[0] < 1 < self.sequence_mask[1]:
+        for name, bounds in (("sequence_mask", self.sequence_mask), ("token_mask", self.token_mask)):
+            if isinstance(bounds, tuple) and not 0 <= bounds[0] < 1 < bounds[1]:
+                raise ValueError(
+                    f"algorithm.{name}={list(bounds)} must be [low, high] with 0 <= low < 1 < high, such as [0.5, 2]"
+                )
+        if self.covariance_bounds[0] >= self.covariance_bounds[1]:
             raise ValueError(
-                f"algorithm.sequence_mask={list(self.sequence_mask)} must be [low, high] with 0 <= low < 1 < high, "
-                f"such as [0.5, 2]"
+                f"algorithm.covariance_bounds={list(self.covariance_bounds)} must be [low, high] with low < high"
+            )
+        if min(self.soft_gate) <= 0:
+            raise ValueError(f"algorithm.soft_gate={list(self.soft_gate)} must be two positive numbers")
+        if self.old_policy == "engine" and not (isinstance(self.importance_cap, str) or self.importance_cap is None):
+            raise ValueError(
+                f"algorithm.old_policy=engine and algorithm.importance_cap={self.importance_cap:g} would count the "
+                f"engine's probabilities twice; set importance_cap=null or old_policy=step_start"
             )
         return self
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether tokens are chosen by their covariance, before the updates."""
+        return self.policy_loss in ("clip_cov", "kl_cov")
+
+    @property
+    def has_token_rewards(self) -> bool:
+        """Whether a token's reward or advantage depends on the trainer's models, beside the response's reward."""
+        return self.advantage == "gae" or self.penalizes_rewards
+
+    @property
+    def penalizes_rewards(self) -> bool:
+        """Whether the KL penalty stands in the reward."""
+        return self.kl.coefficient > 0 and self.kl.placement == "reward"
 
     def loss_settings(self, *, engine_differs: bool) -> LossSettings:
         """The loss's settings. `engine_differs`: the engine computes in another precision than the trainer, which turns
         on what is "auto"."""
         cap, bounds = self.importance_cap, self.sequence_mask
+        auto_cap = 2.0 if engine_differs and self.old_policy == "step_start" else None
         return LossSettings(
             kind=self.policy_loss,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
-            importance_cap=(2.0 if engine_differs else None) if isinstance(cap, str) else cap,
+            soft_gate=self.soft_gate,
+            mirror_temperature=self.mirror_temperature,
+            covariance_share=self.covariance_share,
+            covariance_bounds=self.covariance_bounds,
+            covariance_kl=self.covariance_kl,
+            old_policy=self.old_policy,
+            importance_cap=auto_cap if isinstance(cap, str) else cap,
+            importance_level=self.importance_level,
+            token_mask=self.token_mask,
             sequence_mask=((0.5, 2.0) if engine_differs else None) if isinstance(bounds, str) else bounds,
             entropy_coefficient=self.entropy_coefficient,
-            kl_coefficient=self.kl.coefficient,
+            kl_coefficient=self.kl.coefficient if self.kl.placement == "loss" else 0.0,
             kl_estimator=self.kl.estimator,
         )
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "dapo": {},
-    "grpo": {
-        "clip_high": 0.2,
-        "dual_clip": None,
-        "dynamic_sampling": False,
-        "aggregation": "sequence_mean_token_mean",
-        "kl": {"coefficient": 0.04, "estimator": "k3"},
-    },
-    "dr_grpo": {
-        "clip_high": 0.2,
-        "dual_clip": None,
-        "dynamic_sampling": False,
-        "advantage": "group_mean",
-        "aggregation": "sequence_mean_constant",
-    },
-    "rloo": {"clip_high": 0.2, "dual_clip": None, "dynamic_sampling": False, "advantage": "leave_one_out"},
-}
-"""Each preset's changes to `AlgorithmConfig`'s defaults, which are DAPO."""

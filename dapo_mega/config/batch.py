@@ -15,8 +15,9 @@ class BatchConfig(Section):
     )
     group_size: int = Field(
         default=16,
-        ge=2,
-        description="Responses per prompt. More give better advantages and fewer groups that are all wrong, and cost "
+        ge=1,
+        description="Responses per prompt; at least 2 where they are compared with each other. More give better "
+        "advantages and fewer groups that are all wrong, and cost "
         "generation time.",
     )
     generation_groups: int | None = Field(

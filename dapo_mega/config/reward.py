@@ -38,6 +38,17 @@ class RewardConfig(Section):
     overlong_filtering: bool = Field(
         default=False, description="Leave truncated responses out of the loss. They still count in their group."
     )
+    length_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of Kimi k1.5's length reward, which compares the responses of a group: up to half of it "
+        "more for short right answers, up to half of it less for long ones. 0: off.",
+    )
+    length_phase_in: tuple[int, int] = Field(
+        default=(0, 0),
+        description="[first, last]: the length reward's weight grows from 0 at the first of these steps to "
+        "length_weight at the last. Right answers first, then short ones.",
+    )
     num_workers: int = Field(
         json_schema_extra=FREE,
         default=2,
@@ -52,4 +63,14 @@ class RewardConfig(Section):
     def _check(self) -> RewardConfig:
         if self.correct <= self.incorrect:
             raise ValueError(f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}")
+        first, last = self.length_phase_in
+        if not 0 <= first <= last:
+            raise ValueError(f"reward.length_phase_in={[first, last]} must be [first, last] with 0 <= first <= last")
         return self
+
+    def length_weight_at(self, step: int) -> float:
+        """The length reward's weight at a step, counted from 1."""
+        first, last = self.length_phase_in
+        if step >= last:
+            return self.length_weight
+        return self.length_weight * max(step - first, 0) / (last - first)

@@ -8,12 +8,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.algorithm import PRESETS, AlgorithmConfig, LossSettings
+from dapo_mega.config.algorithm import GROUP_BASELINES, AlgorithmConfig, LossSettings
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.compute import check_precision
+from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig
+from dapo_mega.config.model import ModelConfig
+from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
 from dapo_mega.config.training import TrainingConfig
@@ -27,6 +31,7 @@ class RunConfig(TrainingConfig):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
@@ -36,7 +41,7 @@ class RunConfig(TrainingConfig):
     def _apply_preset(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
             algorithm = raw["algorithm"]
-            preset = PRESETS.get(str(algorithm.get("preset", "dapo")), {})
+            preset = next((PRESETS[name] for name in PRESETS if name == algorithm.get("preset")), {})
             return {**raw, "algorithm": merged(preset, algorithm)}
         return raw
 
@@ -55,6 +60,7 @@ class RunConfig(TrainingConfig):
                 f"rollout.max_response_tokens={self.rollout.max_response_tokens}; choose a smaller cache or set "
                 f"reward.overlong_punishment=false"
             )
+        self._check_algorithm()
         check_placement(self.rollout, self.weight_sync)
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
@@ -68,6 +74,11 @@ class RunConfig(TrainingConfig):
                 "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; set it to at least 1"
             )
+        if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
+            raise ValueError(
+                f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="
+                f"{self.num_steps} to learn in; lower it"
+            )
         wants_evaluation = self.evaluation.every or self.evaluation.at_start or self.evaluation.at_end
         if wants_evaluation and self.data.evaluation is None:
             raise ValueError(
@@ -75,6 +86,24 @@ class RunConfig(TrainingConfig):
                 "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
             )
         return self
+
+    def _check_algorithm(self) -> None:
+        algorithm, size = self.algorithm, self.batch.group_size
+        if size == 1 and algorithm.advantage in GROUP_BASELINES:
+            raise ValueError(
+                f"batch.group_size=1 leaves algorithm.advantage={algorithm.advantage} no other response to compare "
+                f"with; set it to at least 2, or algorithm.advantage to reward, greedy_baseline or gae"
+            )
+        if size == 1 and algorithm.dynamic_sampling:
+            raise ValueError(
+                "batch.group_size=1 leaves no group with right and wrong responses, which "
+                "algorithm.dynamic_sampling=true asks for; set algorithm.dynamic_sampling=false, or a larger group"
+            )
+        if size * self.batch.groups_per_step == 1 and algorithm.normalize_advantages:
+            raise ValueError(
+                "algorithm.normalize_advantages=true makes every advantage 0 in a step of one response; raise "
+                "batch.groups_per_step or batch.group_size"
+            )
 
     @property
     def mismatch_warning(self) -> float:
@@ -109,6 +138,28 @@ class RunConfig(TrainingConfig):
         """The objective's settings, resolved for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
         return self.algorithm.loss_settings(engine_differs=not is_same)
+
+    @property
+    def scores_before_updates(self) -> bool:
+        """Whether a step scores its responses before it trains on them. A single update scores them itself."""
+        algorithm = self.algorithm
+        return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.chooses_tokens
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The critic as a model: the policy's settings with its own folder."""
+        return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The policy's optimizer with the critic's learning rate and warm-up."""
+        own = {"learning_rate": self.critic.learning_rate, "warmup_steps": self.critic.warmup_steps}
+        return self.optimizer.model_copy(update=own)
 
     @property
     def generation_groups(self) -> int:

@@ -24,11 +24,12 @@ from dapo_mega.config import ParallelConfig
 from dapo_mega.conversion.resumable_folder import Advance, OutputFile, OutputFolder, fingerprint, write_folder
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.weights import ChunkLayout
-from dapo_mega.models import Architecture, ModelFamily, ShardRule, load_architecture, take_shard
+from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
 from dapo_mega.models.megatron_format.files import (
+    CRITIC_PREFIX,
     OPTIMIZER_KEY,
     Block,
     Entry,
@@ -38,7 +39,6 @@ from dapo_mega.models.megatron_format.files import (
     is_finite,
     is_megatron_folder,
     no_extra_state,
-    open_source,
     owned,
     stored_entries,
     stored_shape,
@@ -46,6 +46,7 @@ from dapo_mega.models.megatron_format.files import (
     write_metadata,
 )
 from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
+from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE, open_any, open_critic
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint on disk; `companions` holds its config.json and tokenizer."""
+    """A checked checkpoint of one model on disk; `companions` holds its config.json and tokenizer. `critic_config` is
+    the config.json of a critic that lies beside a policy."""
 
     source: TensorSource
     companions: Path
     family: ModelFamily
     arch: Architecture
+    critic_config: Mapping[str, Any] | None = None
 
     @property
     def path(self) -> Path:
@@ -75,6 +78,16 @@ class Checkpoint:
         return any((self.path / name).is_file() for name in (MANIFEST_FILE, _LOOP_FILE, "loop.npz"))
 
     @property
+    def files(self) -> MegatronFiles:
+        """The files of a checkpoint in Megatron's format."""
+        assert isinstance(self.source, MegatronCheckpoint)
+        return self.source.files
+
+    def stored_key(self, key: str) -> str:
+        """A key of `files` as it stands in a folder of a policy and its critic."""
+        return key if self.critic_config is None else CRITIC_PREFIX + key
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         return {self.source.spec(name).dtype for name in self.names}
 
@@ -84,8 +97,9 @@ class Checkpoint:
         return [name for placed in all_tensors(self.family, self.arch) for name in placed.hf]
 
 
-def open_checkpoint(path: Path, model: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = False) -> Checkpoint:
     """Open and check a checkpoint of either format; `model` is a folder with config.json for a checkpoint without one.
+    With `is_critic` it is the critic beside the policy of a training checkpoint.
 
     Raises InputError that names missing or additional tensors and those of a wrong shape.
     """
@@ -97,10 +111,9 @@ def open_checkpoint(path: Path, model: Path | None = None) -> Checkpoint:
         raise InputError(
             f"{path} holds no config.json; give a folder that has one with --model, such as the run's model"
         )
-    family, arch = load_architecture(companions)
-    source = open_source(path, family, arch)
-    check_source(source, family, arch)
-    return Checkpoint(source, companions, family, arch)
+    stored = open_critic(path) if is_critic else open_any(path, companions)
+    check_source(stored.source, stored.family, stored.arch)
+    return Checkpoint(stored.source, companions, stored.family, stored.arch, stored.config)
 
 
 def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
@@ -114,7 +127,7 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
         _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
-        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
+        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes, checkpoint.critic_config)
         write_index(folder, shards, sum(sizes.values()))
 
     return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
@@ -174,38 +187,44 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
 
 
 def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shard_bytes: int) -> bool:
-    """Rewrite a Megatron checkpoint for another layout, with optimizer and loop state if it has them."""
-    assert isinstance(checkpoint.source, MegatronCheckpoint)
-    files = checkpoint.source.files
+    """Rewrite a Megatron checkpoint for another layout, with optimizer, critic and loop state if it has them."""
     common = _read_common(checkpoint)
-    entries = stored_entries(checkpoint.family, checkpoint.arch)
-    states = _optimizer_states(files)
-    parts = [
-        (file, block)
-        for place in _places(checkpoint, parallel)
-        for source_key, key in _keys(place.placed, entries[place.placed], states, parallel.expert > 1)
-        for file, block in _stored_blocks(files, checkpoint.arch, place, entries[place.placed], source_key, key)
-    ]
+    models = [checkpoint]
+    if has_critic := (checkpoint.path / CRITIC_CONFIG_FILE).is_file():
+        models.append(open_checkpoint(checkpoint.path, is_critic=True))
+    parts = [part for model in models for part in _resharded_blocks(model, parallel)]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
         _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
         if checkpoint.is_training:
-            common["optimizer"] = _regrouped(common["optimizer"], parallel.expert > 1)
-            _copy_loop_state(files.path, folder, 2 if parallel.expert > 1 else 1)
+            for content in (common, common["critic"]) if has_critic else (common,):
+                content["optimizer"] = _regrouped(content["optimizer"], parallel.expert > 1)
+            _copy_loop_state(checkpoint.path, folder, 2 if parallel.expert > 1 else 1)
         copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
         write_metadata(folder, records, common, checkpoint.arch.vocab_size)
         if checkpoint.is_training:
             write_manifest(folder)
 
-    objects = files.read_objects()
+    objects = {model.stored_key(key): data for model in models for key, data in model.files.read_objects().items()}
     made_from = _made_from(checkpoint, "reshard", shard_bytes, parallel)
     return write_folder(target, OutputFolder(made_from, _megatron_outputs(parts, objects, shard_bytes), finish))
+
+
+def _resharded_blocks(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[tuple[int, Block]]:
+    """The blocks of a model and its optimizer in another layout, each with its file."""
+    entries = stored_entries(checkpoint.family, checkpoint.arch)
+    states = _optimizer_states(checkpoint.files)
+    for place in _places(checkpoint, parallel):
+        entry = entries[place.placed]
+        for source_key, key in _keys(place.placed, entry, states, parallel.expert > 1):
+            yield from _stored_blocks(checkpoint, place, entry, source_key, key)
 
 
 def _made_from(
     checkpoint: Checkpoint, command: str, shard_bytes: int, parallel: ParallelConfig | None = None
 ) -> dict[str, Any]:
     return {
+        **({} if checkpoint.critic_config is None else {"critic": True}),
         "command": command,
         "source": fingerprint(checkpoint.path, checkpoint.source.weight_files()),
         "companions": fingerprint(checkpoint.companions),
@@ -275,17 +294,17 @@ def _hf_shard(
 
 
 def _stored_blocks(
-    files: MegatronFiles, arch: Architecture, place: _Place, entry: Entry, source_key: str, key: str
+    checkpoint: Checkpoint, place: _Place, entry: Entry, source_key: str, key: str
 ) -> Iterator[tuple[int, Block]]:
-    size = len(place.files)
-    shape = _padded(place.placed, arch, size)
+    files, size = checkpoint.files, len(place.files)
+    shape = _padded(place.placed, checkpoint.arch, size)
     dtype = files.tensors[source_key].properties.dtype
     for rank, file in enumerate(place.files):
         for offsets, sizes in cuts(place.placed.layout, shape, rank, size):
             read = partial(_stored_block, files, source_key, entry, offsets, sizes)
             state = "" if source_key == entry.key else f" (optimizer, {source_key})"
             label = f"{' / '.join(place.placed.hf)}{state}"
-            yield file, _stacked(entry, key, shape, dtype, offsets, sizes, read, label)
+            yield file, _stacked(entry, checkpoint.stored_key(key), shape, dtype, offsets, sizes, read, label)
 
 
 def _stored_block(
@@ -408,7 +427,11 @@ def _copy_loop_state(source: Path, folder: Path, num_optimizers: int) -> None:
     for file in source.glob("loop.*"):
         shutil.copyfile(file, folder / file.name)
     state = read_json_object(source / _LOOP_FILE)
-    replace_file(folder / _LOOP_FILE, json.dumps({**state, "num_optimizers": num_optimizers}))
+    counts = {"num_optimizers": num_optimizers}
+    if (source / CRITIC_CONFIG_FILE).is_file():
+        shutil.copyfile(source / CRITIC_CONFIG_FILE, folder / CRITIC_CONFIG_FILE)
+        counts["num_critic_optimizers"] = num_optimizers
+    replace_file(folder / _LOOP_FILE, json.dumps({**state, **counts}))
 
 
 def require_format(checkpoint: Checkpoint, *, megatron: bool, command: str) -> None:

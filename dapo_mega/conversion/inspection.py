@@ -15,6 +15,7 @@ from dapo_mega.conversion.convert import Checkpoint
 from dapo_mega.conversion.resumable_folder import RECORD_FILE
 from dapo_mega.errors import InputError
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint
+from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
 _REMEDY = "copy or save it again"
 
@@ -31,6 +32,7 @@ def describe(checkpoint: Checkpoint, list_tensors: bool) -> Iterator[str]:
         f"{arch.num_query_groups} groups, vocabulary {arch.vocab_size}"
         + (f", {arch.experts.number} experts" if arch.experts else "")
         + (", tied embeddings" if arch.tied_embeddings else "")
+        + (", a value head" if arch.has_value_head else "")
     )
     yield f"{'parameters':12s} {num_parameters:,}"
     yield f"{'dtype':12s} {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in checkpoint.dtypes))}"
@@ -55,6 +57,8 @@ def _megatron_lines(path: Path) -> Iterator[str]:
         if type(step) is not int:
             raise InputError(f"{path / 'loop.json'} holds no step; {_REMEDY}")
         yield f"{'step':12s} {step}, with optimizer and loop state"
+        if os.path.lexists(path / CRITIC_CONFIG_FILE):
+            yield f"{'critic':12s} beside the policy; --critic describes it"
         check_regular(path / "loop.npz")
         with _damage_named(path / "loop.npz") as file, np.load(file) as arrays:
             layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import importance_weights, kl_estimate, segment_sums, within_bounds
+from dapo_mega.algorithms import importance_weights, kl_estimate, within_bounds
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.megatron.segments import sums_by_segment
 
 ScoredBatch = tuple[MicroBatch, Tensor]
 """A micro-batch with the trainer's log-probs [N] of its response tokens under the weights the step starts from."""
@@ -54,13 +55,8 @@ def kept_segments(
 
 
 def _segment_sums(micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
-    chosen = micro_batch.targets.response_mask
-    log_ratios = old_logprobs - micro_batch.targets.rollout_logprobs[chosen].to(old_logprobs.device)
-    ids = micro_batch.segment_ids[chosen].to(old_logprobs.device)
-    sums = segment_sums(log_ratios, ids, len(micro_batch.cu_seqlens) - 1)
-    if context_group is not None:
-        dist.all_reduce(sums, group=context_group)
-    return sums
+    rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask].to(old_logprobs.device)
+    return sums_by_segment(micro_batch, old_logprobs - rollout_logprobs, context_group)
 
 
 def measure_mismatch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.layer_specs import block_spec, uses_transformer_engine
-from dapo_mega.megatron.output_layer import PolicyStage
+from dapo_mega.megatron.packed_stage import PackedStage
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -205,19 +205,17 @@ def _fp8_settings(arch: Architecture, compute: ComputeConfig) -> dict[str, Any]:
 
 
 def build_chunks(
-    arch: Architecture,
-    config: TransformerConfig,
-    model: ModelConfig,
-    *,
-    temperature: float,
-    fused_output_layer: bool,
+    arch: Architecture, config: TransformerConfig, model: ModelConfig, make_stage: Callable[..., PackedStage]
 ) -> list[torch.nn.Module]:
-    """The uninitialised model chunks of this pipeline stage in the model's dtype: one, or several if interleaved."""
+    """The uninitialised model chunks of this pipeline stage in the model's dtype: one, or several if interleaved.
+
+    `make_stage` makes one of the arguments of GPTModel and `inverse_frequencies`.
+    """
     virtual_size = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for chunk in range(virtual_size or 1):
         vp_stage = chunk if virtual_size else None
-        stage: torch.nn.Module = PolicyStage(
+        stage = make_stage(
             config,
             block_spec(arch, config, uses_transformer_engine(model), vp_stage),
             vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
@@ -225,14 +223,10 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
-            share_embeddings_and_output_weights=arch.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
             inverse_frequencies=arch.inverse_frequencies,
             vp_stage=vp_stage,
-            temperature=temperature,
-            true_vocab_size=arch.vocab_size,
-            fused=fused_output_layer,
         )
         if torch.cuda.is_available():
             stage.cuda(torch.cuda.current_device())

@@ -6,19 +6,21 @@ all micro-batches and ranks; the named sums are added up in the same way, and me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import importance_weights, kl_estimate, mean_over
+from dapo_mega.algorithms import importance_weights, kl_estimate, mean_over, sequence_importance_weights
 from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings
 from dapo_mega.megatron.mismatch import kept_segments
+from dapo_mega.megatron.segments import sums_by_segment
 
 Need = Literal["entropy", "reference"]
 
@@ -28,12 +30,13 @@ class TokenBatch:
     """A micro-batch and the old and reference log-probs per response token [N], on the last stage only.
 
     `old_logprobs=None`: the step makes one update, so the old policy is the current one and its log-probs are those of
-    this forward pass, detached.
+    this forward pass, detached. `chosen` [N] bool are the tokens that `covariance.py` chose, where the loss needs them.
     """
 
     micro_batch: MicroBatch
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,9 @@ class Objective(Protocol):
 class PolicyGradient:
     """The policy loss of `settings.kind` (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
 
-    Responses that `sequence_mask` leaves out have weight 0 in every term but stay in the denominator: masking a bad
-    response must not raise the weight of the others. `context_group` has the ranks that share a micro-batch's tokens
-    under context parallelism.
+    Tokens and responses that `token_mask` and `sequence_mask` leave out have weight 0 in every term but stay in the
+    denominator: masking a bad response must not raise the weight of the others. `context_group` has the ranks that
+    share a micro-batch's tokens under context parallelism.
     """
 
     settings: LossSettings
@@ -102,14 +105,18 @@ class PolicyGradient:
         targets = micro.targets
         chosen = targets.response_mask
         in_loss = targets.loss_mask[chosen].to(logprobs.device)
-        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        start_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        rollout_logprobs = targets.rollout_logprobs[chosen].to(logprobs.device)
+        old_logprobs = start_logprobs if settings.old_policy == "step_start" else rollout_logprobs
         advantages = targets.advantages[chosen].to(logprobs.device)
-        tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss)
-        losses = POLICY_LOSSES[settings.kind].token_losses(tokens, settings)
+        policy_loss = POLICY_LOSSES[settings.kind]
+        tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
+        if policy_loss.is_sequence_level:
+            tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
+        losses = policy_loss.token_losses(tokens, settings)
         token_loss = losses.loss
         if settings.importance_cap is not None:
-            rollout_logprobs = targets.rollout_logprobs[chosen].to(logprobs.device)
-            token_loss = token_loss * importance_weights(old_logprobs, rollout_logprobs, settings.importance_cap)
+            token_loss = token_loss * self._importance(micro, start_logprobs, rollout_logprobs, settings.importance_cap)
         kl = torch.zeros_like(logprobs)
         if settings.kl_coefficient > 0:
             assert batch.reference_logprobs is not None
@@ -117,7 +124,7 @@ class PolicyGradient:
             token_loss = token_loss + settings.kl_coefficient * kl
         if settings.entropy_coefficient > 0:
             token_loss = token_loss - settings.entropy_coefficient * outputs.entropy
-        total = (token_loss * self._weights(micro, old_logprobs)).sum()
+        total = (token_loss * self._weights(micro, start_logprobs, rollout_logprobs)).sum()
         with torch.no_grad():
             sums = {
                 "loss": total.detach(),
@@ -129,13 +136,30 @@ class PolicyGradient:
             }
         return LossTerm(total, _denominator(micro, total), sums)
 
-    def _weights(self, micro: MicroBatch, old_logprobs: Tensor) -> Tensor:
+    def _of_responses(self, micro: MicroBatch, log_ratios: Tensor, in_loss: Tensor) -> Tensor:
+        """`LossInputs.of_responses`."""
+        sums = sums_by_segment(micro, log_ratios, self.context_group, counted=in_loss)
+        return sums[:, _segment_of_tokens(micro, sums)].to(log_ratios.dtype)
+
+    def _importance(self, micro: MicroBatch, start_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
+        """Truncated importance weight of every response token [N]."""
+        if self.settings.importance_level == "token":
+            return importance_weights(start_logprobs, rollout_logprobs, cap)
+        sums = sums_by_segment(micro, start_logprobs - rollout_logprobs, self.context_group)
+        weights = sequence_importance_weights(sums, cap)
+        return weights[_segment_of_tokens(micro, sums)].to(start_logprobs.dtype)
+
+    def _weights(self, micro: MicroBatch, start_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
         """Weight of every response token [N] in the loss."""
-        chosen = micro.targets.response_mask
-        weights = micro.token_weights[chosen].to(old_logprobs.device)
-        if self.settings.sequence_mask is not None:
-            kept = kept_segments(micro, old_logprobs, self.settings.sequence_mask, self.context_group)
-            weights = weights * kept[micro.segment_ids[chosen].to(kept.device)]
+        settings = self.settings
+        weights = micro.token_weights[micro.targets.response_mask].to(start_logprobs.device)
+        if settings.sequence_mask is not None:
+            kept = kept_segments(micro, start_logprobs, settings.sequence_mask, self.context_group)
+            weights = weights * kept[_segment_of_tokens(micro, kept)]
+        if settings.token_mask is not None:
+            low, high = settings.token_mask
+            ratios = importance_weights(start_logprobs, rollout_logprobs, math.inf)
+            weights = weights * ((ratios >= low) & (ratios <= high))
         return weights
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -169,6 +193,11 @@ class SupervisedLoss:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `Objective`."""
         return {"policy/loss": mean_over(sums["loss"], sums["denominator"])}
+
+
+def _segment_of_tokens(micro: MicroBatch, like: Tensor) -> Tensor:
+    """The segment of every response token, [N], on the device of `like`."""
+    return micro.segment_ids[micro.targets.response_mask].to(like.device)
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

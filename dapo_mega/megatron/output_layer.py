@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from dapo_mega.megatron.fused_logprobs import output_logprobs
 from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
-from dapo_mega.megatron.packed_attention import PackedSegments
+from dapo_mega.megatron.packed_stage import PackedStage
 
 
 @dataclass(frozen=True)
@@ -31,42 +30,18 @@ class ChosenTokens:
     with_entropy: bool
 
 
-class PolicyStage(GPTModel):
+class PolicyStage(PackedStage):
     """A GPTModel whose last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its
     `labels`; the other chunks return hidden states."""
 
-    def __init__(
-        self,
-        *args: Any,
-        inverse_frequencies: Tensor,
-        temperature: float,
-        true_vocab_size: int,
-        fused: bool,
-        **kwargs: Any,
-    ) -> None:
-        """`inverse_frequencies` [head_dim / 2] are the angles per position of the rotary embedding."""
+    def __init__(self, *args: Any, temperature: float, true_vocab_size: int, fused: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not self.config.multi_latent_attention:
-            # Not a buffer, so that it stays in float32 when the model is cast.
-            self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
         self.temperature = temperature
         self._true_vocab_size = true_vocab_size
         self._fused = fused
         if self.post_process and fused:
             # Called as a module, so that its hooks run: overlapped weight gathering waits in them.
             self.output_layer.forward = self._score_hidden
-
-    def _preprocess(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
-        """Compute cosines and sines once for all layers; our own attention applies them to queries and keys. Megatron's
-        layers do so for latent attention."""
-        prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.config.multi_latent_attention:
-            return prepared
-        if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
-            return prepared
-        angles = prepared[1][:, 0, 0, : self.config.kv_channels // 2][kwargs["position_ids"][0]]
-        packed_seq_params.rotary = (angles.cos()[:, None], angles.sin()[:, None])
-        return (prepared[0], None, *prepared[2:])
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Tensor:  # type: ignore[override]
         if not self.post_process:

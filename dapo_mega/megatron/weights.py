@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -15,8 +14,7 @@ from torch import Tensor
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.models import Architecture, ModelFamily, take_shard
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import check_source
-from dapo_mega.models.megatron_format.files import open_source
+from dapo_mega.models.hf_checkpoint import TensorSource, check_source
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,14 @@ def local_parameter(parameters: Parameters, placed: PlacedTensor) -> Tensor:
     return next(parameters[name] for name in placed.megatron if name in parameters)
 
 
-def load_hf_weights(chunks: Sequence[torch.nn.Module], path: Path, layout: ChunkLayout, processes: Processes) -> None:
-    """Load this rank's shards from the checkpoint in `path`: Hugging Face's, or Megatron's in any layout.
+def load_weights(
+    chunks: Sequence[torch.nn.Module], checkpoint: TensorSource, layout: ChunkLayout, processes: Processes
+) -> None:
+    """Load this rank's shards from a checkpoint: Hugging Face's, or Megatron's in any layout.
 
     Reads only the shards from a Hugging Face checkpoint, and whole parameters of the stage from a Megatron one. Raises
     InputError that names missing or additional tensors and those of another shape.
     """
-    checkpoint = open_source(path, layout.family, layout.arch)
     check_source(checkpoint, layout.family, layout.arch)
     parameters = named_parameters(chunks, layout, processes)
     filled = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -116,6 +116,13 @@ class Architecture:
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
     """If set, `head_dim` is that of queries and keys, rotated and unrotated parts together."""
+    has_value_head: bool = False
+    """Whether the model ends in a linear layer to one number, the value, in place of the vocabulary's output layer."""
+    value_bias: bool = False
+
+    def with_value_head(self, *, has_bias: bool = False) -> Architecture:
+        """The same layers under a value head; no embedding is tied to that."""
+        return replace(self, tied_embeddings=False, has_value_head=True, value_bias=has_bias)
 
     @property
     def inverse_frequencies(self) -> Tensor:

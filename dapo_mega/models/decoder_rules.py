@@ -197,6 +197,11 @@ OUTPUT = (
         ("output_layer.weight",),
         ("lm_head.weight",),
         ShardRule.VOCAB,
-        applies=lambda arch: not arch.tied_embeddings,
+        applies=lambda arch: not arch.tied_embeddings and not arch.has_value_head,
     ),
+    TensorRule(
+        ("output_layer.weight",), ("score.weight",), ShardRule.REPLICATED, applies=lambda arch: arch.has_value_head
+    ),
+    TensorRule(("output_layer.bias",), ("score.bias",), ShardRule.REPLICATED, applies=lambda arch: arch.value_bias),
 )
+"""The final norm and the output layer: of the vocabulary, or of a value model."""

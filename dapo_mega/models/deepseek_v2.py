@@ -46,4 +46,5 @@ FAMILY = ModelFamily(
     before_layers=rules.EMBEDDING,
     per_layer=deepseek.PER_LAYER,
     after_layers=rules.OUTPUT,
+    has_token_classifier=False,
 )

@@ -93,6 +93,8 @@ class ModelFamily:
     after_layers: tuple[TensorRule, ...]
     drops_further_layers: bool = False
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
+    has_token_classifier: bool = True
+    """Whether transformers has a token classifier of the family, which value models are exported as."""
     shapes: Callable[[Architecture], Shapes] = _no_shapes
     """Shapes of the tensors whose names are the family's own."""
 

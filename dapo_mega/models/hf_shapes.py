@@ -26,6 +26,7 @@ def _shapes(arch: Architecture) -> Shapes:
         "embed_tokens.weight": (arch.vocab_size, hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (arch.vocab_size, hidden),
+        **_linear("score", 1, hidden),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         **_mlp("mlp", hidden, arch.ffn_hidden_size),

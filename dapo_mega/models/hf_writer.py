@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ _CHECKPOINT_FILES = {
     "vocabulary.json",
     "loop.json",
     "loop.npz",
+    "critic_config.json",
 }
 
 
@@ -102,8 +104,11 @@ def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int)
     replace_file(folder / INDEX_FILE, json.dumps(index, indent=2))
 
 
-def copy_config_and_tokenizer(source: Path, folder: Path, dtypes: Iterable[torch.dtype]) -> None:
-    """Copy the files besides the weights: generation config, tokenizer, and config.json with the weights' dtype.
+def copy_config_and_tokenizer(
+    source: Path, folder: Path, dtypes: Iterable[torch.dtype], config: Mapping[str, Any] | None = None
+) -> None:
+    """Copy the files besides the weights: generation config, tokenizer, and config.json (or `config` in its place) with
+    the weights' dtype.
 
     For weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such
     as a router's float32 bias.
@@ -112,11 +117,15 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtypes: Iterable[torch
         if file.is_file() and file.name not in _CHECKPOINT_FILES and file.suffix not in _WEIGHT_SUFFIXES:
             with errors_naming(folder / file.name):
                 shutil.copyfile(file, folder / file.name)
-    config = read_json_object(folder / "config.json")
+    write_config(folder / "config.json", config or read_json_object(folder / "config.json"), dtypes)
+
+
+def write_config(file: Path, config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> None:
+    """Write a model's configuration with the dtype of its weights."""
     dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
     # transformers 4 writes torch_dtype, transformers 5 dtype.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    replace_file(folder / "config.json", json.dumps(config, indent=2))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    replace_file(file, json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2))
 
 
 def swap_in(partial: Path, folder: Path) -> None:

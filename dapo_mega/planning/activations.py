@@ -312,14 +312,17 @@ class ActivationModel:
         return self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
 
     def after_layers(self, chunk: Chunk) -> float:
-        """Bytes kept by the final norm and by the scores of the response tokens: hidden states or logits."""
+        """Bytes kept by the final norm and by the scores of the response tokens: hidden states or logits; of a value
+        model the hidden states in float32."""
         if not chunk.is_last:
             return 0.0
         width = self.placement.arch.hidden_size
         responses = self.shape.num_scored / self.placement.parallel.context
         norm = self._norm(fused=False)
-        if self.is_local and self.compute.fused_output_layer:
+        if self.is_local and (self.compute.fused_output_layer or self.placement.arch.has_value_head):
             norm -= self.hidden
+        if self.placement.arch.has_value_head:
+            return norm + self.shared_tokens * width * _FLOAT + responses * (_INDEX + _FLOAT)
         # Rows, targets, normalisers, entropies, and the scores themselves.
         vectors = responses * (2 * _INDEX + 4 + 4 + 8)
         if self.compute.fused_output_layer:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dapo_mega.planning.activations import LayerKind
-from dapo_mega.planning.parameters import DTYPE_BYTES, stage_buffers
+from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, stage_buffers
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 
@@ -29,8 +30,10 @@ def step_traffic(workload: Workload, kind: LayerKind, num_parameters: int) -> li
 
 def _data_parallel(workload: Workload) -> list[Traffic]:
     placement, config, compute = workload.placement, workload.config, workload.config.compute
-    buffers = [stage_buffers(placement, stage, config.model, compute) for stage in range(placement.parallel.pipeline)]
-    dense, spread = (max((stage[part] for stage in buffers), key=lambda held: held.gradients) for part in (0, 1))
+    dense, spread = _largest_buffers(workload, placement)
+    if config.uses_critic:
+        of_critic = _largest_buffers(workload, placement.of_critic)
+        dense, spread = dense + of_critic[0], spread + of_critic[1]
     # Megatron numbers processes tensor, context, data, pipeline; of experts expert-tensor, expert, data, pipeline.
     stage_size = placement.world_size // placement.parallel.pipeline
     # Experts that are spread have an optimizer of their own, and each one's step gathers all weights.
@@ -51,12 +54,23 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
     return traffic
 
 
+def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[ParameterBytes, ParameterBytes]:
+    """`stage_buffers` of the stage with the most gradients."""
+    config, stages = workload.config, range(placement.parallel.pipeline)
+    buffers = [stage_buffers(placement, stage, config.model, config.compute) for stage in stages]
+    dense, spread = (max((stage[part] for stage in buffers), key=lambda held: held.gradients) for part in (0, 1))
+    return dense, spread
+
+
 def _passes(workload: Workload) -> tuple[float, float, float]:
-    """Passes over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers."""
+    """Passes over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A
+    critic scores and learns like the policy."""
     config = workload.config
+    models = 1 + config.uses_critic
     epochs = float(config.batch.epochs)
     repeated = epochs if config.compute.recompute == "full" else 0.0
-    return 1 + (config.algorithm.kl.coefficient > 0) + epochs, epochs, repeated
+    forward = models * (1 + epochs) + (config.algorithm.kl.coefficient > 0)
+    return forward, models * epochs, models * repeated
 
 
 def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
@@ -72,12 +86,13 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
     # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
-    # gathers the inputs once more for the weights' gradients. Embedding and output layer have one each.
+    # gathers the inputs once more for the weights' gradients. Embedding and output layer have one each; a critic's
+    # output layer has none.
     experts = arch.experts
     with_experts = sum(map(arch.has_experts, range(arch.num_layers))) / parallel.pipeline
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
-    tensor = (passes * blocks + forward + backward) * 2 * hidden * ring
+    tensor = (passes * blocks + forward + config.batch.epochs) * 2 * hidden * ring
     if parallel.sequence:
         tensor += backward * blocks * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.

@@ -96,11 +96,11 @@ def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageM
     """Memory of one process of a pipeline stage; on the first stage, of the one that also holds an embedded engine.
     Engines on other GPUs take only the buckets in which their weights are gathered."""
     config, placement = workload.config, workload.placement
-    model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
-    kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
     always = trainer_memory(workload, stage)
     buckets = bucket_memory(workload)
-    either = {"activations and working set": kept + handed + working_set(model, stage), "weight sync": buckets}
+    either = {"activations and working set": sum(activation_parts(workload, placement, stage)), "weight sync": buckets}
+    if config.uses_critic:
+        either["critic's activations"] = sum(activation_parts(workload, placement.of_critic, stage))
     if engine.is_embedded and stage == 0:
         always["rollout engine"] = engine_weight_bytes(engine, placement.arch)
         rows = min(engine.max_rows, -(-workload.generated_per_round // engine.num_engines(placement.data_size)))
@@ -135,15 +135,18 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.kl.coefficient > 0:
         always["reference model"] = held.parameters
+    if config.uses_critic:
+        critic = stage_bytes(placement.of_critic, stage, config.model, config.compute)
+        always["critic"] = critic.parameters + critic.gradients + critic.optimizer
+        always["critic"] += fp8_weight_bytes(placement, stage, config.compute)
     return always
 
 
-def activation_parts(workload: Workload, stage: int) -> tuple[float, float, float]:
-    """Bytes of a stage: (kept by autograd, held by the schedule, working set)."""
+def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> tuple[float, float, float]:
+    """Bytes of a stage of the policy, or of the critic by its placement: (kept by autograd, held by the schedule,
+    working set)."""
     config = workload.config
-    model = ActivationModel(
-        workload.placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config)
-    )
+    model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
     kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
     return kept, handed, working_set(model, stage)
 
@@ -153,6 +156,9 @@ def working_set(model: ActivationModel, stage: int) -> float:
     layer = _layer_gradients(model)
     if stage != model.placement.parallel.pipeline - 1:
         return layer
+    if model.placement.arch.has_value_head:
+        # The gradient of the head's input in float32 and in the model's type.
+        return max(layer, model.shared_tokens * model.placement.arch.hidden_size * (4 + model.element))
     return max(layer, output_layer_bytes(model.placement, model.compute, model.element, model.shape.num_scored))
 
 

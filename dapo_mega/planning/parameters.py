@@ -92,8 +92,11 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     if chunk.is_first:
         numels.append(embedding)
     if chunk.is_last:
-        # Tied weights of two stages are two copies.
-        numels += [arch.hidden_size] if arch.tied_embeddings and chunk.is_first else [arch.hidden_size, embedding]
+        numels.append(arch.hidden_size)
+        if arch.has_value_head:
+            numels.append(arch.hidden_size)
+        elif not (arch.tied_embeddings and chunk.is_first):  # Tied weights of two stages are two copies.
+            numels.append(embedding)
     return numels
 
 

@@ -20,6 +20,8 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
     lines, notes, data_size = _describe_model(
         config, world_size, longest[0], longest[1] + config.rollout.max_response_tokens
     )
+    if config.uses_critic:
+        lines.append(_critic_line(config))
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
     datasets = (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
@@ -117,6 +119,14 @@ def find_architecture(config: TrainingConfig) -> tuple[Architecture | None, list
     if not file.is_file():
         return None, [f"{note}, nor is model.architecture={file}; sizes are not checked against the model"]
     return read_architecture(file)[1], [f"{note}; sizes checked against {file}"]
+
+
+def _critic_line(config: RunConfig) -> str:
+    critic = config.critic
+    return (
+        f"critic: starts from {critic.path or 'model.path'}; learning rate {critic.learning_rate:g} after "
+        f"{critic.warmup_steps} warm-up steps, the first {critic.pretraining_steps} steps without policy updates"
+    )
 
 
 def _rollout_line(config: RunConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig
@@ -33,6 +33,11 @@ class RankLayout:
     arch: Architecture
     parallel: ParallelConfig
     world_size: int
+
+    @property
+    def of_critic(self) -> RankLayout:
+        """A value model with the same layers in the same layout."""
+        return replace(self, arch=self.arch.with_value_head())
 
     @property
     def data_size(self) -> int:

@@ -35,6 +35,8 @@ _REMEDIES = {
     "weight sync": "lower weight_sync.bucket_mib",
     "KV cache": "lower rollout.max_batch_rows or rollout.max_response_tokens",
     "reference model": "set algorithm.kl.coefficient=0",
+    "critic": "raise parallel.tensor or parallel.pipeline, set compute.optimizer_offload, or use an advantage without "
+    "critic: algorithm.advantage=group_norm",
 }
 
 
@@ -87,6 +89,8 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
         cells = (_cell(parts, name) for name in [*names, "total"])
         yield f"  {stage.stage:5}" + "".join(cells)
     yield from _activation_lines(plan)
+    if config.uses_critic:
+        yield "  assumed: the critic has the policy's sizes, and activations when the policy has none"
     if workload.placement.arch.experts:
         yield "  assumed: every expert gets as many tokens as the others; a busier one needs more"
     yield (
@@ -108,7 +112,7 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
 def _activation_lines(plan: Estimate) -> Iterator[str]:
     workload, stage = plan.workload, plan.worst.stage
     config = workload.config
-    kept, handed, working = activation_parts(workload, stage)
+    kept, handed, working = activation_parts(workload, workload.placement, stage)
     model = ActivationModel(
         workload.placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config)
     )

@@ -40,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step's parts, generation left out."""
+    """Seconds of one step's parts, generation left out; a critic's scoring and updates are among the policy's."""
 
     scoring: float
     updates: float
@@ -60,6 +60,9 @@ def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_paramet
     forward = _slowest_stage(workload, machine, 1.0, 1.0) * passes
     layers, head = 3.0 + _recomputed_share(workload), 3.0 + config.compute.fused_output_layer
     update = _slowest_stage(workload, machine, layers, head) * config.batch.epochs
+    if config.uses_critic:
+        forward += _slowest_stage(workload, machine, 1.0, 0.0)
+        update += _slowest_stage(workload, machine, layers, 0.0) * config.batch.epochs
     share = placement.bubble_share(num_micro_batches)
     # Scoring runs all of a step's micro-batches through the pipeline at once.
     score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)

@@ -6,7 +6,7 @@ Texts in, numbers out. Nothing here knows tokens, groups or engines, and no text
 from dapo_mega.rewards.equivalence import answers_match, validate_ground_truth
 from dapo_mega.rewards.extraction import ExtractionStyle, extract_answer, extract_ground_truth
 from dapo_mega.rewards.normalization import normalize_answer
-from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
+from dapo_mega.rewards.shaping import accuracy_reward, length_rewards, soft_overlong_punishment
 from dapo_mega.rewards.verifier import AnswerVerifier, Outcome, Verdict
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "answers_match",
     "extract_answer",
     "extract_ground_truth",
+    "length_rewards",
     "normalize_answer",
     "soft_overlong_punishment",
     "validate_ground_truth",

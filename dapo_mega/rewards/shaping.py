@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def accuracy_reward(correct: bool, correct_reward: float = 1.0, incorrect_reward: float = -1.0) -> float:
     """Rule-based outcome reward: +1 for an equivalent answer, -1 otherwise. DAPO eq. 7."""
@@ -29,3 +31,17 @@ def soft_overlong_punishment(length: int, max_length: int, cache_length: int) ->
     if length <= max_length:
         return (unpunished - length) / cache_length
     return -1.0
+
+
+def length_rewards(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
+    """Kimi k1.5's length reward of every response of one group, in [-0.5, 0.5] (arXiv 2501.12599, section 2.3.3).
+
+    With l = 0.5 - (length - shortest) / (longest - shortest), a correct response gets l and a wrong one min(0, l):
+    short correct responses gain, long ones lose, and no wrong one gains. Responses of equal length get 0. `lengths`
+    count response tokens.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [share if is_correct else min(0.0, share) for share, is_correct in zip(shares, correct, strict=True)]

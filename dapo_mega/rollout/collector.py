@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class RolloutStats:
     """
 
     scored: list[ScoredResponse] = field(default_factory=list)
+    greedy: list[ScoredResponse] = field(default_factory=list)
     asked_prompts: int = 0
     dropped_groups: int = 0
     expired_groups: int = 0
@@ -65,6 +66,8 @@ class Collector:
             max_new_tokens=config.rollout.max_response_tokens,
             stop_token_ids=stop_token_ids,
         )
+        self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        self._has_greedy = config.algorithm.advantage == "greedy_baseline"
         self.cursor = PromptCursor(len(prompts), config.seed)
         self.buffer = GroupBuffer(config.algorithm.dynamic_sampling, config.algorithm.max_staleness)
         self.next_request_id = 0
@@ -109,7 +112,7 @@ class Collector:
         first_round = self._first_round()
         while len(self.buffer) < config.batch.groups_per_step or self._round_is_running():
             for prompt in self._next_prompts(self._num_to_ask(first_round, stats)):
-                in_flight.start(prompt, self._requests(prompt))
+                in_flight.start(prompt, self._requests(self._new_request_ids(), prompt))
                 stats.asked_prompts += 1
             if not len(in_flight):
                 raise StarvedError(self._starvation(stats))
@@ -123,7 +126,7 @@ class Collector:
         group."""
         complete = [group for group in ended if group is not None]
         stats.dropped_groups += len(ended) - len(complete)
-        for group in self._score(complete, stats):
+        for group in self._score(complete, version, stats):
             self.buffer.offer(group)
         self.buffer.evict_stale(version)
 
@@ -176,6 +179,12 @@ class Collector:
         self.cursor.load_state(values["collector"]["cursor"])
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts)
+        if self._has_greedy and any(group.greedy is None for group in self.buffer.groups):
+            raise InputError(
+                "the checkpoint's buffer has groups without a greedy response, which algorithm.advantage="
+                "greedy_baseline needs; resume with the algorithm of the checkpoint, or start a new run from the "
+                "trained weights"
+            )
         in_flight = values.get("in_flight")
         if not in_flight:
             return
@@ -184,31 +193,40 @@ class Collector:
                 f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true can continue; "
                 f"set it, or start a new run from the trained weights"
             )
-        self._in_flight.load_state(in_flight, arrays, self.prompts, self._request)
+        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests)
 
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:
         return [self.prompts[i] for i in self.cursor.next(num_prompts)]
 
-    def _requests(self, prompt: Prompt) -> list[GenerationRequest]:
-        """The requests of one group, with new ids."""
+    def _new_request_ids(self) -> range:
+        """Ids for the requests of one group."""
         first = self.next_request_id
-        self.next_request_id += self._config.batch.group_size
-        return [self._request(request_id, prompt) for request_id in range(first, self.next_request_id)]
+        self.next_request_id += self._config.batch.group_size + self._has_greedy
+        return range(first, self.next_request_id)
 
-    def _request(self, request_id: int, prompt: Prompt) -> GenerationRequest:
-        # The seed depends only on the run's seed and the request id, so responses do not depend on timing.
-        seed = (self._config.seed << 64) | request_id
-        return GenerationRequest(request_id, prompt.token_ids, seed, self._sampling)
+    def _requests(self, request_ids: Sequence[int], prompt: Prompt) -> list[GenerationRequest]:
+        """The requests of one group; the last is greedy where the algorithm has a greedy baseline."""
+        requests = []
+        for position, request_id in enumerate(request_ids):
+            is_greedy = self._has_greedy and position == len(request_ids) - 1
+            # The seed depends only on the run's seed and the request id, so responses do not depend on timing.
+            seed = (self._config.seed << 64) | request_id
+            sampling = self._greedy_sampling if is_greedy else self._sampling
+            requests.append(GenerationRequest(request_id, prompt.token_ids, seed, sampling))
+        return requests
 
-    def _score(self, complete: Sequence[CompleteGroup], stats: RolloutStats) -> list[Group]:
-        answered = [(prompt, r) for prompt, responses in complete for r in responses]
-        self.recent.extend(answered)
-        scored = self._scorer.score(answered)
-        stats.scored.extend(scored)
+    def _score(self, complete: Sequence[CompleteGroup], version: int, stats: RolloutStats) -> list[Group]:
+        """Groups of scored responses; `version` is that of the weights that the step starts from."""
+        scored = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
         groups = []
-        for i, (prompt, responses) in enumerate(complete):
-            members = tuple(scored[i * len(responses) : (i + 1) * len(responses)])
-            groups.append(Group(prompt, members, min(response.weight_version for response in responses)))
+        for prompt, responses in complete:
+            members = [next(scored) for _ in responses]
+            greedy = members.pop() if self._has_greedy else None
+            members = self._scorer.compare(members, step=version + 1)
+            self.recent.extend((prompt, member.response) for member in members)
+            stats.scored.extend(members)
+            stats.greedy.extend([greedy] if greedy else [])
+            groups.append(Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy))
         return groups
 
     def _starvation(self, stats: RolloutStats) -> str:
@@ -232,12 +250,15 @@ class Collector:
         outcomes = self._scorer.pop_outcomes()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])
+        if stats.greedy:
+            metrics["rollout/greedy_reward_mean"] = float(np.mean([s.reward for s in stats.greedy]))
         if not stats.scored:
             return metrics
         # In the order of requests, because sums of floats depend on the order.
         scored = sorted(stats.scored, key=lambda s: s.response.request_id)
         lengths = np.array([len(s.response.token_ids) for s in scored])
         logprobs = np.concatenate([s.response.logprobs for s in scored])
+        num_tokens = lengths.sum() + sum(len(s.response.token_ids) for s in stats.greedy)
         return {
             **metrics,
             "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
@@ -248,8 +269,8 @@ class Collector:
             "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
             "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
             "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
-            "rollout/tokens": float(lengths.sum()),
-            "rollout/tokens_per_s": float(lengths.sum() / max(stats.seconds, 1e-9)),
+            "rollout/tokens": float(num_tokens),
+            "rollout/tokens_per_s": float(num_tokens / max(stats.seconds, 1e-9)),
         }
 
     def _group_metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -17,12 +17,13 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
     """JSON records, and the arrays `buffer/token_ids` and `buffer/logprobs` of all responses, concatenated."""
-    packed, arrays = pack_responses([scored.response for group in groups for scored in group.responses], "buffer")
+    packed, arrays = pack_responses([scored.response for group in groups for scored in _members(group)], "buffer")
     responses = iter(packed)
     records = [
         {
             "prompt": group.prompt.index,
             "weight_version": group.weight_version,
+            **({"last_is_greedy": True} if group.greedy else {}),
             "responses": [
                 {
                     **next(responses),
@@ -31,7 +32,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
                     "accuracy_reward": scored.accuracy_reward,
                     "reward": scored.reward,
                 }
-                for scored in group.responses
+                for scored in _members(group)
             ],
         }
         for group in groups
@@ -44,19 +45,20 @@ def unpack_groups(
 ) -> list[Group]:
     """The inverse of `pack_groups`; `prompts` is the run's dataset."""
     responses = iter(unpack_responses([saved for record in records for saved in record["responses"]], arrays, "buffer"))
-    return [
-        Group(
-            prompts[record["prompt"]],
-            tuple(
-                ScoredResponse(
-                    next(responses), saved["text"], saved["correct"], saved["accuracy_reward"], saved["reward"]
-                )
-                for saved in record["responses"]
-            ),
-            record["weight_version"],
-        )
-        for record in records
-    ]
+    groups = []
+    for record in records:
+        members = [
+            ScoredResponse(next(responses), saved["text"], saved["correct"], saved["accuracy_reward"], saved["reward"])
+            for saved in record["responses"]
+        ]
+        greedy = members.pop() if record.get("last_is_greedy") else None
+        groups.append(Group(prompts[record["prompt"]], tuple(members), record["weight_version"], greedy))
+    return groups
+
+
+def _members(group: Group) -> tuple[ScoredResponse, ...]:
+    """The responses, the greedy one last."""
+    return (*group.responses, group.greedy) if group.greedy else group.responses
 
 
 def pack_responses(responses: Sequence[Response], name: str) -> tuple[list[Record], Arrays]:

@@ -104,14 +104,14 @@ class GroupsInFlight:
         records: Sequence[Mapping[str, Any]],
         arrays: Mapping[str, Any],
         prompts: Sequence[Prompt],
-        make_request: Callable[[int, Prompt], GenerationRequest],
+        make_requests: Callable[[Sequence[int], Prompt], Sequence[GenerationRequest]],
     ) -> None:
         """Continue with the groups of `state`; `submit_missing` submits their missing requests with the same ids."""
         saved = [response for record in records for response in record["responses"]]
         responses = iter(unpack_responses(saved, arrays, "in_flight"))
         for record in records:
             prompt = prompts[record["prompt"]]
-            requests = tuple(make_request(request_id, prompt) for request_id in record["request_ids"])
+            requests = tuple(make_requests(record["request_ids"], prompt))
             present = {saved["request_id"]: next(responses) for saved in record["responses"]}
             group = PendingGroup(prompt, requests, present)
             (self._ended if group.complete() else self._groups).append(group)

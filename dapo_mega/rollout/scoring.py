@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dapo_mega.config import RewardConfig
 from dapo_mega.data.tokenizer import Decode
-from dapo_mega.rewards import AnswerVerifier, accuracy_reward, soft_overlong_punishment
+from dapo_mega.rewards import AnswerVerifier, accuracy_reward, length_rewards, soft_overlong_punishment
 from dapo_mega.types import Prompt, Response, ScoredResponse
 
 
@@ -42,6 +43,19 @@ class ResponseScorer:
         return [
             self._reward(response, text, correct, answer)
             for (_, response), text, (correct, answer) in zip(asked, texts, verdicts, strict=True)
+        ]
+
+    def compare(self, members: Sequence[ScoredResponse], step: int) -> list[ScoredResponse]:
+        """The responses of one group, with what depends on the others added to their rewards: the length reward, as it
+        counts in this step."""
+        weight = self._config.length_weight_at(step)
+        if not weight:
+            return list(members)
+        lengths = [len(member.response.token_ids) for member in members]
+        rewards = length_rewards(lengths, [member.correct for member in members])
+        return [
+            replace(member, reward=member.reward + weight * reward)
+            for member, reward in zip(members, rewards, strict=True)
         ]
 
     def pop_outcomes(self) -> Counter[str]:

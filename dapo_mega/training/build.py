@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dapo_mega.algorithms import EntropyControl
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
@@ -28,6 +29,7 @@ from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
+from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.rewards import AnswerVerifier
@@ -71,11 +73,13 @@ class TrainingRun:
     config: RunConfig
     policy: MegatronPolicy
     reference: ScoringModel | None
+    critic: ValueModel | None
     fleet: RolloutFleet
     weight_sync: WeightSync
     store: CheckpointStore
     controller: Controller | None
     stop_requested: Callable[[], bool]
+    entropy: EntropyControl
     step: int = 0
     unrecorded: dict[str, float] | None = None
     timers: StageTimers = field(default_factory=StageTimers)
@@ -126,6 +130,18 @@ def build_run(
     if config.algorithm.kl.coefficient > 0:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
 
+    critic = None
+    if config.uses_critic:
+        critic = ValueModel(
+            config.critic_model,
+            config.parallel,
+            config.critic_optimizer,
+            processes,
+            updates_per_step=config.batch.updates_per_step,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+
     def check_stop() -> None:
         if stop_requested():
             raise StopRequested("the run was asked to stop")
@@ -139,11 +155,15 @@ def build_run(
         config=config,
         policy=policy,
         reference=reference,
+        critic=critic,
         fleet=rollouts.fleet,
         weight_sync=rollouts.weight_sync,
         store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
         controller=controller,
         stop_requested=stop_requested,
+        entropy=EntropyControl(
+            config.algorithm.entropy_coefficient, config.algorithm.entropy_target, config.algorithm.entropy_step
+        ),
     )
     rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
     return run

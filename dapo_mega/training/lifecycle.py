@@ -16,6 +16,7 @@ from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock
 from dapo_mega.training.run_status import RunStatus
@@ -79,7 +80,12 @@ def refuse_other_data(values: Mapping[str, Any], fingerprint: str, what: str) ->
 
 
 def export_and_save(
-    config: TrainingConfig, store: CheckpointStore, policy: MegatronPolicy, step: int, state: Callable[[], LoopState]
+    config: TrainingConfig,
+    store: CheckpointStore,
+    policy: MegatronPolicy,
+    step: int,
+    state: Callable[[], LoopState],
+    critic: ValueModel | None = None,
 ) -> None:
     """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are due.
 
@@ -90,16 +96,21 @@ def export_and_save(
     store.finish(policy, wait=False)
     if settings.hf_every and step % settings.hf_every == 0:
         save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
-    if step == config.num_steps or (settings.every and step % settings.every == 0):
-        store.save(policy, state, step)
+    if (settings.every and step % settings.every == 0) or step == config.num_steps:
+        store.save(policy, state, step, critic)
 
 
 def save_and_stop(
-    config: TrainingConfig, store: CheckpointStore, policy: MegatronPolicy, step: int, state: Callable[[], LoopState]
+    config: TrainingConfig,
+    store: CheckpointStore,
+    policy: MegatronPolicy,
+    step: int,
+    state: Callable[[], LoopState],
+    critic: ValueModel | None = None,
 ) -> StopRequested:
     """Complete the checkpoint of the last completed step. Returns the error to raise, which says how to go on."""
     if step > 0 and store.last_step != step:
-        store.save(policy, state, step)
+        store.save(policy, state, step, critic)
     store.finish(policy)
     saved = f"after step {step} of {config.num_steps}, which is saved" if step else "before its first step"
     return StopRequested(f"SIGTERM came, and the run ends {saved}; start the same command again to continue")

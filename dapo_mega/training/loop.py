@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
@@ -18,12 +18,14 @@ from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, StarvedError
 from dapo_mega.megatron.megatron_policy import TokenScores
-from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch, mismatch_warning, starvation_cause
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
+from dapo_mega.megatron.mismatch import starvation_cause
+from dapo_mega.megatron.objectives import PolicyGradient
+from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
 from dapo_mega.training.lifecycle import export_and_save, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
+from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,15 @@ def train(run: TrainingRun) -> None:
         with run.timers.stage("pack"):
             batch = hand_over(run, groups)
         with run.timers.stage("score"):
-            mini_batches, mismatch = attach_old_logprobs(run, batch)
+            scored = score(run, batch, groups)
         with run.timers.stage("update"):
-            updates = update(run, mini_batches, batch.engines)
+            updates = update(run, scored, batch.engines)
         run.step += 1
-        complete_step(run, {**collected, **mismatch, **updates, **packing_metrics(batch.stats)})
+        metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
+        if config.algorithm.entropy_target is not None:
+            metrics["policy/entropy_coefficient"] = run.entropy.current()
+        run.entropy.observe(metrics["policy/entropy"])
+        complete_step(run, metrics)
 
 
 def stop_if_requested(run: TrainingRun) -> None:
@@ -81,7 +87,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     report(run, run.step, metrics)
     run.unrecorded = None
     with run.timers.stage("checkpoint"):
-        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run))
+        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run), run.critic)
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -164,71 +170,25 @@ def packing_metrics(stats: PackingStats) -> Metrics:
     }
 
 
-def attach_old_logprobs(run: TrainingRun, batch: StepBatch) -> tuple[list[list[TokenBatch]], Metrics]:
-    """pi_old <- pi_theta: score every response token with the weights the step starts from.
-
-    Also measures the mismatch of the engines' log-probs, and raises FleetError on all ranks if it is over
-    `rollout.mismatch_stop`. A step with a single update needs no scoring pass: the update starts from these weights,
-    scores the tokens itself, and raises before its checkpoint is written.
-    """
-    everything = [micro for mini_batch in batch.mini_batches for micro in mini_batch]
-    references = run.reference.score(everything) if run.reference else [None] * len(everything)
-    scores: Sequence[TokenScores | None] = [None] * len(everything)
-    metrics: Metrics = {}
-    if run.config.batch.updates_per_step > 1:
-        own = run.policy.score(everything)
-        metrics, scores = _check_scores(run, everything, own, batch.engines), own
-    token_batches = iter(
-        TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
-        for micro_batch, score, reference in zip(everything, scores, references, strict=True)
-    )
-    return [[next(token_batches) for _ in mini_batch] for mini_batch in batch.mini_batches], metrics
-
-
-def _check_scores(
-    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
-) -> Metrics:
-    """`measure_scores` that warns of a mismatch, and raises FleetError on all ranks if it is over
-    `rollout.mismatch_stop`."""
-    metrics, by_engine = measure_scores(run, batches, scores, engines)
-    message = mismatch_warning(metrics, run.config, run.step + 1, by_engine)
-    if message and run.controller:
-        logger.warning(message)
-    return metrics
-
-
-def measure_scores(
-    run: TrainingRun, batches: Sequence[MicroBatch], scores: Sequence[TokenScores], engines: Sequence[str]
-) -> tuple[Metrics, Metrics]:
-    """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines[i]` is engine i's URL."""
-    processes = run.policy.processes
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = list(zip(batches, scores, strict=True)) if is_counted else []
-    entropy = torch.zeros(2, dtype=torch.float64)
-    for _, score in counted:
-        entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
-    dist.all_reduce(entropy, group=processes.control)
-    scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
-    metrics = measure_mismatch(
-        scored, run.config.loss_settings, control=processes.control, context_group=processes.context
-    )
-    by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
-    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
-
-
-def update(run: TrainingRun, mini_batches: Sequence[Sequence[TokenBatch]], engines: Sequence[str] = ()) -> Metrics:
-    """mu passes with one optimizer update per mini-batch; metrics are means over the updates. `engines[i]` is the URL
-    of the step's engine i."""
-    objective = PolicyGradient(run.config.loss_settings, run.policy.processes.context)
-    if run.config.batch.updates_per_step == 1:
+def update(run: TrainingRun, scored: ScoredStep, engines: Sequence[str] = ()) -> Metrics:
+    """mu passes with one optimizer update per mini-batch, of the policy and of the critic if there is one; metrics are
+    means over the updates. `engines[i]` is the URL of the step's engine i."""
+    config = run.config
+    settings = replace(config.loss_settings, entropy_coefficient=run.entropy.current())
+    objective = PolicyGradient(settings, run.policy.processes.context)
+    if not config.scores_before_updates:
         scores: list[TokenScores] = []
-        metrics = run.policy.update(mini_batches[0], objective, scores=scores)
-        batches = [batch.micro_batch for batch in mini_batches[0]]
-        return {**_check_scores(run, batches, scores, engines), **metrics}
+        metrics = run.policy.update(scored.mini_batches[0], objective, scores=scores)
+        batches = [batch.micro_batch for batch in scored.mini_batches[0]]
+        return {**check_scores(run, batches, scores, engines), **metrics}
     means = MetricAccumulator()
-    for _ in range(run.config.batch.epochs):
-        for mini_batch in mini_batches:
-            for name, value in run.policy.update(mini_batch, objective).items():
+    trains_policy = not config.uses_critic or run.step >= config.critic.pretraining_steps
+    for _ in range(config.batch.epochs):
+        for i, mini_batch in enumerate(scored.mini_batches):
+            metrics = run.policy.update(mini_batch, objective) if trains_policy else {}
+            if run.critic:
+                metrics |= run.critic.update(scored.critic_batches[i], ValueLoss(config.critic.value_clip))
+            for name, value in metrics.items():
                 means.add(name, value)
     return means.summary()
 
@@ -279,7 +239,11 @@ def loop_state(run: TrainingRun) -> LoopState:
     controller = run.controller
     assert controller
     values, arrays = controller.collector.state()
-    own = {"dataset_fingerprint": controller.dataset_fingerprint, "unrecorded": run.unrecorded}
+    own = {
+        "dataset_fingerprint": controller.dataset_fingerprint,
+        "unrecorded": run.unrecorded,
+        "entropy_control": run.entropy.state(),
+    }
     return LoopState(run.step, {**values, **own}, arrays)
 
 
@@ -287,6 +251,8 @@ def restore(run: TrainingRun, state: LoopState) -> None:
     """Continue from a loaded checkpoint's loop state. Raises InputError, on all ranks, if the prompts have changed."""
     run.step = state.step
     run.unrecorded = state.values.get("unrecorded")
+    if "entropy_control" in state.values:  # Checkpoints of earlier versions lack it.
+        run.entropy.load_state(state.values["entropy_control"])
     with raise_on_all_ranks(run.policy.processes.control):
         _restore_controller(run, state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         run = build_run(config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested)
         stack.callback(close, run)
         if newest:
-            restore(run, run.store.load(run.policy, newest))
+            restore(run, run.store.load(run.policy, newest, run.critic))
         status.completed_step = lambda: run.step
         with raise_on_all_ranks(processes.control):
             if run.controller:
@@ -109,13 +110,16 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     try:
         train(run)
     except StopRequested:
-        raise save_and_stop(run.config, run.store, run.policy, run.step, lambda: loop_state(run)) from None
+        state = partial(loop_state, run)
+        raise save_and_stop(run.config, run.store, run.policy, run.step, state, run.critic) from None
     except (StarvedError, FleetError):
         # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)
         raise
     run.store.finish(run.policy)
     if run.config.checkpoint.save_hf_at_end:
+        if run.critic:  # First: `hf` is what says that the run is finished.
+            save_hf_checkpoint(run.critic, folder / "hf_critic")
         save_hf_checkpoint(run.policy, folder / "hf")
 
 

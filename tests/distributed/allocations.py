@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,15 +13,19 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.megatron import megatron_policy, output_layer
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron import megatron_model, output_layer
+from dapo_mega.megatron.megatron_model import response_rows
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, chosen_tokens
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
+from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
+from dapo_mega.megatron.value_model import ValueModel
 
 
 def allocated(cases):
-    """{name: bytes}, on this process, of cases {name, model, parallel, compute, dtype, lengths, num_micro_batches}.
+    """{name: bytes}, on this process, of cases {name, model, parallel, compute, dtype, lengths, num_micro_batches,
+    is_critic}.
 
     `parallel` and `compute` are configuration sections, `model` is the folder of a checkpoint, `lengths` are the tokens
     of each sample of one micro-batch, of which the first quarter is its prompt.
@@ -48,14 +53,14 @@ class AttentionPlans:
 
     def __init__(self) -> None:
         self._plans = []
-        original = megatron_policy.packed_segments
+        original = megatron_model.packed_segments
 
         def noted(*args, **rest):
             plan = original(*args, **rest)
             self._plans = [known for known in self._plans if known()] + [weakref.ref(plan)]
             return plan
 
-        megatron_policy.packed_segments = noted
+        megatron_model.packed_segments = noted
 
     def clear(self):
         """Dispatchers of experts hold on to their last graph, and it to its plan, also when their model is gone."""
@@ -71,24 +76,28 @@ class AttentionPlans:
 def run_case(case, plans):
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
-    policy = MegatronPolicy(
+    settings = (
         ModelConfig(path=case["model"], dtype=case.get("dtype", "fp32")),
         parallel,
         OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
         processes,
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=10,
-        compute=ComputeConfig(**case.get("compute", {})),
     )
+    schedule = {"updates_per_step": 1, "num_steps": 10, "compute": ComputeConfig(**case.get("compute", {}))}
+    if case["is_critic"]:
+        policy, make_batch = ValueModel(*settings, **schedule), ValueBatch
+        make_labels, loss = response_rows, ValueLoss()
+    else:
+        policy, make_batch = MegatronPolicy(*settings, **schedule, temperature=1.0), TokenBatch
+        make_labels, loss = partial(chosen_tokens, with_entropy=False), PolicyGradient(LossSettings())
     micro_batch = make_micro_batch(policy, case["lengths"])
-    kept = [kept_for_backward(policy, chunk, micro_batch, plans) for chunk in policy.chunks]
+    kept = [kept_for_backward(policy, chunk, micro_batch, make_labels, plans) for chunk in policy.chunks]
     peak = SavedStorages(policy, plans)
-    batch = TokenBatch(micro_batch)
+    batch = make_batch(micro_batch)
     if processes.is_last_stage:
-        batch = TokenBatch(micro_batch, micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask])
+        old = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask]
+        batch = make_batch(micro_batch, old, old)
     with peak:
-        policy.update([batch] * case["num_micro_batches"], PolicyGradient(LossSettings()))
+        policy.update([batch] * case["num_micro_batches"], loss)
     return {
         "stage": processes.pipeline_rank,
         "num_scored": sum(length - length // 4 for length in case["lengths"]),
@@ -154,7 +163,7 @@ class Saved:
         self.tensor = tensor
 
 
-def kept_for_backward(policy, chunk, micro_batch, plans):
+def kept_for_backward(policy, chunk, micro_batch, make_labels, plans):
     """Bytes that the forward pass of one micro-batch through `chunk` leaves behind, its input and output included."""
     chunk.train()
     stage = unwrapped(chunk)
@@ -168,7 +177,7 @@ def kept_for_backward(policy, chunk, micro_batch, plans):
         stage.set_input_tensor(handed_in[0])
     saved = SavedStorages(policy, plans)
     with saved:
-        output = policy._forward(chunk, micro_batch, False)
+        output = policy._forward(chunk, micro_batch, make_labels)
     num_bytes = saved.num_bytes(output, *handed_in)
     saved.forget()
     return num_bytes

@@ -1,12 +1,11 @@
 """No parallel layout changes what is learnt: three updates under each equal those of one process."""
 
 import json
-import math
 
 import pytest
 import torch
 
-from .three_updates import three_updates
+from .three_updates import learnt, relative_error, three_updates
 from .tiny import make_deepseek_v3_model, make_model, make_moe_model, make_qwen3_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -148,17 +147,6 @@ def latent(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_key_head(models, tmp_path_factory):
     return run_table(ONE_KEY_HEAD, models, "one_key_head", tmp_path_factory.mktemp("one_key_head"))
-
-
-def relative_error(got, expected):
-    """Norm of the difference over the norm of what is expected, all tensors together."""
-    squares = sum(float(tensor.double().square().sum()) for tensor in expected.values())
-    errors = sum(float((got[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
-    return math.sqrt(errors / squares)
-
-
-def learnt(result):
-    return {name: result["after"][name].double() - result["before"][name].double() for name in result["after"]}
 
 
 def only(result, names):

@@ -49,6 +49,10 @@ ONE_PROCESS = {
     "shared_expert": ("shared", "fp32", {}, {}),
     "shared_expert_recomputed": ("shared", "bf16", {}, SHARED_EXPERT),
     "experts_and_mlps_recomputed": ("shared", "fp32", {}, ALL_MIXED),
+    "critic": ("narrow", "fp32", {}, {}),
+    "critic_bf16": ("wide", "bf16", {}, {}),
+    "critic_recomputed": ("narrow", "bf16", {}, FULL),
+    "critic_experts": ("experts", "fp32", {}, {}),
 }
 TWO_PROCESSES = {
     "tensor": ("wide", "fp32", {"tensor": 2}, {}),
@@ -75,6 +79,10 @@ TWO_PROCESSES = {
     "shared_expert_pipeline": ("shared", "bf16", {"pipeline": 2}, {}),
     "experts_cut": ("experts", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
     "experts_spread_sequence": ("experts", "bf16", {"tensor": 2, "sequence": True, "expert": 2}, {}),
+    "critic_sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
+    "critic_tensor": ("narrow", "fp32", {"tensor": 2}, {}),
+    "critic_pipeline": ("narrow", "fp32", {"pipeline": 2}, {}),
+    "critic_context": ("wide", "bf16", {"context": 2}, {}),
 }
 
 
@@ -178,6 +186,7 @@ def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, mode
             "lengths": ONE_LENGTH if name.startswith("one_length") else LENGTHS,
             # Enough for every stage to work forward and backward by turns.
             "num_micro_batches": 4 if "pipeline" in parallel else 1,
+            "is_critic": name.startswith("critic"),
         }
         for name, (model, dtype, parallel, compute) in cases.items()
     ]
@@ -198,6 +207,8 @@ def compared(case, measured):
     model = ModelConfig(path=case["model"], dtype=case["dtype"])
     parallel, compute = ParallelConfig(**case["parallel"]), ComputeConfig(**case["compute"])
     placement = RankLayout(load_architecture(Path(case["model"]))[1], parallel, len(measured))
+    if case["is_critic"]:
+        placement = placement.of_critic
     for stage in range(parallel.pipeline):
         on_stage = [result for result in measured if result["stage"] == stage]
         planned = stage_bytes(placement, stage, model, compute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -103,6 +105,17 @@ def _three_updates(name, case, model, checkpoints):
         "deterministic": deterministic,
         "routing": routing,
     }
+
+
+def relative_error(got, expected):
+    """Norm of the difference over the norm of what is expected, all tensors together."""
+    squares = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    errors = sum(float((got[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
+    return math.sqrt(errors / squares)
+
+
+def learnt(result):
+    return {name: result["after"][name].double() - result["before"][name].double() for name in result["after"]}
 
 
 def counting_routes(policy, micro_batches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from dapo_mega.batching.samples import Sample, single_turn
 
@@ -197,6 +199,21 @@ def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -
             kind = "norm" if "norm" in name else "router" if ".gate." in name else "bias" if parameter.ndim == 1 else ""
             parameter.add_(torch.randn_like(parameter) * {"norm": 0.2, "router": 0.5, "bias": 0.3, "": scale}[kind])
     model.save_pretrained(folder)
+    return folder
+
+
+def make_value_model(folder: Path, seed: int = 0) -> Path:
+    """Makes the policy in the folder a value model with a random head, in transformers' format; returns the folder."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("lm_head.weight", None)
+    hidden = tensors["model.embed_tokens.weight"].shape[1]
+    tensors["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) * 0.2
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["architectures"][0].replace("ForCausalLM", "ForTokenClassification")
+    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "token_classification_bias": False}
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [kind], **labels}))
     return folder
 
 

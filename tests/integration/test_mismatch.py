@@ -32,11 +32,11 @@ def training_run(tmp_path, request):
 
 def one_step(training_run):
     groups, _ = trainer.collect(training_run)
-    mini_batches, metrics = trainer.attach_old_logprobs(training_run, trainer.hand_over(training_run, groups))
-    trainer.update(training_run, mini_batches)
+    scored = trainer.score(training_run, trainer.hand_over(training_run, groups))
+    trainer.update(training_run, scored)
     training_run.step += 1
     training_run.weight_sync.push(training_run.policy, training_run.step)
-    return metrics
+    return scored.metrics
 
 
 def test_agreement_after_every_sync_and_a_warning_for_a_wrong_weight(capsys, training_run, caplog):
@@ -67,8 +67,8 @@ def test_agreement_after_every_sync_and_a_warning_for_a_wrong_weight(capsys, tra
 def test_mu_passes_update_once_per_mini_batch_and_move_off_the_old_policy(training_run):
     training_run.weight_sync.push(training_run.policy, 0)
     groups, _ = trainer.collect(training_run)
-    mini_batches, _ = trainer.attach_old_logprobs(training_run, trainer.hand_over(training_run, groups))
-    metrics = trainer.update(training_run, mini_batches)
+    scored = trainer.score(training_run, trainer.hand_over(training_run, groups))
+    metrics = trainer.update(training_run, scored)
     # mu = 2 passes over 6 groups in mini-batches of 3.
     assert training_run.policy.scheduler.num_steps == 4
     # Only the very first update sees pi_theta = pi_old.

@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from dapo_mega.config import RunConfig, dump_config, load_config
+from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, dump_config, load_config
+from dapo_mega.config.base import merged
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
 
@@ -57,7 +60,15 @@ def file(tmp_path):
         ("rollout={placement: colocated, partial: true, fleet: {urls: [http://a:1]}}", "use rollout.placement=fleet"),
         ("weight_sync.full_every=5", "these are embedded, in bf16, and get weights by distributed; set"),
         ("nonsense", "not of the form section.key=value"),
-        ("algorithm.preset=ppo", "algorithm.preset='ppo'"),
+        ("algorithm.preset=dapoo", "algorithm.preset='dapoo'"),
+        ("algorithm.token_mask=[1.5, 2]", "algorithm.token_mask=[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
+        ("algorithm.covariance_bounds=[5, 1]", "algorithm.covariance_bounds=[5.0, 1.0] must be [low, high]"),
+        ("algorithm.soft_gate=[1, 0]", "algorithm.soft_gate=[1.0, 0.0] must be two positive numbers"),
+        ("algorithm={old_policy: engine, importance_cap: 2}", "would count the engine's probabilities twice"),
+        ("reward.length_phase_in=[4, 2]", "reward.length_phase_in=[4, 2] must be [first, last]"),
+        ("reward.correct=.inf", "reward.correct=inf"),
+        ("reward.incorrect=.nan", "reward.incorrect=nan"),
+        ("batch.group_size=1", "leaves algorithm.advantage=group_norm no other response to compare with"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message):
@@ -65,6 +76,42 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message
         load_config(RunConfig, file, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.preset=reinforce", "algorithm.dynamic_sampling=true"], "no group with right and wrong responses"),
+        (["algorithm.preset=rloo"], "leaves algorithm.advantage=leave_one_out no other response"),
+        (
+            ["algorithm.preset=reinforce_pp", "batch.groups_per_step=1", "batch.mini_batch_groups=1"],
+            "makes every advantage 0 in a step of one response",
+        ),
+    ],
+)
+def test_one_response_per_prompt_is_for_methods_without_a_group_baseline(file, overrides, message):
+    with pytest.raises(InputError, match=message):
+        load_config(RunConfig, file, ["batch.group_size=1", *overrides])
+    for preset in ("reinforce", "reinforce_pp", "remax", "topr"):
+        run = load_config(RunConfig, file, ["batch.group_size=1", f"algorithm.preset={preset}"])
+        assert run.batch.group_size == 1
+
+
+def test_every_preset_can_be_given_and_sets_what_it_lists(file):
+    assert set(PRESETS) == set(get_args(AlgorithmConfig.model_fields["preset"].annotation))
+    for preset, settings in PRESETS.items():
+        algorithm = load_config(RunConfig, file, [f"algorithm.preset={preset}"]).algorithm.model_dump()
+        assert merged(algorithm, settings) == algorithm, preset
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clip_high", 0.2), ("aggregation", "sequence_mean_token_mean"), ("dynamic_sampling", False), ("dual_clip", None)],
+)
+def test_a_part_of_dapo_is_switched_off_by_itself(file, key, value):
+    whole = load_config(RunConfig, file, []).algorithm.model_dump()
+    part = load_config(RunConfig, file, [f"algorithm.{key}={json.dumps(value)}"]).algorithm.model_dump()
+    assert {name for name in whole if whole[name] != part[name]} == {key}
 
 
 FLEET = ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1]}"]

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> list[str]:
 def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
     groups = _make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
-    [mini_batch], _ = trainer.attach_old_logprobs(pipeline, batch)
+    [mini_batch] = trainer.score(pipeline, batch).mini_batches
     objective = PolicyGradient(pipeline.config.loss_settings)
     theirs = TransformersUpdate(model, groups, options.dtype)
     num_tokens = sum(len(row.tokens) for row in theirs.rows)

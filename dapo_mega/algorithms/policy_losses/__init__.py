@@ -8,12 +8,25 @@ from collections.abc import Mapping
 from typing import get_args
 
 from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
+from dapo_mega.algorithms.policy_losses.covariance import ClipCovLoss, KlCovLoss
+from dapo_mega.algorithms.policy_losses.mirror_descent import MirrorDescentLoss
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, PolicyLoss, TokenLosses
+from dapo_mega.algorithms.policy_losses.reinforce import ClippedImportanceLoss, ReinforceLoss, TaperedLoss
+from dapo_mega.algorithms.policy_losses.sequence_clip import SequenceClippedLoss
+from dapo_mega.algorithms.policy_losses.soft_gate import SoftGateLoss
 from dapo_mega.config import PolicyLossKind
 
 POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
     "clip": ClippedLoss(),
+    "gspo": SequenceClippedLoss(),
+    "reinforce": ReinforceLoss(),
+    "cispo": ClippedImportanceLoss(),
+    "sapo": SoftGateLoss(),
+    "topr": TaperedLoss(),
+    "mirror_descent": MirrorDescentLoss(),
+    "clip_cov": ClipCovLoss(),
+    "kl_cov": KlCovLoss(),
 }
 assert POLICY_LOSSES.keys() == set(get_args(PolicyLossKind))
 
-__all__ = ["POLICY_LOSSES", "ClippedLoss", "LossInputs", "PolicyLoss", "TokenLosses"]
+__all__ = ["POLICY_LOSSES", "LossInputs", "PolicyLoss", "TokenLosses"]

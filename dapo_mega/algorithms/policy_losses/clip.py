@@ -70,27 +70,11 @@ class ClippedLoss:
     """`clipped_loss` with the shares of clipped tokens as metrics."""
 
     sum_names = ("clipped_low", "clipped_high", "clipped_dual", "ratio", "up_clipped_probability")
+    is_sequence_level = False
 
     def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
         """See `PolicyLoss`."""
-        terms = clipped_loss(
-            tokens.logprobs,
-            tokens.old_logprobs,
-            tokens.advantages,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
-        with torch.no_grad():
-            up_clipped = terms.clipped_high & tokens.in_loss
-            sums = {
-                "clipped_low": (terms.clipped_low & tokens.in_loss).sum(),
-                "clipped_high": up_clipped.sum(),
-                "clipped_dual": (terms.clipped_dual & tokens.in_loss).sum(),
-                "ratio": (terms.ratio * tokens.in_loss).sum(),
-                "up_clipped_probability": (tokens.logprobs.exp() * up_clipped).sum(),
-            }
-        return TokenLosses(terms.loss, sums)
+        return clip_with_sums(tokens, tokens.logprobs, tokens.old_logprobs, settings)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
@@ -102,3 +86,25 @@ class ClippedLoss:
             "policy/ratio_mean": mean_over(sums["ratio"], tokens),
             "policy/up_clipped_probability": mean_over(sums["up_clipped_probability"], sums["clipped_high"]),
         }
+
+
+def clip_with_sums(tokens: LossInputs, logprobs: Tensor, old_logprobs: Tensor, settings: LossSettings) -> TokenLosses:
+    """`clipped_loss` of these log-probs [T], which may be those of whole responses, with `ClippedLoss`'s sums."""
+    terms = clipped_loss(
+        logprobs,
+        old_logprobs,
+        tokens.advantages,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+    with torch.no_grad():
+        up_clipped = terms.clipped_high & tokens.in_loss
+        sums = {
+            "clipped_low": (terms.clipped_low & tokens.in_loss).sum(),
+            "clipped_high": up_clipped.sum(),
+            "clipped_dual": (terms.clipped_dual & tokens.in_loss).sum(),
+            "ratio": (terms.ratio * tokens.in_loss).sum(),
+            "up_clipped_probability": (tokens.logprobs.exp() * up_clipped).sum(),
+        }
+    return TokenLosses(terms.loss, sums)

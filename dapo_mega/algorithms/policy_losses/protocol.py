@@ -8,18 +8,49 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dapo_mega.algorithms.ratios import MAX_LOG_RATIO
 from dapo_mega.config import LossSettings
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """Response tokens of one micro-batch, each field [T]: log-probs in nats under the current weights (with gradient)
-    and under the weights that the step started from, advantages, and which tokens count in the loss."""
+    and under the old ones, advantages, and which tokens count in the loss.
+
+    `of_responses` [2, T] has, for every token, the sum of log(pi_theta / pi_old) over the tokens in the loss of its
+    whole response, and their number; detached, and given to losses that are `is_sequence_level`. `chosen` [T] are the
+    tokens that `megatron/covariance.py` chose.
+    """
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     in_loss: Tensor
+    of_responses: Tensor | None = None
+    chosen: Tensor | None = None
+
+    def log_ratios(self) -> Tensor:
+        """log(pi_theta / pi_old) per token [T] in nats, bounded so that its exponential is finite."""
+        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def ratios(self) -> Tensor:
+        """pi_theta / pi_old per token [T]."""
+        return self.log_ratios().exp()
+
+    def response_log_ratios(self) -> Tensor:
+        """log(pi_theta / pi_old) of the token's whole response [T], detached."""
+        assert self.of_responses is not None, "a loss that looks at whole responses must be is_sequence_level"
+        return self.of_responses[0]
+
+    def chosen_tokens(self) -> Tensor:
+        """Which tokens were chosen for their covariance [T] bool."""
+        assert self.chosen is not None, "the tokens must be chosen before the update"
+        return self.chosen
+
+    def response_lengths(self) -> Tensor:
+        """Tokens in the loss of the token's response [T], at least 1."""
+        assert self.of_responses is not None, "a loss that looks at whole responses must be is_sequence_level"
+        return self.of_responses[1].clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -36,6 +67,10 @@ class PolicyLoss(Protocol):
 
     The objective adds weighting and averaging over tokens, importance weights, KL and entropy terms for all kinds.
     """
+
+    @property
+    def is_sequence_level(self) -> bool:
+        """Whether `token_losses` needs `of_responses`."""
 
     @property
     def sum_names(self) -> tuple[str, ...]:

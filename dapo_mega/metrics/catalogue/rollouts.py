@@ -70,6 +70,13 @@ ROLLOUTS: tuple[Metric, ...] = (
         "read `rollout/truncated_share`",
     ),
     Metric(
+        "rollout/greedy_reward_mean",
+        "reward",
+        "Mean reward of the greedy responses. Only with `algorithm.advantage=greedy_baseline`, whose baseline they "
+        "are; no other metric of responses counts them, but `rollout/tokens` does.",
+        "rises, usually above `rollout/reward_mean`",
+    ),
+    Metric(
         "rollout/accuracy_reward_mean",
         "reward",
         "Mean reward for correctness alone: `reward.correct` or `reward.incorrect`.",

@@ -1,4 +1,4 @@
-"""Metrics of the update: agreement with the engines, the policy, and the packing of its batches."""
+"""Metrics of the update: agreement with the engines, the policy, the critic, and the packing of batches."""
 
 from dapo_mega.metrics.catalogue.metric import Metric
 
@@ -123,6 +123,39 @@ UPDATES: tuple[Metric, ...] = (
         "as for `policy/kl_to_old`",
     ),
     Metric(
+        "policy/gate_mean",
+        "share",
+        "Mean share of a token's gradient that the soft gate of `algorithm.policy_loss=sapo` lets pass.",
+        "near 1; exactly 1 with one update per step",
+        "falls in later steps",
+        "lower `optimizer.learning_rate`",
+    ),
+    Metric(
+        "policy/squared_log_ratio",
+        "nats^2",
+        "Mean over responses of the square of log(policy's probability / that at the step's start), which "
+        "`algorithm.policy_loss=mirror_descent` keeps small.",
+        "small; exactly 0 with one update per step",
+        "grows from step to step",
+        "raise `algorithm.mirror_temperature`",
+    ),
+    Metric(
+        "policy/covariance_share",
+        "share",
+        "Share of tokens that `algorithm.policy_loss=clip_cov` or `kl_cov` holds back.",
+        "near `algorithm.covariance_share`, or above where an update has few tokens",
+        "0 with clip_cov: no token is within `algorithm.covariance_bounds`",
+        "lower the bounds",
+    ),
+    Metric(
+        "policy/entropy_coefficient",
+        "weight",
+        "Weight of the entropy bonus in this step. Only with `algorithm.entropy_target`.",
+        "0 while the entropy is above the target",
+        "grows while the entropy stays below the target",
+        "raise `algorithm.entropy_step`, or look for the cause of the collapse",
+    ),
+    Metric(
         "policy/clip_low_share",
         "share",
         "Share of tokens whose gradient the lower clipping bound removes.",
@@ -192,6 +225,71 @@ UPDATES: tuple[Metric, ...] = (
         "tokens/s",
         "Supervised training only: prompt and response tokens of the step over `time/step_s`.",
         "steady; no general value",
+    ),
+    # ---- critic ----
+    Metric(
+        "critic/value_loss",
+        "reward^2",
+        "Mean of (value - return)^2 / 2 over the tokens in the loss, with `critic.value_clip` the clipped error.",
+        "falls at first, then follows the rewards' variance; no general value",
+        "rises steadily",
+        "lower `critic.learning_rate`",
+    ),
+    Metric(
+        "critic/explained_variance",
+        "share",
+        "1 - Var(return - value) / Var(return) over the tokens in the loss, of the values that the step starts from; 0 "
+        "if all returns are equal. 1: the values are the returns; 0: a constant would do as well.",
+        "rises above 0 within some tens of steps",
+        "stays at 0 or below: advantages are noisier than with a constant baseline",
+        "raise `critic.pretraining_steps` or `critic.learning_rate`",
+    ),
+    Metric(
+        "critic/value_mean",
+        "reward",
+        "Mean value of the tokens in the loss, before the update.",
+        "follows `critic/return_mean`",
+        "stays away from it",
+        "as for `critic/explained_variance`",
+    ),
+    Metric("critic/return_mean", "reward", "Mean return of the tokens in the loss, which the values are trained on."),
+    Metric(
+        "critic/clip_share",
+        "share",
+        "Share of tokens whose gradient `critic.value_clip` removes; 0 without it.",
+        "near 0; exactly 0 in a step's first update",
+        "large in most steps: values cannot follow the returns",
+        "raise `critic.value_clip`",
+    ),
+    Metric(
+        "critic/grad_norm",
+        "norm",
+        "Norm of the gradient of all the critic's weights before clipping; 0 for an empty update.",
+        "no general value; steady",
+        "jumps to many times its usual value; above `optimizer.clip_grad` the gradient is scaled down",
+        "lower `critic.learning_rate`",
+    ),
+    Metric(
+        "critic/learning_rate",
+        "1",
+        "Learning rate of the critic's update.",
+        "rises linearly over `critic.warmup_steps`, then follows `optimizer.schedule`",
+    ),
+    Metric(
+        "critic/load_balancing_loss",
+        "1",
+        "As `policy/load_balancing_loss`, of the critic's experts.",
+        "as there",
+        "grows",
+        "raise `compute.moe.aux_loss_coefficient`",
+    ),
+    Metric(
+        "critic/router_z_loss",
+        "1",
+        "As `policy/router_z_loss`, of the critic's routers.",
+        "no general value",
+        "grows",
+        "raise `compute.moe.z_loss_coefficient`",
     ),
     # ---- batch ----
     Metric(

@@ -60,6 +60,9 @@ Range = tuple[tuple[int, ...], tuple[int, ...]]
 OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 """The name of a piece of optimizer state, and the key of the parameter it belongs to."""
 
+CRITIC_PREFIX = "critic."
+"""What the names of a value model's tensors begin with that is stored beside a policy."""
+
 _BLOCK_FILES = "*.distcp"
 # Holds the number of rows that are not padding, which the stored shapes do not tell.
 _VOCABULARY_FILE = "vocabulary.json"
@@ -139,10 +142,15 @@ def cuts(layout: ShardRule, shape: Sequence[int], rank: int, size: int) -> list[
 
 
 class MegatronFiles:
-    """The tensors and objects in a folder of Megatron's format, read in blocks. Errors name the file or the tensor."""
+    """The tensors and objects of one model in a folder of Megatron's format, read in blocks. Errors name the file or
+    the tensor.
 
-    def __init__(self, path: Path) -> None:
+    With `is_critic` the model is the value model that is stored beside a policy; keys are without its prefix.
+    """
+
+    def __init__(self, path: Path, *, is_critic: bool = False) -> None:
         self.path = path
+        self._is_critic = is_critic
         if not os.path.lexists(path / METADATA_FILE):
             raise InputError(
                 f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy or "
@@ -152,7 +160,11 @@ class MegatronFiles:
         self._metadata = read_metadata(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         stored = self._metadata.state_dict_metadata
-        self.tensors = {key: item for key, item in stored.items() if isinstance(item, TensorStorageMetadata)}
+        self.tensors = {
+            key.removeprefix(self._prefix): item
+            for key, item in stored.items()
+            if isinstance(item, TensorStorageMetadata) and self._is_own(key)
+        }
         self._intact: set[MetadataIndex] = set()
         _check_files(self._file_sizes())
 
@@ -161,7 +173,7 @@ class MegatronFiles:
         stored = self.tensors[key]
         block = torch.empty(tuple(sizes), dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, stored, [wanted])
+        items = create_read_items_for_chunk_list(self._prefix + key, stored, [wanted])
         if sum(item.lengths.numel() for item in items) != block.numel():
             raise InputError(f"{self.path} does not hold all of {key!r}; copy or save it again")
         for item in items:
@@ -176,6 +188,13 @@ class MegatronFiles:
         return block
 
     @property
+    def _prefix(self) -> str:
+        return CRITIC_PREFIX if self._is_critic else ""
+
+    def _is_own(self, key: str) -> bool:
+        return key.startswith(CRITIC_PREFIX) == self._is_critic
+
+    @property
     def num_blocks(self) -> int:
         """Stored blocks of all tensors together."""
         return sum(len(tensor.chunks) for tensor in self.tensors.values())
@@ -188,8 +207,9 @@ class MegatronFiles:
         """The serialized bytes of the objects that are not tensors. Raises InputError for one that may run code."""
         objects = {}
         for key, what, read in stored_objects(self.path, self._metadata):
-            objects[key] = read()
-            check_object(key, objects[key], what)
+            if self._is_own(key):
+                data = objects[key.removeprefix(self._prefix)] = read()
+                check_object(key, data, what)
         return objects
 
     def _stored_bytes(self, index: MetadataIndex) -> bytes:
@@ -238,18 +258,20 @@ class _Into(DefaultLoadPlanner):
 
 
 class MegatronCheckpoint:
-    """A model in Megatron's format as a source of tensors under their Hugging Face names."""
+    """A model in Megatron's format as a source of tensors under their Hugging Face names; with `is_critic` the value
+    model beside a policy."""
 
-    def __init__(self, path: Path, family: ModelFamily, arch: Architecture) -> None:
+    def __init__(self, path: Path, family: ModelFamily, arch: Architecture, *, is_critic: bool = False) -> None:
         self.path = path
-        self.files = MegatronFiles(path)
+        self.files = MegatronFiles(path, is_critic=is_critic)
         self._arch = arch
         # Every layer and expert has blocks of its own.
         check_count(path, family, arch, _MOST_TENSORS_OF_A_BLOCK * self.files.num_blocks)
         entries = stored_entries(family, arch)
         self._known = {entry.key for entry in entries.values()}
         self._places = {name: (placed, entry) for placed, entry in entries.items() for name in placed.hf}
-        self._recorded_vocab_size = _recorded_vocab_size(path)
+        # The file is the policy's.
+        self._recorded_vocab_size = arch.vocab_size if is_critic else _recorded_vocab_size(path)
         if self._recorded_vocab_size is None:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:

@@ -411,3 +411,69 @@ def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
 
 def every_third(prompt, request_id):
     return request_id % 3 == 0
+
+
+REMAX = {"preset": "remax", "dynamic_sampling": True}
+
+
+def test_a_greedy_response_is_the_baseline_and_nothing_else():
+    greedy = []
+
+    class Engine(ScriptedEngine):
+        def submit(self, requests):
+            greedy.extend(request.request_id for request in requests if request.sampling.temperature == 0)
+            super().submit(requests)
+
+    # Of the five requests of a group the last, which is greedy, is right: it must not make an all-wrong group mixed.
+    engine = Engine(lambda prompt, i: i % 5 == 4 or (prompt % 2 == 0 and i % 5 == 0))
+    run = config(algorithm={**REMAX, "max_generation_rounds": 9})
+    subject = collector(engine, run)
+    groups, metrics = subject.collect(0)
+    assert greedy == list(range(4, subject.next_request_id, 5))
+    assert all(group.prompt.index % 2 == 0 for group in groups)
+    assert {group.greedy.response.request_id % 5 for group in groups} == {4}
+    assert {len(group.responses) for group in groups} == {4}
+    assert metrics["rollout/accuracy_mean"] < 0.25
+    assert metrics["rollout/greedy_reward_mean"] == pytest.approx(1.0, abs=0.5)
+    num_sampled = metrics["rollout/response_length_mean"] * 4 * metrics["groups/offered"]
+    assert metrics["rollout/tokens"] > num_sampled
+    samples = samples_of_groups(groups, run, 0)
+    assert len(samples) == 16
+    for group, part in zip(groups, samples.split([4] * 4), strict=True):
+        starts = np.concatenate([[0], np.cumsum([len(one.columns) for one in part.split([1] * 4)])[:-1]])
+        ends = starts + [len(one.columns) - 1 for one in part.split([1] * 4)]
+        expected = [member.reward - group.greedy.reward for member in group.responses]
+        assert part.columns.advantages[ends].tolist() == pytest.approx(expected)
+
+
+def test_groups_with_greedy_responses_continue_from_a_checkpoint():
+    run = config(algorithm=REMAX)
+    whole = collector(ScriptedEngine(every_other), run)
+    whole.collect(0)
+    values, arrays = whole.state()
+    values = json.loads(json.dumps(values))
+    resumed = collector(ScriptedEngine(every_other), run)
+    resumed.load_state(values, arrays)
+
+    def ids(groups):
+        return [[g.greedy.response.request_id, *(r.response.request_id for r in g.responses)] for g in groups]
+
+    assert ids(resumed.collect(1)[0]) == ids(whole.collect(1)[0])
+    without = collector(ScriptedEngine(every_other), config())
+    without.collect(0)
+    values, arrays = without.state()
+    with pytest.raises(InputError, match="groups without a greedy response"):
+        collector(ScriptedEngine(every_other), run).load_state(values, arrays)
+
+
+def test_the_length_reward_counts_as_much_as_the_step_says():
+    # Lengths 3, 4, 5, 6 of requests 0 to 3, of which 0 and 2 are right: l = 1/2, 1/6, -1/6, -1/2, and a wrong one
+    # never gains. At step 2 of a weight that grows from 0 at step 1 to 0.6 at step 4, the weight is 0.2.
+    reward = {"length_weight": 0.6, "length_phase_in": [1, 4], "overlong_punishment": False}
+    run = config(reward=reward)
+    groups, _ = collector(ScriptedEngine(every_other), run).collect(1)
+    first = next(g for g in groups if g.responses[0].response.request_id == 0)
+    assert [member.reward for member in first.responses] == pytest.approx([1 + 0.1, -1, 1 - 0.2 / 6, -1 - 0.1])
+    assert [member.accuracy_reward for member in first.responses] == [1, -1, 1, -1]
+    for version, weight in ((0, 0.0), (3, 0.6), (9, 0.6)):
+        assert run.reward.length_weight_at(version + 1) == pytest.approx(weight)

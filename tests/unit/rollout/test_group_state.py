@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from dapo_mega.rollout.group_state import pack_responses, unpack_responses
-from dapo_mega.types import Response
+from dapo_mega.rollout.group_state import pack_groups, pack_responses, unpack_groups, unpack_responses
+from dapo_mega.types import Group, Prompt, Response, ScoredResponse
 
 
 def response(request_id, length, spans=(), engines=()):
@@ -35,3 +35,15 @@ def test_a_record_without_versions_of_tokens_is_of_one_version():
     del records[0]["version_spans"], records[0]["engine_spans"]
     (restored,) = unpack_responses(records, arrays, "name")
     assert (restored.weight_version, restored.version_spans, restored.engine_spans) == (3, (), ())
+
+
+def test_a_groups_greedy_response_survives_and_stays_apart():
+    prompts = [Prompt(i, "", np.array([1], np.int32), "") for i in range(2)]
+    scored = [ScoredResponse(response(i, i + 1), f"t{i}", i % 2 == 0, 1.0, 0.5 * i) for i in range(5)]
+    groups = [Group(prompts[1], tuple(scored[:2]), 3, scored[2]), Group(prompts[0], tuple(scored[3:]), 3)]
+    records, arrays = pack_groups(groups)
+    restored = unpack_groups(json.loads(json.dumps(records)), arrays, prompts)
+    assert [len(group.responses) for group in restored] == [2, 2]
+    assert (restored[0].greedy.text, restored[0].greedy.reward) == ("t2", 1.0)
+    assert len(restored[0].greedy.response.token_ids) == 3
+    assert restored[1].greedy is None

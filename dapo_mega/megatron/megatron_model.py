@@ -1,0 +1,176 @@
+"""A Megatron-Core model that runs packed micro-batches through its pipeline: the base of policies and value models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dapo_mega.algorithms.aggregation import AggregationKind
+from dapo_mega.batching.microbatch import MicroBatch, context_slice
+from dapo_mega.batching.plan import PackingLayout
+from dapo_mega.batching.samples import FlatSamples
+from dapo_mega.batching.scatter import ScatterGroups
+from dapo_mega.batching.step import StepBatch, pack_step
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
+from dapo_mega.megatron.model import build_chunks, transformer_config, unwrapped
+from dapo_mega.megatron.packed_attention import packed_segments
+from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.megatron.weights import ChunkLayout, load_weights
+from dapo_mega.models import Architecture, ModelFamily
+from dapo_mega.models.stored_model import StoredModel
+
+# Tokens per process that Transformer Engine's FP8 products take at once.
+_FP8_TOKEN_MULTIPLE = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128}
+
+
+class Batch(Protocol):
+    """A micro-batch with what its loss needs."""
+
+    @property
+    def micro_batch(self) -> MicroBatch: ...
+
+
+MakeLoss = Callable[[Any], Callable[..., Any]]
+"""From a `Batch` to the function of the last stage's output that Megatron's schedule calls."""
+MakeLabels = Callable[[MicroBatch], Any]
+"""From a micro-batch on this process's device to what the last stage's head is asked for."""
+
+
+class MegatronModel:
+    """This rank's chunks of a model on disk, in a parallel layout."""
+
+    def __init__(
+        self,
+        stored: StoredModel,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        processes: Processes,
+        compute: ComputeConfig,
+        make_stage: Callable[..., PackedStage],
+    ) -> None:
+        """Build this rank's model chunks of `make_stage`'s stages, and load its shard of the checkpoint `stored` in
+        `model.path`."""
+        self.path = Path(model.path)
+        self.export_config = stored.config
+        """What config.json of an export holds; None: what that in `path` does."""
+        arch = stored.arch
+        arch.check_layout(parallel)
+        check_compute(arch, model, compute)
+        if compute.deterministic:
+            use_deterministic_algorithms()
+        self.family: ModelFamily = stored.family
+        self.arch: Architecture = arch
+        self.processes = processes
+        self.parallel = parallel
+        self.config = transformer_config(arch, model, parallel, compute)
+        self.layout = ChunkLayout(stored.family, arch, parallel.pipeline, parallel.virtual_pipeline)
+        self._plan_attention = not uses_transformer_engine(model)
+        self._fp8_multiple = _FP8_TOKEN_MULTIPLE[compute.fp8.scaling]
+        self._schedule = get_forward_backward_func()
+        self.chunks: list[Any] = build_chunks(arch, self.config, model, make_stage)
+        with raise_on_all_ranks(processes.control):
+            load_weights([unwrapped(chunk) for chunk in self.chunks], stored.source, self.layout, processes)
+        for chunk in self.chunks:
+            chunk.eval()
+
+    @property
+    def token_multiple(self) -> int:
+        """The length of a whole micro-batch must be a multiple of this: context parallelism cuts it into pieces,
+        sequence parallelism cuts along tokens, and FP8 products take blocks of tokens."""
+        per_process = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        per_process = math.lcm(per_process, self._fp8_multiple)
+        return math.lcm(self.parallel.segment_multiple, per_process * self.parallel.context)
+
+    @property
+    def packing_layout(self) -> PackingLayout:
+        """The constraints of this parallel layout on micro-batches."""
+        return PackingLayout(
+            data_size=self.processes.data_size,
+            multiple_of=self.token_multiple,
+            # Attention costs 4 h L per token against about 24 h^2 of the layers' matrices; causal masks halve it.
+            attention_cost=1.0 / (12 * self.arch.hidden_size),
+            count_multiple=self.parallel.micro_batch_multiple,
+            segment_multiple=self.parallel.segment_multiple,
+        )
+
+    def context_shard(self, micro_batch: MicroBatch) -> MicroBatch:
+        """This rank's positions of its replica's micro-batch; all positions without context parallelism."""
+        return context_slice(micro_batch, self.processes.context_rank, self.processes.context_size)
+
+    def pack(
+        self,
+        samples: FlatSamples | None,
+        *,
+        token_budget: int,
+        aggregation: AggregationKind,
+        max_response_tokens: int,
+        samples_per_update: int | None = None,
+    ) -> StepBatch:
+        """Plan, scatter and pack rank 0's samples; returns this rank's micro-batches. Other ranks' samples are ignored.
+
+        Collective. All samples form one mini-batch unless `samples_per_update` is given.
+        """
+        processes = self.processes
+        batch = pack_step(
+            samples if processes.rank == 0 else None,
+            self.packing_layout,
+            ScatterGroups(processes.control, processes.leaders, processes.replica, processes.data_rank),
+            token_budget=token_budget,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+            samples_per_update=samples_per_update,
+        )
+        mini_batches = [[self.context_shard(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
+        return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))
+
+    def _run(
+        self, batches: Sequence[Batch], make_loss: MakeLoss, make_labels: MakeLabels, *, forward_only: bool
+    ) -> list[Any]:
+        """Run Megatron's schedule over micro-batches; returns what `make_loss`'s functions return, on the last
+        stage."""
+
+        def forward_step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            return self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels), make_loss(batch)
+
+        iterators = [iter(batches) for _ in self.chunks]
+        results: list[Any] = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            # Stages exchange the real shapes (variable_seq_lengths); the schedule only needs some length.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _forward(self, chunk: Any, batch: MicroBatch, make_labels: MakeLabels) -> Tensor:
+        """Hidden states, or on the last chunk what its head makes of them and of the labels."""
+        segments = packed_segments(
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            plan_attention=self._plan_attention,
+            context_rank=self.processes.context_rank,
+            context_size=self.processes.context_size,
+        )
+        output: Tensor = chunk(
+            batch.tokens[None], batch.positions[None], None, labels=make_labels(batch), packed_seq_params=segments
+        )
+        return output
+
+
+def response_rows(batch: MicroBatch) -> Tensor:
+    """Positions [N] that predict response tokens."""
+    return batch.targets.response_mask.nonzero()[:, 0]

@@ -1,0 +1,30 @@
+"""Sums over whole responses, wherever context parallelism holds their tokens."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.algorithms import segment_sums
+from dapo_mega.batching.microbatch import MicroBatch
+
+
+def sums_by_segment(
+    micro_batch: MicroBatch,
+    values: Tensor,
+    context_group: dist.ProcessGroup | None = None,
+    *,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Sum of `values` [N] of response tokens over every segment, and number of summed tokens, [2, n] float64, detached.
+
+    `counted` [N] bool says which tokens to sum (default: all). With `context_group` the micro-batch is this rank's
+    slice, and all ranks of the group must call this.
+    """
+    ids = micro_batch.segment_ids[micro_batch.targets.response_mask].to(values.device)
+    if counted is not None:
+        values, ids = values[counted], ids[counted]
+    sums = segment_sums(values, ids, len(micro_batch.cu_seqlens) - 1)
+    if context_group is not None:
+        dist.all_reduce(sums, group=context_group)
+    return sums

@@ -1,0 +1,144 @@
+"""Advantages that need the trainer's models: a KL penalty in the reward, and the values of a critic.
+
+Each process of the last pipeline stage has some tokens of every response: context parallelism cuts sequences. Whole
+responses are put together where sums over time are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
+from dapo_mega.batching.microbatch import MicroBatch, context_positions
+from dapo_mega.distributed.processes import Processes
+
+Floats = npt.NDArray[np.float64]
+_EQUAL = 1e-9  # Relative difference of equal advantages, by rounding.
+
+
+def advantages_from_values(
+    batches: Sequence[MicroBatch],
+    values: Sequence[Tensor],
+    penalties: Sequence[Tensor] | None,
+    processes: Processes,
+    *,
+    discount: float,
+    decay: float,
+) -> tuple[list[MicroBatch], list[Tensor]]:
+    """Generalized advantages, and the returns [N] that the critic learns: advantage + value; empty off the last stage.
+
+    The micro-batches' advantages are the rewards of whole responses, paid at their last tokens. `values` [N] are the
+    critic's before each token, and `penalties` [N] are taken off the tokens' rewards.
+    """
+    if not processes.is_last_stage:
+        return list(batches), [torch.empty(0) for _ in batches]
+    changed, returns = [], []
+    for i, micro_batch in enumerate(batches):
+        rewards = micro_batch.targets.advantages[micro_batch.targets.response_mask]
+        of_tokens = penalties[i].cpu() if penalties else torch.zeros(len(rewards))
+        columns = torch.stack([rewards.double(), values[i].double().cpu(), of_tokens.double()])
+        whole, ids, own = _whole_responses(micro_batch, columns, processes)
+        paid = whole[0] * is_last_of_segment(ids) - whole[2]
+        advantages = generalized_advantages(paid, whole[1], ids, discount=discount, decay=decay)
+        changed.append(_with_advantages(micro_batch, torch.from_numpy(advantages)[own]))
+        returns.append(torch.from_numpy(advantages + whole[1])[own].float().to(processes.device))
+    return changed, returns
+
+
+def subtract_following_penalties(
+    batches: Sequence[MicroBatch], penalties: Sequence[Tensor], processes: Processes
+) -> list[MicroBatch]:
+    """Advantages minus the sum of the penalties [N] of the token itself and of all after it in its response
+    (REINFORCE++, arXiv 2501.03262, eq. 8)."""
+    if not processes.is_last_stage:
+        return list(batches)
+    changed = []
+    for micro_batch, of_tokens in zip(batches, penalties, strict=True):
+        whole, ids, own = _whole_responses(micro_batch, of_tokens[None], processes)
+        sums = torch.from_numpy(discounted_sums(whole[0], ids, 1.0))[own]
+        chosen = micro_batch.targets.response_mask
+        changed.append(_with_advantages(micro_batch, micro_batch.targets.advantages[chosen].double() - sums))
+    return changed
+
+
+def advantages_of_responses(
+    batches: Sequence[MicroBatch],
+    penalties: Sequence[Tensor],
+    processes: Processes,
+    advantages: Callable[[Floats], Floats] | None,
+) -> list[MicroBatch]:
+    """The same advantage for all tokens of a response, computed on rank 0 by `advantages` from the sums of the
+    penalties [S] over each response. Collective; the other ranks pass None."""
+    ids = [micro.targets.sample_ids[micro.targets.response_mask].long().cpu() for micro in batches]
+    num_samples = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
+    dist.all_reduce(num_samples, op=dist.ReduceOp.MAX, group=processes.control)
+    sums = torch.zeros(int(num_samples), dtype=torch.float64)
+    if processes.is_last_stage and processes.tensor_rank == 0:
+        for own, of_tokens in zip(ids, penalties, strict=True):
+            sums.index_add_(0, own, of_tokens.double().cpu())
+    dist.all_reduce(sums, group=processes.control)
+    result = torch.zeros_like(sums) if advantages is None else torch.from_numpy(advantages(sums.numpy()))
+    dist.broadcast(result, src=0, group=processes.control)
+    return [_with_advantages(micro, result[own]) for micro, own in zip(batches, ids, strict=True)]
+
+
+def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[MicroBatch]:
+    """Advantages of all tokens in the loss of the step minus their mean, over their population standard deviation.
+    Collective. Equal advantages become 0."""
+    values = [_in_loss(micro).double().cpu() for micro in batches]
+    is_counted = processes.is_last_stage and processes.tensor_rank == 0
+    counted = torch.cat([*values, torch.empty(0, dtype=torch.float64)]) if is_counted else torch.empty(0).double()
+    sums = torch.stack([torch.tensor(float(len(counted)), dtype=torch.float64), counted.sum()])
+    dist.all_reduce(sums, group=processes.control)
+    mean = float(sums[1] / sums[0]) if sums[0] else 0.0
+    squares = (counted - mean).square().sum()
+    dist.all_reduce(squares, group=processes.control)
+    deviation = float(squares / sums[0]) ** 0.5 if sums[0] else 0.0
+    scale = 1 / deviation if deviation > _EQUAL * max(1.0, abs(mean)) else 0.0
+    return [
+        _with_advantages(micro, (micro.targets.advantages[micro.targets.response_mask].double() - mean) * scale)
+        for micro in batches
+    ]
+
+
+def _in_loss(micro_batch: MicroBatch) -> Tensor:
+    return micro_batch.targets.advantages[micro_batch.targets.loss_mask]
+
+
+def _with_advantages(micro_batch: MicroBatch, advantages: Tensor) -> MicroBatch:
+    """The micro-batch with these advantages [N] of response tokens."""
+    targets = micro_batch.targets
+    column = targets.advantages.clone()
+    column[targets.response_mask] = advantages.to(column)
+    return replace(micro_batch, targets=replace(targets, advantages=column))
+
+
+def _whole_responses(micro_batch: MicroBatch, columns: Tensor, processes: Processes) -> tuple[Floats, Floats, Tensor]:
+    """(values, segment ids, own): the columns [C, M] of all response tokens of the replica's micro-batch, in the order
+    of the sequences, from this process's [C, N], and where among them its own are [N]. Collective over the context
+    group."""
+    chosen = micro_batch.targets.response_mask.cpu()
+    if processes.context_size == 1:
+        positions = torch.arange(len(chosen))[chosen]
+    else:
+        positions = context_positions(micro_batch.cu_seqlens, processes.context_rank, processes.context_size)[chosen]
+    bounds = micro_batch.cu_seqlens.cpu().long()
+    rows = torch.zeros(1 + len(columns), int(bounds[-1]), dtype=torch.float64)
+    rows[0, positions] = 1.0
+    rows[1:, positions] = columns.double().cpu()
+    if processes.context_size > 1:
+        rows = rows.to(processes.device)
+        dist.all_reduce(rows, group=processes.context)
+        rows = rows.cpu()
+    is_response = rows[0] > 0
+    order = is_response.nonzero()[:, 0]
+    ids = torch.searchsorted(bounds, order, right=True) - 1
+    own = (is_response.cumsum(0) - 1)[positions]
+    return rows[1:, order].numpy(), ids.numpy(), own

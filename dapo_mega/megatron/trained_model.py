@@ -1,0 +1,173 @@
+"""A Megatron-Core model with its optimizer: one update per mini-batch of packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from torch import Tensor
+
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.gathering import WeightGatherer
+from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
+from dapo_mega.megatron.model import unwrapped, with_gradients
+from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.models.stored_model import StoredModel
+from dapo_mega.types import WeightBucket
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: the sums of all micro-batches and ranks, and the gradient's norm before clipping.
+    `router_losses` are the auxiliary losses of a mixture of experts by Megatron's names, as means over layers,
+    micro-batches and processes."""
+
+    sums: Mapping[str, float]
+    grad_norm: float
+    learning_rate: float
+    router_losses: Mapping[str, float]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token was in the loss; no weight has changed then."""
+        return self.sums["denominator"] == 0
+
+
+class TrainedModel(MegatronModel):
+    """A model being trained: Megatron's DDP, distributed AdamW, gradient clipping and learning-rate schedule."""
+
+    def __init__(
+        self,
+        stored: StoredModel,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        processes: Processes,
+        *,
+        make_stage: Callable[..., PackedStage],
+        updates_per_step: int,
+        num_steps: int,
+        compute: ComputeConfig,
+    ) -> None:
+        super().__init__(stored, model, parallel, processes, compute, make_stage)
+        self._gatherer = WeightGatherer([unwrapped(chunk) for chunk in self.chunks], self.layout, processes)
+        self.chunks = with_gradients(self.chunks, self.config, compute)
+        self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
+        self._overlaps_param_gather = compute.overlap_param_gather
+        warmup = optimizer.warmup_steps * updates_per_step
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.learning_rate,
+            min_lr=optimizer.learning_rate if optimizer.schedule == "constant" else 0.0,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(num_steps * updates_per_step, warmup + 1),
+            lr_decay_style=optimizer.schedule,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            # A checkpoint restores the schedule's position; its shape comes from the configuration.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    def _step(
+        self, batches: Sequence[Batch], make_loss: MakeLoss, make_labels: MakeLabels, sum_names: Sequence[str]
+    ) -> Update:
+        """One optimizer step on a mini-batch given as this rank's micro-batches.
+
+        `make_loss`'s functions return the loss, its denominator and the sums [names], `denominator` among them, of one
+        micro-batch. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._summed(self._run(batches, make_loss, make_labels, forward_only=False), sum_names)
+        # Stepping first gives the first update 1 / warm-up of the learning rate instead of 0.
+        self.scheduler.step(increment=1)
+        grad_norm = 0.0
+        if sums["denominator"] != 0:
+            successful, grad_norm, _ = self.optimizer.step()
+            assert successful
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        return Update(sums, float(grad_norm), learning_rate, self._router_losses(len(batches)))
+
+    def _router_losses(self, num_micro_batches: int) -> dict[str, float]:
+        wanted = []
+        if self.config.num_moe_experts and self.config.moe_router_load_balancing_type == "aux_loss":
+            wanted.append("load_balancing_loss")
+        if self.config.num_moe_experts and self.config.moe_z_loss_coeff:
+            wanted.append("z_loss")
+        if not wanted:
+            return {}
+        losses: dict[str, Tensor] = {}
+        track_moe_metrics(
+            loss_scale=1.0 / num_micro_batches,
+            iteration=0,
+            total_loss_dict=losses,
+            force_initialize=True,
+            track_names=wanted,
+            num_layers=self.config.num_layers,
+        )
+        return {name: float(losses[name]) for name in wanted}
+
+    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective: full tensors on every replica's leader; see `WeightGatherer.buckets`."""
+        self.finish_param_gather()
+        return self._gatherer.buckets(bucket_bytes)
+
+    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective: full tensors on each pipeline stage's leader; see `WeightGatherer.buckets`."""
+        self.finish_param_gather()
+        return self._gatherer.buckets(bucket_bytes, per_stage=True)
+
+    def finish_param_gather(self) -> None:
+        """Collective: afterwards every rank has the weights of the last update, also when gathering them was left to
+        the next forward pass."""
+        if self._overlaps_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _summed(self, sums: Sequence[Tensor], names: Sequence[str]) -> dict[str, float]:
+        """The sums of all micro-batches and data-parallel ranks, in the order of `names`, on every rank."""
+        total = torch.zeros(len(names), dtype=torch.float64)
+        if self.processes.is_last_stage and self.processes.tensor_rank == 0:
+            for values in sums:
+                total += values.double().cpu()
+        dist.all_reduce(total, group=self.processes.control)
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+def _optimizer_config(
+    config: OptimizerConfig, transformer: TransformerConfig, compute: ComputeConfig
+) -> MegatronOptimizerConfig:
+    # Without a GPU the optimizer's state is in host memory already.
+    offload = compute.optimizer_offload if torch.cuda.is_available() else 0.0
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        min_lr=config.learning_rate if config.schedule == "constant" else 0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.epsilon,
+        clip_grad=config.clip_grad,
+        bf16=transformer.bf16,
+        params_dtype=transformer.params_dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=compute.overlap_param_gather,
+        optimizer_cpu_offload=offload > 0,
+        optimizer_offload_fraction=offload,
+        overlap_cpu_optimizer_d2h_h2d=offload > 0,
+    )

@@ -1,0 +1,71 @@
+"""The loss of one micro-batch of a value model, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dapo_mega.algorithms import explained_variance, mean_over, value_loss
+from dapo_mega.batching.microbatch import MicroBatch
+from dapo_mega.megatron.objectives import LossTerm
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """A micro-batch and, per response token [N] float32 and on the last stage only, the values at the step's start and
+    the returns."""
+
+    micro_batch: MicroBatch
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """`value_loss` as the mean over the tokens in the loss, whatever the policy's aggregation."""
+
+    clip: float | None = None
+    sum_names: ClassVar[tuple[str, ...]] = (
+        "loss", "denominator", "clipped", "value", "return", "return_squares", "error", "error_squares"
+    )  # fmt: skip
+
+    def evaluate(self, values: Tensor, batch: ValueBatch) -> LossTerm:
+        """The micro-batch's part of the loss of `values` [N]; its sums are in float64."""
+        assert batch.old_values is not None
+        assert batch.returns is not None
+        targets = batch.micro_batch.targets
+        in_loss = targets.loss_mask[targets.response_mask].to(values.device)
+        old_values, returns = batch.old_values.to(values.device), batch.returns.to(values.device)
+        losses = value_loss(values, old_values, returns, self.clip)
+        total = (losses.loss * in_loss).sum()
+        with torch.no_grad():
+            counted = returns.double()[in_loss]
+            error = counted - old_values.double()[in_loss]
+            sums = {
+                "loss": total.detach().double(),
+                "denominator": in_loss.sum().double(),
+                "clipped": (losses.clipped & in_loss).sum().double(),
+                "value": values.double()[in_loss].sum(),
+                "return": counted.sum(),
+                "return_squares": counted.square().sum(),
+                "error": error.sum(),
+                "error_squares": error.square().sum(),
+            }
+        return LossTerm(total, in_loss.sum().int(), sums)
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks."""
+        count = sums["denominator"]
+        return {
+            "critic/value_loss": mean_over(sums["loss"], count),
+            "critic/clip_share": mean_over(sums["clipped"], count),
+            "critic/value_mean": mean_over(sums["value"], count),
+            "critic/return_mean": mean_over(sums["return"], count),
+            "critic/explained_variance": explained_variance(
+                count, sums["return"], sums["return_squares"], sums["error"], sums["error_squares"]
+            ),
+        }

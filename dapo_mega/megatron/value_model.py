@@ -1,0 +1,99 @@
+"""The value model (critic) of PPO: a Megatron-Core model with a scalar head, in the policy's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo_mega.batching.microbatch import MicroBatch
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.megatron_model import response_rows
+from dapo_mega.megatron.trained_model import TrainedModel
+from dapo_mega.megatron.value_head import ValueStage
+from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
+from dapo_mega.models.stored_model import open_value_model
+
+
+class ValueModel(TrainedModel):
+    """Estimates the return after each position of a sequence, and learns from returns.
+
+    It takes the micro-batches that a policy of the same parallel sizes has packed.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        processes: Processes,
+        *,
+        updates_per_step: int,
+        num_steps: int,
+        compute: ComputeConfig | None = None,
+    ) -> None:
+        """Build this rank's model chunks and load its shard of `model.path`: a value model, or a policy, whose layers
+        get a head of zeros. Then all values are 0, and the first advantages are those of no baseline instead of a
+        random one."""
+        with raise_on_all_ranks(processes.control):
+            stored = open_value_model(Path(model.path))
+        super().__init__(
+            stored,
+            model,
+            parallel,
+            optimizer,
+            processes,
+            make_stage=partial(ValueStage, has_bias=stored.arch.value_bias),
+            updates_per_step=updates_per_step,
+            num_steps=num_steps,
+            compute=compute or ComputeConfig(),
+        )
+
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Values [N] float32 without gradients, one entry per micro-batch, of the states before each response token:
+        the rows are those of the policy's log-probs. Empty off the last stage."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            batches = [ValueBatch(micro_batch) for micro_batch in micro_batches]
+            values: list[Tensor] = self._run(batches, _collect_values, response_rows, forward_only=True)
+        return values if self.processes.is_last_stage else [torch.empty(0) for _ in micro_batches]
+
+    def update(self, batches: Sequence[ValueBatch], loss: ValueLoss) -> dict[str, float]:
+        """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
+
+        Like `MegatronPolicy.update`, it does not depend on how the mini-batch was split. Metrics are of the weights
+        before the step, `critic/explained_variance` of the batches' old values.
+        """
+
+        def make_loss(batch: ValueBatch) -> Any:
+            def evaluate(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                term = loss.evaluate(values, batch)
+                return term.total, term.denominator, torch.stack([term.sums[name] for name in loss.sum_names])
+
+            return evaluate
+
+        update = self._step(batches, make_loss, response_rows, loss.sum_names)
+        metrics = {
+            **loss.metrics(update.sums),
+            "critic/grad_norm": update.grad_norm,
+            "critic/learning_rate": update.learning_rate,
+        }
+        if "load_balancing_loss" in update.router_losses:
+            metrics["critic/load_balancing_loss"] = update.router_losses["load_balancing_loss"]
+        if "z_loss" in update.router_losses:
+            metrics["critic/router_z_loss"] = update.router_losses["z_loss"]
+        return metrics
+
+
+def _collect_values(batch: ValueBatch) -> Callable[..., Tensor]:
+    def values(output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return output
+
+    return values
