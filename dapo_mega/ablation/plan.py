@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dapo_mega.ablation.arms import Arm, ladder, methods
+from dapo_mega.ablation.arms import Arm, ladder, methods, reset_keys
 from dapo_mega.ablation.commands import dapo_mega
 from dapo_mega.ablation.tasks import RUN_FILE, Task, find_task
 from dapo_mega.config import RunConfig, load_config
@@ -103,6 +103,8 @@ def describe(plan: Plan) -> Iterator[str]:
         yield f"cold start, shared by all runs: {plan.cold_start} ({plan.task.about})"
     count = f"arms: {len(plan.arms)}, seeds: {len(plan.seeds)}"
     yield f"{len(plan.runs)} runs ({count}) of {plan.runs[0].config.num_steps} steps in {plan.output}"
+    if reset := reset_keys(_algorithm_section(plan.runs[0].file)):
+        yield f"set by each arm, whatever the file says: {', '.join(f'algorithm.{key}' for key in reset)}"
     for group in dict.fromkeys(arm.group for arm in plan.arms):
         yield f"{group}:"
         before: RunConfig | None = None

@@ -60,16 +60,18 @@ class Task:
         ]
 
 
+# Five times the policy's learning rate, as critic.learning_rate's default is of the usual one.
+_CRITIC = ("critic.learning_rate=5e-4", "critic.warmup_steps=5")
 _MOSTLY_VERBOSE = ("--careful", "0.3", "--verbose", "0.45", "--careless", "0.25")
 
 TASKS = {
-    "quickstart": Task("sums of 3-digit numbers, at most 64 tokens", ("--min-digits", "3", *_SIZES)),
+    "quickstart": Task("sums of 3-digit numbers, at most 64 tokens", ("--min-digits", "3", *_SIZES), training=_CRITIC),
     "long": Task(
         "sums of 3- to 5-digit numbers, at most 96 tokens; nearly half of the cold start's answers work everything "
         "twice, which is right but long, and cut off for 5 digits",
         ("--min-digits", "3", "--max-digits", "5", *_SIZES, *_MOSTLY_VERBOSE),
         tuning=("data.max_tokens=160",),
-        training=("rollout.max_response_tokens=96", "reward.overlong_cache_tokens=24"),
+        training=("rollout.max_response_tokens=96", "reward.overlong_cache_tokens=24", *_CRITIC),
     ),
 }
 

@@ -122,6 +122,13 @@ def test_the_description_names_every_arm_and_its_change(tmp_path):
     assert "  Naive GRPO (naive_grpo): the first\n" in text
     assert "  + Clip-Higher (clip_higher): algorithm.clip_high 0.2 -> 0.28\n" in text
     assert "algorithm.advantage group_norm -> leave_one_out" in text
+    assert "whatever the file says" not in text
+    plan = plan_of(
+        tmp_path, rows=ROWS, algorithm={"clip_high": 0.3, "kl": {"coefficient": 0.1}, "entropy_coefficient": 0}
+    )
+    assert "set by each arm, whatever the file says: algorithm.clip_high, algorithm.kl.coefficient" in list(
+        describe(plan)
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
