@@ -150,7 +150,8 @@ def test_the_quickstarts_task_is_the_quickstarts():
     for wanted in (TASKS["quickstart"].problems, MODEL):
         assert " ".join(wanted) in " ".join(words)
     assert RUN_FILE.is_file()
-    assert TASKS["quickstart"].training == TASKS["quickstart"].tuning == ()
+    assert not TASKS["quickstart"].tuning
+    assert all(override.startswith("critic.") for override in TASKS["quickstart"].training)
 
 
 def test_long_answers_of_the_long_task_are_cut_off_in_part():
