@@ -56,7 +56,7 @@ class GeneratedPart:
 _ROOMS = (
     "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "training", "commands", "__main__",
+    "sglang_plugin", "training", "ablation", "commands", "__main__",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "start this machine's SGLang rollout engines",
     "sft": "fine-tune a model on demonstrations",
     "train": "train a policy with DAPO",
+    "ablate": "repeat the paper's Table 1 and compare all methods",
     "plot": "draw the curves of runs",
     "evaluate": "avg@k, pass@k and maj@k of a checkpoint",
     "convert": "convert, reshard, verify and inspect checkpoints",

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from dapo_mega.cli import quiet_libraries
+from dapo_mega.commands._arguments import at_least_one
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -26,11 +27,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         epilog="Arguments after -- go to SGLang unchanged.",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the Hugging Face checkpoint to start from")
-    parser.add_argument("--num-engines", type=_at_least_one, default=1)
-    parser.add_argument("--tensor-parallel", type=_at_least_one, default=1, help="GPUs of one engine")
+    parser.add_argument("--num-engines", type=at_least_one, default=1)
+    parser.add_argument("--tensor-parallel", type=at_least_one, default=1, help="GPUs of one engine")
     parser.add_argument("--gpus", metavar="0,1,...", help="GPUs to use, by default all")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on, of one interface")
-    parser.add_argument("--port", type=_at_least_one, default=30000, help="port of engine 0; engine i gets this + i")
+    parser.add_argument("--port", type=at_least_one, default=30000, help="port of engine 0; engine i gets this + i")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp8"), help="default: bf16 on GPUs, fp32 on the CPU")
     parser.add_argument("--memory-fraction", type=float, help="share of a GPU's memory for weights and cache")
     parser.add_argument(
@@ -38,7 +39,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--with-text", action="store_true", help="also serve text, for clients besides the trainer")
     parser.add_argument(
-        "--router", type=_at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text"
+        "--router", type=at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text"
     )
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the trainer's rollout.fleet.rendezvous")
     parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")
@@ -96,12 +97,6 @@ def main() -> None:
             router_port=options.router,
         ),
     )
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _restarts(text: str) -> int | None:

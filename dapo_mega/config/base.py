@@ -30,6 +30,24 @@ def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return result
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of all sections by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def differences(before: Section, after: Section) -> dict[str, tuple[Any, Any]]:
+    """The keys that have other values, by dotted name, with the values before and after."""
+    old, new = flat(before.model_dump()), flat(after.model_dump())
+    names = sorted(old.keys() | new.keys())
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
 def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
     """Whether the field with this dotted name, or a section that contains it, is marked `FREE`."""
     first, _, rest = name.partition(".")

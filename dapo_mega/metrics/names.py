@@ -15,6 +15,7 @@ ALL_WRONG_SHARE = "groups/all_wrong_share"
 EVALUATION_AVG_AT_K = "evaluation/avg_at_k"
 EVALUATION_PASS_AT_K = "evaluation/pass_at_k"
 EVALUATION_RESPONSE_LENGTH_MEAN = "evaluation/response_length_mean"
+EVALUATION_TRUNCATED_SHARE = "evaluation/truncated_share"
 STEP_SECONDS = "time/step_s"
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9_.@-]*")

@@ -93,7 +93,11 @@ def plot_run(run_dirs: Sequence[Path], output: Path) -> None:
         raise ValueError(f"output {output} must end in .png")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"the folder of the output {output} does not exist")
-    figure = _draw(runs)
+    save_png(_draw(runs), output)
+
+
+def save_png(figure: "Figure", output: Path) -> None:
+    """Write the figure to the file `output`, which is replaced as a whole or not touched."""
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         figure.savefig(temporary, format="png", dpi=120)
@@ -125,13 +129,19 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     return records
 
 
-def _draw(runs: Sequence[_Run]) -> "Figure":
-    # Imported here: training does not need it. The Agg canvas draws without a display.
+def empty_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches that can be drawn without a display."""
+    # Imported here: training does not need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 8), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw(runs: Sequence[_Run]) -> "Figure":
+    figure = empty_figure(15, 8)
     for axes, panel in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
         _draw_panel(axes, panel, runs)
     title = f"Run {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"

@@ -60,6 +60,7 @@ class ProgressDisplay:
         self._num_steps = num_steps
         self._num_done = start_step
         self._metrics: Mapping[str, float] = {}
+        self._shown_position = ""
         self._clock = clock
         self._timed = deque([(start_step, clock())], maxlen=_NUM_TIMED_STEPS + 1)
         self._stream = sys.stdout if stream is None else stream
@@ -70,9 +71,11 @@ class ProgressDisplay:
             console = Console(file=self._stream, force_terminal=True, highlight=False)
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is finished, with its metrics; one that is missing shows as `-`."""
+    def update(self, step: int, metrics: Mapping[str, float], position: str = "") -> None:
+        """Show that `step` is finished, with its metrics; one that is missing shows as `-`. `position` is shown in
+        place of the step."""
         self._metrics = dict(metrics)
+        self._shown_position = position
         self._num_done = min(step, self._num_steps)
         self._timed.append((self._num_done, self._clock()))
         if self._live is not None:
@@ -115,7 +118,7 @@ class ProgressDisplay:
         return Group(text, ProgressBar(total=max(self._num_steps, 1), completed=self._num_done))
 
     def _position(self) -> str:
-        return f"step {self._num_done}/{self._num_steps}"
+        return self._shown_position or f"step {self._num_done}/{self._num_steps}"
 
     def _has_values(self) -> bool:
         return any(name in self._metrics for _, name, _ in self._columns)

@@ -16,6 +16,7 @@ FLOORS = (
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin"},
     {"training"},
+    {"ablation"},
     {"commands"},
     {"__main__"},
 )

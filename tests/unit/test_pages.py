@@ -26,6 +26,7 @@ SCRIPTS = {
     "launch/train_dapo.py": "train",
     "launch/train_sft.py": "sft",
     "launch/serve_rollouts.py": "serve",
+    "tools/ablate.py": "ablate",
     "tools/convert_checkpoint.py": "convert",
     "tools/evaluate.py": "evaluate",
     "tools/plan_run.py": "plan",
@@ -115,7 +116,7 @@ def run_shown(command):
     assert words[1] in {*COMMANDS, "--help", "--version"}, command
     if words[1] not in COMMANDS:
         return True
-    if "--dry-run" in words:
+    if "--dry-run" in words and words[1] in ("train", "sft"):
         overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
         kind = SftConfig if words[1] == "sft" else RunConfig
         print_dry_run(load_config(kind, Path(words[words.index("--config") + 1]), overrides))

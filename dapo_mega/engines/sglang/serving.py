@@ -6,16 +6,15 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from dapo_mega.distributed.programs import ProcessGroup, last_line
 from dapo_mega.engines.sglang.engine_commands import Node, command, environment, router_command, router_environment
 from dapo_mega.engines.sglang.registry import Registration, announce
 from dapo_mega.errors import FleetError
@@ -44,58 +43,6 @@ class ServingOptions:
     router_port: int | None = None
     start_limit_s: float = 1800.0
     grace_s: float = 10.0
-
-
-class ProcessGroup:
-    """A program in its own process group, which is killed when this process ends, whatever the cause."""
-
-    def __init__(
-        self, arguments: Sequence[str], variables: dict[str, str], log: Path, inherited: Sequence[int] = ()
-    ) -> None:
-        """`inherited` are file descriptors that the program inherits."""
-        with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
-            self._process = subprocess.Popen(
-                arguments,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=inherited,
-            )
-        # Standard input ends with this process. SGLang's own parent watch misses children that are still starting.
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "guard", str(self.pid)],
-            env={},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        """The main process's id, which is also the group's."""
-        return self._process.pid
-
-    def status(self) -> int | None:
-        """Exit status of the main process, None while it runs."""
-        return self._process.poll()
-
-    def ask_to_end(self) -> None:
-        """SIGTERM to the main process, which ends its children."""
-        if self.status() is None:
-            self._process.terminate()
-
-    def end(self, deadline: float) -> None:
-        """Wait until `deadline` (monotonic clock), then kill the rest of the group."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._guard.kill()
-        self._guard.communicate()
 
 
 class HealthWatch:
@@ -216,7 +163,7 @@ class Engine:
     def _handle_end(self, what: str) -> None:
         self.end(time.monotonic())
         if not self._has_served:
-            raise FleetError(f"engine {self.url} {what} before it ever served: {_last_line(self.log)}; see {self.log}")
+            raise FleetError(f"engine {self.url} {what} before it ever served: {last_line(self.log)}; see {self.log}")
         self._num_restarts += 1
         back_off_s = min(2.0**self._failures, _LONGEST_BACK_OFF_S)
         self._failures += 1
@@ -372,8 +319,3 @@ def serve(node: Node, options: ServingOptions) -> None:
         if router is not None:
             router.end()
     print("all engines have ended", flush=True)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "it printed nothing"

@@ -1,0 +1,164 @@
+"""The results as files: `results.md`, `results.json` and `curves.png`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dapo_mega.ablation.curves import draw_curves
+from dapo_mega.ablation.intervals import Estimate
+from dapo_mega.ablation.outcomes import Outcome
+from dapo_mega.ablation.plan import Plan
+from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather
+from dapo_mega.atomic_files import replace_file
+
+_TITLES = {"ladder": "The ladder (DAPO, Table 1)", "methods": "All methods"}
+_REFERENCES = {"ladder": "against the row before", "methods": "against the first row"}
+_NOTHING = "-"
+
+
+def write_results(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
+    """Write the three files into the plan's folder; returns the Markdown. Files are replaced as wholes."""
+    results = gather(plan, outcomes)
+    text = markdown(results)
+    replace_file(plan.output / "results.md", text)
+    replace_file(plan.output / "results.json", json.dumps(as_json(plan, results), allow_nan=False) + "\n")
+    draw_curves(results, plan.output / "curves.png")
+    return text
+
+
+def markdown(results: Sequence[ArmResult]) -> str:
+    """A table per group of arms, what did not finish, and how the numbers were made."""
+    parts = []
+    for group in dict.fromkeys(result.arm.group for result in results):
+        rows = [result for result in results if result.arm.group == group]
+        parts.append(f"## {_TITLES[group]}\n\n{_table(rows)}")
+    unfinished = [_unfinished_line(run) for result in results for run in result.runs if run.outcome.state != "finished"]
+    if unfinished:
+        parts.append("## Not finished\n\n" + "\n".join(unfinished))
+    parts.append(_EXPLANATION)
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[ArmResult]) -> str:
+    group = rows[0].arm.group
+    has_paper = any(row.arm.paper is not None for row in rows)
+    header = ["row", *(["paper"] if has_paper else []), "accuracy before", "after", "gain", _REFERENCES[group]]
+    header += ["verdict", "length", "cut off", "entropy", "minutes", "runs"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        paper = [_number(row.arm.paper, ".0f")] if has_paper else []
+        estimates = [_estimate(value) for value in (row.before, row.after, row.gain, row.versus_previous)]
+        ends = ((row.response_length, ".1f"), (row.cut_off, ".3f"), (row.entropy, ".3f"), (row.minutes, ".1f"))
+        numbers = [_number(value, spec) for value, spec in ends]
+        cells = [row.arm.title, *paper, *estimates, verdict(row.versus_previous), *numbers, _counts(row)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict(difference: Estimate | None) -> str:
+    """What the difference to the reference row shows."""
+    if difference is None:
+        return _NOTHING
+    if difference.excludes_zero is None:
+        return "one seed"
+    if not difference.excludes_zero:
+        return "within noise"
+    return "better" if difference.mean > 0 else "worse"
+
+
+def _estimate(value: Estimate | None) -> str:
+    if value is None:
+        return _NOTHING
+    interval = f" [{value.low:.3f}, {value.high:.3f}]" if value.low is not None else ""
+    return f"{value.mean:.3f}{interval}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return _NOTHING if value is None else format(value, spec)
+
+
+def _counts(row: ArmResult) -> str:
+    return f"{len(row.finished)}/{len(row.runs)}"
+
+
+def _unfinished_line(result: RunResult) -> str:
+    outcome = result.outcome
+    state = {"absent": "not begun", "begun": "begun"}.get(outcome.state, outcome.state)
+    reason = f": {outcome.message}" if outcome.message else ""
+    return f"- {result.run.arm.title}, seed {result.run.seed}: {state}, step {outcome.step}{reason}"
+
+
+_EXPLANATION = """\
+Accuracy is avg@k on the held-out prompts, before the first and after the last step: the mean over the seeds that \
+finished, with the 95 % interval of a percentile bootstrap over the seeds (not over prompts: runs record means), which \
+for up to three seeds reaches from the lowest to the highest. Differences pair equal seeds, with Student's 95 % \
+interval; "within noise": it holds 0, as it does in 95 % of comparisons of equal rows. All runs share one cold start, \
+so the intervals do not cover another one. Length and cut off: tokens of held-out responses, and the share that \
+reached the limit, at the end. Entropy: nats per token in the last step. Minutes: sum of the steps' times, evaluations \
+included, starts not."""
+
+
+def as_json(plan: Plan, results: Sequence[ArmResult]) -> dict[str, Any]:
+    """Everything that the results are made of. Values that JSON has no number for are null."""
+    return {
+        "output": str(plan.output),
+        "seeds": list(plan.seeds),
+        "processes": plan.processes,
+        "versions": _versions(results),
+        "arms": [_arm_json(result) for result in results],
+    }
+
+
+def _arm_json(result: ArmResult) -> dict[str, Any]:
+    estimates = ("before", "after", "gain", "versus_previous")
+    return {
+        "group": result.arm.group,
+        "name": result.arm.name,
+        "title": result.arm.title,
+        "paper": result.arm.paper,
+        **{name: asdict(value) if (value := getattr(result, name)) else None for name in estimates},
+        "verdict": verdict(result.versus_previous),
+        "response_length": result.response_length,
+        "cut_off": result.cut_off,
+        "entropy": result.entropy,
+        "minutes": result.minutes,
+        "runs": [_run_json(run) for run in result.runs],
+    }
+
+
+def _run_json(result: RunResult) -> dict[str, Any]:
+    run = result.run
+    return {
+        "seed": run.seed,
+        "file": str(run.file),
+        "overrides": list(run.overrides),
+        "folder": str(run.folder),
+        **asdict(result.outcome),
+        "curves": _curves(result.records),
+    }
+
+
+def _curves(records: Records) -> dict[str, list[list[float | None]]]:
+    """Every metric's [step, value] pairs."""
+    curves: dict[str, list[list[float | None]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name != "step":
+                curves.setdefault(name, []).append([record["step"], value if math.isfinite(value) else None])
+    return curves
+
+
+def _versions(results: Sequence[ArmResult]) -> dict[str, str]:
+    """Versions of the packages, as the first run that has begun recorded them."""
+    for result in results:
+        for run in result.runs:
+            file = Path(run.run.folder) / "versions.json"
+            if file.is_file():
+                versions: dict[str, str] = json.loads(file.read_text())
+                return versions
+    return {}

@@ -1,0 +1,117 @@
+"""What the finished runs of each arm came to, over their seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dapo_mega.ablation.arms import Arm
+from dapo_mega.ablation.intervals import Estimate, estimate_difference, estimate_mean
+from dapo_mega.ablation.outcomes import Outcome, records_of
+from dapo_mega.ablation.plan import Plan, Run
+from dapo_mega.metrics import names
+
+Records = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run with its records."""
+
+    run: Run
+    outcome: Outcome
+    records: Records
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """Means over the seeds of an arm that are finished; None where no finished run recorded it.
+
+    `before` and `after`: held-out accuracy before the first and after the last step. `cut_off`: share of the
+    held-out responses that reached the limit, at the end. `versus_previous`: final accuracy
+    minus that of the row before in the ladder, or of the first method, with equal seeds paired; None for the first.
+    """
+
+    arm: Arm
+    runs: tuple[RunResult, ...]
+    before: Estimate | None
+    after: Estimate | None
+    gain: Estimate | None
+    versus_previous: Estimate | None
+    response_length: float | None
+    cut_off: float | None
+    entropy: float | None
+    minutes: float | None
+
+    @property
+    def finished(self) -> list[RunResult]:
+        return [result for result in self.runs if result.outcome.state == "finished"]
+
+
+def gather(plan: Plan, outcomes: Mapping[str, Outcome]) -> list[ArmResult]:
+    """The results of all arms, in the plan's order, as far as the runs have come."""
+    results: list[ArmResult] = []
+    reference: tuple[RunResult, ...] = ()
+    for arm in plan.arms:
+        runs = tuple(RunResult(run, outcomes[run.name], records_of(run.folder)) for run in plan.of_arm(arm))
+        is_first = not results or results[-1].arm.group != arm.group
+        results.append(_arm_result(arm, runs, () if is_first else reference))
+        if arm.group == "ladder" or is_first:
+            reference = runs
+    return results
+
+
+def first_value(records: Records, metric: str) -> float | None:
+    return next((record[metric] for record in records if metric in record), None)
+
+
+def last_value(records: Records, metric: str) -> float | None:
+    return first_value(records[::-1], metric)
+
+
+def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResult, ...]) -> ArmResult:
+    finished = [result.records for result in runs if result.outcome.state == "finished"]
+    before = [first_value(records, names.EVALUATION_AVG_AT_K) for records in finished]
+    after = [last_value(records, names.EVALUATION_AVG_AT_K) for records in finished]
+    return ArmResult(
+        arm,
+        runs,
+        before=_estimate(before),
+        after=_estimate(after),
+        gain=_estimate([_minus(last, first) for last, first in zip(after, before, strict=True)]),
+        versus_previous=_estimate(_paired_differences(runs, reference), estimate_difference),
+        response_length=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_RESPONSE_LENGTH_MEAN)),
+        cut_off=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_TRUNCATED_SHARE)),
+        entropy=_mean_of(finished, lambda r: last_value(r, names.ENTROPY)),
+        minutes=_mean_of(finished, lambda r: sum(record.get(names.STEP_SECONDS, 0.0) for record in r) / 60),
+    )
+
+
+def _paired_differences(runs: Sequence[RunResult], reference: Sequence[RunResult]) -> list[float | None]:
+    """Final accuracy minus that of the reference's run with the same seed."""
+    final = {
+        result.run.seed: last_value(result.records, names.EVALUATION_AVG_AT_K)
+        for result in reference
+        if result.outcome.state == "finished"
+    }
+    return [
+        _minus(last_value(result.records, names.EVALUATION_AVG_AT_K), final.get(result.run.seed))
+        for result in runs
+        if result.outcome.state == "finished"
+    ]
+
+
+def _minus(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value - other
+
+
+def _estimate(
+    values: Sequence[float | None], estimate: Callable[[Sequence[float]], Estimate] = estimate_mean
+) -> Estimate | None:
+    known = [value for value in values if value is not None]
+    return estimate(known) if known else None
+
+
+def _mean_of(runs: Sequence[Records], value: Callable[[Records], float | None]) -> float | None:
+    estimate = _estimate([value(records) for records in runs])
+    return estimate.mean if estimate else None
