@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -9,6 +10,8 @@ from dapo_mega.megatron.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("no clock", deadline=None)
+hypothesis.settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -114,7 +114,7 @@ def samples_of_lengths(lengths, seed=0):
 some_lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths=some_lengths, segment_multiple=st.sampled_from([1, 2, 6]))
 def test_padding_of_samples_changes_nothing_but_positions_in_the_batch(lengths, segment_multiple):
     samples = samples_of_lengths(lengths)
@@ -155,7 +155,7 @@ def test_context_positions_are_those_of_megatrons_rotary_embedding(size):
         assert torch.equal(within[context_positions(cu_seqlens, rank, size)], expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths=some_lengths, size=st.integers(1, 4))
 def test_context_slices_divide_a_micro_batch_and_keep_its_sums(lengths, size):
     layout = PackingLayout(multiple_of=2 * size, segment_multiple=2 * size)
@@ -193,7 +193,7 @@ def log_normal_lengths(num_samples, sigma, seed, mean=4000, longest=20000):
     return np.maximum(drawn[drawn <= longest][:num_samples], 1).astype(np.int64)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     num_ranks=st.integers(1, 8),

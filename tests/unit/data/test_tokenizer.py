@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +32,6 @@ def _through_disk(tokenizer: PreTrainedTokenizerFast, kind: str, folder: Path) -
     return loaded
 
 
-@settings(deadline=None)
 @given(text=st.text(alphabet=ALPHABET))
 def test_character_round_trip_is_one_token_per_character(character: PreTrainedTokenizerFast, text: str) -> None:
     ids = character(text)["input_ids"]
@@ -41,7 +40,6 @@ def test_character_round_trip_is_one_token_per_character(character: PreTrainedTo
     assert character.decode(ids) == character.decode(ids, skip_special_tokens=True) == text
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_byte_round_trip_is_one_token_per_byte(byte: PreTrainedTokenizerFast, text: str) -> None:
     ids = byte(text)["input_ids"]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_mega.config import ParallelConfig
@@ -49,7 +49,6 @@ def hf_tensors(layout, arch, bias):
     return tensors
 
 
-@settings(deadline=None)
 @given(
     layout=st.sampled_from(list(ShardRule)),
     tp_size=st.sampled_from([1, 2, 4]),

@@ -78,7 +78,7 @@ def test_extreme_uniforms_draw_the_outermost_token_with_probability(
     assert token == (last if uniform > 0.5 else first)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 300),

@@ -470,7 +470,7 @@ def test_calls_that_stay_in_a_paused_engine_go_on_with_its_new_weights(mode):
     async def body():
         (engine,) = engines(1, tokens_per_s=300)
         async with fleet_of(engine, version=1) as fleet:
-            request = make_request(max_new_tokens=60)
+            request = make_request(max_new_tokens=200)
             fleet.dispatcher.submit([request])
             await until(lambda: engine.in_flight == 1)
             await asyncio.sleep(0.1)
