@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, track_moe_metrics
 from torch import Tensor
 
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -120,6 +120,8 @@ class TrainedModel(MegatronModel):
             track_names=wanted,
             num_layers=self.config.num_layers,
         )
+        # Its tensors are for this model's number of layers; the next model to use it may have another.
+        get_moe_layer_wise_logging_tracker().clear()
         return {name: float(losses[name]) for name in wanted}
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -85,6 +85,12 @@ def open_critic(path: Path) -> StoredModel:
     return StoredModel(family, arch, source, value_model_config(read_json_object(file), arch))
 
 
+def critic_architecture(path: Path) -> Architecture:
+    """The layers of the value model that `open_value_model` would open, without looking at its weights."""
+    file = path / CRITIC_CONFIG_FILE
+    return (read_architecture(file) if os.path.lexists(file) else load_architecture(path))[1]
+
+
 def value_model_config(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     """The `config.json` of a value model from that of the policy whose layers it has.
 

@@ -10,6 +10,7 @@ from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.families import read_architecture
+from dapo_mega.models.stored_model import critic_architecture
 from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
 
@@ -22,6 +23,7 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
     )
     if config.uses_critic:
         lines.append(_critic_line(config))
+        notes += _critic_notes(config)
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
     datasets = (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
@@ -121,11 +123,30 @@ def find_architecture(config: TrainingConfig) -> tuple[Architecture | None, list
     return read_architecture(file)[1], [f"{note}; sizes checked against {file}"]
 
 
+def _critic_notes(config: RunConfig) -> list[str]:
+    """A note if the critic's folder is not here. Raises InputError for a model that does not fit the layout or the
+    policy's tokens."""
+    if config.critic.path is None:
+        return []
+    path = Path(config.critic.path)
+    if not path.is_dir():
+        return [f"critic.path={path} is not on this machine; it is not checked against the policy and the layout"]
+    arch, policy = critic_architecture(path), find_architecture(config)[0]
+    arch.check_layout(config.parallel)
+    if policy and arch.vocab_size < policy.vocab_size:
+        raise InputError(
+            f"critic.path={path} has a vocabulary of {arch.vocab_size} tokens, and the policy one of "
+            f"{policy.vocab_size}; give a critic that was made from a policy with the same tokenizer"
+        )
+    return []
+
+
 def _critic_line(config: RunConfig) -> str:
     critic = config.critic
     return (
         f"critic: starts from {critic.path or 'model.path'}; learning rate {critic.learning_rate:g} after "
         f"{critic.warmup_steps} warm-up steps, the first {critic.pretraining_steps} steps without policy updates"
+        + (f", values clipped at {critic.value_clip:g}" if critic.value_clip else "")
     )
 
 

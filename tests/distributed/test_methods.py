@@ -16,7 +16,12 @@ from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.megatron.token_advantages import advantages_of_responses, normalized, subtract_following_penalties
+from dapo_mega.megatron.token_advantages import (
+    advantages_from_values,
+    advantages_of_responses,
+    normalized,
+    subtract_following_penalties,
+)
 
 from .launching import run_distributed
 from .tiny import make_model, make_samples
@@ -36,7 +41,7 @@ LAYOUTS = {
 }
 # Of every policy loss and every weighting one; KL in the reward for whole responses and token by token.
 METHODS = {
-    **{preset: {"preset": preset} for preset in PRESETS if preset not in ("dapo", "grpo", "rloo", "dr_grpo")},
+    **{preset: {"preset": preset} for preset in PRESETS if preset not in ("dapo", "grpo", "rloo", "dr_grpo", "ppo")},
     "clip_cov": {"preset": "clip_cov", "covariance_share": 0.1, "covariance_bounds": [0.0, 5.0]},
     "kl_cov": {"preset": "kl_cov", "covariance_share": 0.1},
     "sequence_importance": {"preset": "dapo", "importance_cap": 2.0, "importance_level": "sequence"},
@@ -44,6 +49,7 @@ METHODS = {
     "kl_of_responses": {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens": {"preset": "reinforce", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens_normalized": {"preset": "reinforce_pp"},
+    "values": {"preset": "ppo", "gae_discount": 0.98, "gae_decay": 0.9, "kl": {"coefficient": 0.1}},
 }
 
 
@@ -104,7 +110,14 @@ def _with_penalties(micro_batches, scores, algorithm, processes):
             return whitened(sums, np.arange(1, len(sums) + 1))
 
         return advantages_of_responses(micro_batches, penalties, processes, of_sums if processes.rank == 0 else None)
-    changed = subtract_following_penalties(micro_batches, penalties, processes)
+    if algorithm.advantage == "gae":
+        values = [torch.sin(s.logprobs) for s in scores]
+        changed, returns = advantages_from_values(
+            micro_batches, values, penalties, processes, discount=algorithm.gae_discount, decay=algorithm.gae_decay
+        )
+        assert [len(r) for r in returns] == [len(v) for v in values]
+    else:
+        changed = subtract_following_penalties(micro_batches, penalties, processes)
     return normalized(changed, processes) if algorithm.normalize_advantages else changed
 
 

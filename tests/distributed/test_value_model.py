@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.conversion.convert import open_checkpoint, reshard
 from dapo_mega.megatron.megatron_model import response_rows
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
@@ -152,7 +153,14 @@ def dense(tmp_path_factory):
 def experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     make_moe_model(folder / "model_policy", seed=1)
-    return run_table(EXPERTS, make_value_model(make_moe_model(folder / "model")), folder)
+    model = make_value_model(make_moe_model(folder / "model"))
+    results = run_table(EXPERTS, model, folder)
+    # Without spread experts there is one optimizer, with them two: only resharding goes from the one to the other.
+    (step,) = (folder / "checkpoints" / "ep2").glob("step_*")
+    target = folder / "checkpoints" / "together" / step.name
+    target.parent.mkdir()
+    reshard(open_checkpoint(step), target, ParallelConfig(), 1 << 20)
+    return {**results, **run_table({2: {"dp2_from_resharded": {"resume": "together"}}}, model, folder)}
 
 
 def assert_learns_the_same(got, expected, bound=1e-5):
@@ -177,7 +185,7 @@ def test_a_critic_learns_the_same_under_every_layout(dense, name):
     assert_learns_the_same(dense[name], dense["one"])
 
 
-@pytest.mark.parametrize("name", ["dp2", "ep2", "tp2_ep2_from_ep2"])
+@pytest.mark.parametrize("name", ["dp2", "ep2", "tp2_ep2_from_ep2", "dp2_from_resharded"])
 def test_a_critic_with_experts_learns_the_same_under_every_layout(experts, name):
     assert_learns_the_same(experts[name], experts["one"])
 
@@ -185,7 +193,7 @@ def test_a_critic_with_experts_learns_the_same_under_every_layout(experts, name)
 def test_the_policy_beside_a_critic_goes_through_its_checkpoints_too(dense, experts):
     for results, first, *others in (
         (dense, "vpp2x2", "tp2_from_vpp2x2", "cp2_from_tp2"),
-        (experts, "ep2", "tp2_ep2_from_ep2"),
+        (experts, "ep2", "tp2_ep2_from_ep2", "dp2_from_resharded"),
     ):
         for name in others:
             assert relative_error(results[name]["policy"], results[first]["policy"]) < 1e-5, name

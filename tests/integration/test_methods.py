@@ -1,11 +1,12 @@
 """Two steps of every method, as users start them: each trains, and records what is its own."""
 
 import pytest
+from safetensors.torch import load_file
 
 from dapo_mega.config import PRESETS
 from dapo_mega.metrics import read_metrics
 
-from .runs import finish, prepare, start
+from .runs import decisive, finish, kill_when, prepare, start, steps_done
 
 pytestmark = pytest.mark.integration
 
@@ -14,6 +15,7 @@ OWN_METRICS = {
     "grpo": "policy/kl_to_reference",
     "reinforce_pp": "policy/kl_to_reference",
     "remax": "rollout/greedy_reward_mean",
+    "ppo": "critic/explained_variance",
     "kimi": "policy/squared_log_ratio",
     "sapo": "policy/gate_mean",
     "gspo": "policy/clip_high_share",
@@ -21,10 +23,15 @@ OWN_METRICS = {
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """{preset: records of two steps}; two runs at a time."""
+def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("methods")
-    file = prepare(folder)
+    return folder, prepare(folder)
+
+
+@pytest.fixture(scope="module")
+def records(task):
+    """{preset: records of two steps}; two runs at a time."""
+    folder, file = task
     presets = [preset for preset in PRESETS if preset != "dapo"]  # All other tests run DAPO.
     for pair in zip(presets[::2], [*presets[1::2], None], strict=False):
         running = {p: start(file, 1, folder / p, f"algorithm.preset={p}", *OVERRIDES) for p in pair if p}
@@ -43,8 +50,33 @@ def test_every_method_takes_two_steps_and_moves_the_weights(records):
             assert OWN_METRICS[preset] in second, preset
 
 
-def test_methods_differ_in_what_they_learn(records):
-    """All begin with the same responses, so equal losses would be equal methods."""
-    assert len({round(first["policy/loss"], 9) for first, _ in records.values()}) == len(records) - 1, (
-        "reinforce and topr are one on policy"
-    )
+# Surplus groups with greedy responses; a critic with its optimizer, and an entropy bonus that follows a target.
+STATEFUL = {
+    "remax": ["algorithm.dynamic_sampling=true", "algorithm.max_staleness=2"],
+    "ppo": ["critic.warmup_steps=2", "algorithm.entropy_target=3.43", "critic.pretraining_steps=1"],
+}
+
+
+@pytest.mark.parametrize("preset", STATEFUL)
+def test_what_only_a_method_has_survives_a_kill(task, preset):
+    folder, file = task
+    overrides = [
+        f"algorithm.preset={preset}", *STATEFUL[preset], "num_steps=5", "evaluation.every=0",
+        "evaluation.at_start=false", "checkpoint.every=1",
+    ]  # fmt: skip
+    whole, killed = folder / f"whole_{preset}", folder / f"killed_{preset}"
+    finish(start(file, 1, whole, *overrides), whole)
+    kill_when(start(file, 1, killed, *overrides), lambda: steps_done(killed) >= 3)
+    assert steps_done(killed) < 5
+    finish(start(file, 1, killed, *overrides), killed)
+    expected, got = (read_metrics(run / "metrics.jsonl") for run in (whole, killed))
+    for before, after in zip(expected, got, strict=True):
+        assert decisive(after) == decisive(before), f"step {before['step']}"
+    if preset == "ppo":
+        assert "policy/loss" not in expected[0], "the critic learns alone at first"
+        assert {0.0, 0.005} <= {record["policy/entropy_coefficient"] for record in expected}
+    exports = {"hf", *(["hf_critic"] if preset == "ppo" else [])}
+    assert exports == {path.name for path in whole.iterdir() if path.name.startswith("hf")}
+    for export in exports:
+        final, wanted = (load_file(run / export / "model.safetensors") for run in (killed, whole))
+        assert all((final[name] == tensor).all() for name, tensor in wanted.items()), export

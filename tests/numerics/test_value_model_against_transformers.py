@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from dapo_mega.algorithms import value_loss
@@ -115,6 +115,9 @@ def test_an_exported_value_model_is_bit_equal_when_it_is_loaded_again(tmp_path, 
     assert all(torch.equal(before[name], after[name]) for name in before)
     if kind in CLASSIFIERS:
         load_classifier(tmp_path / "export")
+    else:
+        _, report = AutoModel.from_pretrained(tmp_path / "export", output_loading_info=True)
+        assert (report["missing_keys"], report["unexpected_keys"]) == (set(), {"score.weight"})
     batch = pack(make_samples(5))
     assert torch.equal(make_critic(tmp_path / "export", processes).score([batch])[0], critic.score([batch])[0])
 

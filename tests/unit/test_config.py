@@ -125,6 +125,25 @@ def test_changes_alone_go_to_engines_in_bf16_by_broadcast(file):
             load_config(RunConfig, file, [*FLEET, *delta, override])
 
 
+def test_a_critic_has_the_policys_settings_but_its_own_learning_rate(file):
+    config = load_config(RunConfig, file, ["optimizer.beta2=0.95", "model.dtype=fp32"])
+    assert not config.uses_critic
+    config = load_config(RunConfig, file, ["optimizer.beta2=0.95", "model.dtype=fp32", "algorithm.advantage=gae"])
+    assert config.uses_critic
+    assert config.critic_model == config.model
+    own = {"learning_rate": 5e-6, "warmup_steps": 50}
+    assert config.critic_optimizer.model_dump() == {**config.optimizer.model_dump(), **own}
+    assert (config.optimizer.learning_rate, config.critic_optimizer.beta2) == (1e-6, 0.95)
+    other = load_config(RunConfig, file, ["critic.path=v", "model.dtype=fp32"])
+    assert (other.critic_model.path, other.critic_model.dtype) == ("v", "fp32")
+
+
+def test_a_critic_leaves_steps_to_the_policy(file):
+    load_config(RunConfig, file, ["critic.pretraining_steps=1"])
+    with pytest.raises(InputError, match=r"pretraining_steps=1 leaves the policy none of num_steps=1"):
+        load_config(RunConfig, file, ["critic.pretraining_steps=1", "algorithm.advantage=gae"])
+
+
 def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
     assert load_config(RunConfig, file, [*FLEET, "rollout.partial=true"]).rollout.partial
     with pytest.raises(InputError, match=r"max_staleness=0 drops them all; set it to at least 1"):

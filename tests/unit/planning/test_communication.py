@@ -1,11 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
-from dapo_mega.planning.parameters import num_parameters
+from dapo_mega.planning.parameters import num_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
-from dapo_mega.planning.step_time import layer_flops
+from dapo_mega.planning.step_time import Machine, layer_flops, step_time
 from dapo_mega.planning.workload import Workload
 
 from .models import dense, latent, mixture, shared
@@ -130,3 +132,36 @@ def test_an_engine_keeps_the_latent_vectors_of_latent_attention():
     assert cache_bytes_per_token(workload(latent()).placement, engine) == 4 * (4 + 2) * 2
     # Each of two GPUs has one of two key heads of size 2.
     assert cache_bytes_per_token(workload().placement, engine) == 4 * 2 * 2 * 2
+
+
+def with_critic(work):
+    algorithm = work.config.algorithm.model_copy(update={"advantage": "gae"})
+    return replace(work, config=work.config.model_copy(update={"algorithm": algorithm}))
+
+
+def test_a_critic_scores_and_learns_like_the_policy_without_an_output_layer():
+    work = workload(world_size=2, tensor=2)
+    alone, both = (
+        {entry.name: entry.num_bytes for entry in step_traffic(w, "local", 1)} for w in (work, with_critic(work))
+    )
+    # Scoring, forward and backward pass of both; the output layer's backward pass of the policy only.
+    assert both["TP all-reduce"] == alone["TP all-reduce"] + (3 * 2 * 4 + 2) * HIDDEN
+    work = workload(world_size=2)
+    alone, both = (
+        {entry.name: entry.num_bytes for entry in step_traffic(w, "local", 1)} for w in (work, with_critic(work))
+    )
+    name = "gradient reduce-scatter (DP x CP)"
+    buffers = [
+        stage_bytes(p, 0, work.config.model, work.config.compute) for p in (work.placement, work.placement.of_critic)
+    ]
+    assert both[name] / alone[name] == sum(held.gradients for held in buffers) / buffers[0].gradients
+
+
+def test_a_critics_time_is_the_policys_without_the_output_layer():
+    machine = Machine(1e12, 1.0, 1e9, 1e9, 8, 1e9, 1e9, 1.0)
+    work = workload()
+    alone, both = (step_time(w, machine, "local", 1) for w in (work, with_critic(work)))
+    tokens, (linear, attention) = 256, layer_flops(work.placement, 16)
+    layers = tokens * 4 * (linear + attention) / 1e12
+    assert both.scoring == pytest.approx(alone.scoring + layers)
+    assert both.updates == pytest.approx(alone.updates + 3 * layers)

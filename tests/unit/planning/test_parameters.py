@@ -121,3 +121,11 @@ def test_fp8_weights_replace_or_accompany_those_in_bf16():
     assert fp8_weight_bytes(layout, 0, ComputeConfig(fp8=scaling)) == 2 * linear
     assert fp8_weight_bytes(layout, 0, ComputeConfig(fp8={**scaling, "bf16_layers_at_ends": 1})) == linear
     assert fp8_weight_bytes(layout, 0, ComputeConfig(fp8={**scaling, "params": True})) == 0
+
+
+def test_a_critic_has_a_head_in_place_of_the_output_layer():
+    for tied in (False, True):
+        layout = RankLayout(dense(tied_embeddings=tied), ParallelConfig(), 1)
+        assert num_parameters(layout.of_critic.arch) == DENSE - 160 + 8
+    layout = RankLayout(dense(tied_embeddings=True), ParallelConfig(pipeline=2), 2).of_critic
+    assert sum(dense_numels(layout, layout.chunks(1)[0])) == 2 * 608 + 8 + 8, "no copy of the embedding"

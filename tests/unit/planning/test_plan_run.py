@@ -11,7 +11,9 @@ import yaml
 
 from dapo_mega.commands import plan
 from dapo_mega.errors import InputError
+from dapo_mega.models.families import read_architecture
 from dapo_mega.planning.memory import GIB
+from dapo_mega.planning.parameters import num_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "plan_run.py"
@@ -113,6 +115,52 @@ def test_engines_on_the_trainers_gpus_take_turns_with_training(tool, capsys):
     assert any("weight_sync.transport=disk" in line for line in text), "128 GPUs are on several machines"
     small = lines(tool, capsys, *options, "--gpu-memory-gib", "40")
     assert any("DOES NOT FIT" in line for line in small)
+
+
+def test_a_critic_is_planned_beside_the_policy(tool, capsys, small):
+    def plan(*arguments):
+        tool.main([small, *arguments])
+        return capsys.readouterr().out.splitlines()
+
+    def parts(text):
+        at = next(i for i, line in enumerate(text) if line.startswith("  stage"))
+        names = re.split(r"\s{3,}", text[at].strip())[1:]
+        return dict(zip(names, map(float, text[at + 1].split()[1:]), strict=True))
+
+    big = ["model.dtype=fp32", "rollout.placement=fleet", "rollout.fleet.rendezvous=h:1"]
+    alone, both = plan(*big), plan(*big, "algorithm.advantage=gae", "critic.pretraining_steps=0")
+    before, after = parts(alone), parts(both)
+    kept = ("parameters", "gradients", "optimizer")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    # Float32: weights, gradients and two moments of the layers and one embedding of two.
+    layers = num_parameters(load_architecture_of(small)) - 4096 * 256
+    assert after["critic"] == round(16 * layers / GIB, 2)
+    assert after["total"] == pytest.approx(before["total"] + after["critic"], abs=0.011)
+    assert 0 < after["critic's activations"] < after["activations and working set"]
+    assert any(line.startswith("critic: starts from model.path; learning rate 5e-06 after 50") for line in both)
+    seconds = [number(r"without generation: ([\d.]+) s", "\n".join(text)) for text in (alone, both)]
+    assert 1.3 < seconds[1] / seconds[0] < 2
+
+
+def test_a_critic_must_fit_the_policy(tool, capsys, small, tmp_path):
+    critic = tmp_path / "critic"
+    options = [small, "algorithm.advantage=gae", f"critic.path={critic}", "num_steps=2"]
+    tool.main(options)
+    assert f"note: critic.path={critic} is not on this machine" in capsys.readouterr().out
+    critic.mkdir()
+    config = json.loads((tmp_path / "model.json").read_text())
+    (critic / "config.json").write_text(json.dumps({**config, "vocab_size": 4095}))
+    with pytest.raises(InputError, match=r"a vocabulary of 4095 tokens, and the policy one of 4096"):
+        tool.main(options)
+    (critic / "critic_config.json").write_text(json.dumps(config))  # A run's checkpoint: config.json is its policy's.
+    tool.main(options)
+    (critic / "critic_config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(InputError, match=r"parallel\.pipeline=2 does not divide.*num_hidden_layers=3"):
+        tool.main([*options, "parallel.pipeline=2", "parallel.world_size=2"])
+
+
+def load_architecture_of(file):
+    return read_architecture(Path(file).with_name("model.json"))[1]
 
 
 def test_engines_that_hold_no_longest_response_do_not_fit(tool, capsys):
