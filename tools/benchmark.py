@@ -1,6 +1,7 @@
 """The project's benchmarks: `python tools/benchmark.py NAME [options]`, `NAME --help` for what it measures.
 
 update      one policy update against plain transformers
+methods     the update of every method, and PPO's step, against DAPO's
 step        one DAPO step, from prompts to new weights, against TRL
 mfu         share of a GPU's peak that the update reaches
 packing     packed micro-batches against padded ones
@@ -20,7 +21,19 @@ from pathlib import Path
 
 from dapo_mega.cli import run_command
 
-NAMES = ("update", "step", "mfu", "packing", "handover", "gather", "checkpoint", "logprobs", "weight_sync", "fleet")
+NAMES = (
+    "update",
+    "methods",
+    "step",
+    "mfu",
+    "packing",
+    "handover",
+    "gather",
+    "checkpoint",
+    "logprobs",
+    "weight_sync",
+    "fleet",
+)
 
 
 def main() -> None:

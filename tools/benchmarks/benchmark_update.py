@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> list[str]:
 
 
 def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
-    groups = _make_groups(pipeline, options)
+    groups = make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
     [mini_batch] = trainer.score(pipeline, batch).mini_batches
     objective = PolicyGradient(pipeline.config.loss_settings)
@@ -114,7 +114,7 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
     return lines
 
 
-def _make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Group]:
+def make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Group]:
     """Random responses of the wanted lengths with rewards of both signs."""
     assert pipeline.controller
     prompts = pipeline.controller.collector.prompts

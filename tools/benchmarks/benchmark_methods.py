@@ -1,0 +1,124 @@
+"""Cost of every method's update, and of PPO's step with its critic, relative to DAPO's on the same responses.
+
+python tools/benchmark.py methods
+
+All sides run in this process, in turn, on one policy: `MegatronPolicy.update` with each preset's loss on the same
+packed mini-batch, and a whole step after generation (scores, then two updates) with and without a critic of the
+policy's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import benchmark_workload as workload
+import torch
+from benchmark_timing import Duration, measure, median_cpu, median_wall, take_turns
+from benchmark_update import make_groups
+
+from dapo_mega.cli import quiet_libraries, run_command
+from dapo_mega.config import PRESETS, RunConfig
+from dapo_mega.megatron.covariance import choose_tokens
+from dapo_mega.megatron.objectives import PolicyGradient
+from dapo_mega.training import loop as trainer
+from dapo_mega.training.build import TrainingRun, build_run
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Measure and return the report's lines."""
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = workload.prepare_workload(folder, options)
+        num_groups = -(-options.responses // options.group_size)
+        batch = {
+            "groups_per_step": num_groups,
+            "mini_batch_groups": num_groups // 2,
+            "group_size": options.group_size,
+            "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
+        }
+        # The responses are made up, so their log-probs are of no policy.
+        rollout = {"max_response_tokens": options.longest, "mismatch_stop": 1e9, "mismatch_warning": 1e9}
+        config = workload.run_config(folder, model, options, batch=batch, rollout=rollout)
+        with_critic = _preset(config, "ppo")
+        built = build_run(with_critic, 0)
+        try:
+            return _compare(built, config, options)
+        finally:
+            built.fleet.close()
+            if built.controller:
+                built.controller.verifier.close()
+
+
+def _preset(config: RunConfig, preset: str) -> RunConfig:
+    return RunConfig.model_validate({**config.model_dump(exclude={"algorithm"}), "algorithm": {"preset": preset}})
+
+
+def _compare(ppo: TrainingRun, config: RunConfig, options: argparse.Namespace) -> list[str]:
+    groups = make_groups(ppo, options)
+    # Two runs on one policy: only the configuration and the critic differ.
+    dapo = replace(ppo, config=config, critic=None)
+    [mini_batch, _] = trainer.score(dapo, trainer.hand_over(dapo, groups), groups).mini_batches
+
+    def one_update(preset: str) -> Callable[[], Duration]:
+        settings = _preset(config, preset).loss_settings
+        # KL adds a model, not a loss: its reference log-probs are computed before the update.
+        settings = replace(settings, kl_coefficient=0.0)
+        batches = list(mini_batch)
+        if settings.kind in ("clip_cov", "kl_cov"):
+            batches = choose_tokens(batches, settings, ppo.policy.processes, seed=0)
+        return lambda: measure(lambda: ppo.policy.update(batches, PolicyGradient(settings)))
+
+    def one_step(run: TrainingRun) -> Callable[[], Duration]:
+        def step() -> None:
+            trainer.update(run, trainer.score(run, trainer.hand_over(run, groups), groups))
+
+        return lambda: measure(step)
+
+    updates = take_turns(
+        {preset: one_update(preset) for preset in PRESETS if preset != "ppo"}, options.rounds, options.limit_s
+    )
+    steps = take_turns({"dapo": one_step(dapo), "ppo": one_step(ppo)}, options.rounds, options.limit_s)
+    lines = [
+        f"{options.responses} responses, {workload.num_parameters(Path(config.model.path)):,} parameters, "
+        f"{options.dtype}, {options.threads} thread(s), medians of {len(updates['dapo'])} rounds in turn",
+        "| one update | CPU s | wall s | CPU / dapo's |",
+        "|---|---|---|---|",
+    ]
+    lines += _rows(updates)
+    lines += ["", "| a step after generation | CPU s | wall s | CPU / dapo's |", "|---|---|---|---|", *_rows(steps)]
+    return lines
+
+
+def _rows(sides: dict[str, list[Duration]]) -> list[str]:
+    base = median_cpu(sides["dapo"])
+    return [
+        f"| {name} | {median_cpu(times):.3f} | {median_wall(times):.3f} | {median_cpu(times) / base:.3f} |"
+        for name, times in sides.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    workload.add_model_options(parser)
+    workload.add_length_options(parser, mean=100, longest=512)
+    parser.add_argument("--responses", type=int, default=64, help="in a step (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--microbatch-tokens", type=int, default=2048, help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
+    options = parser.parse_args(argv)
+    quiet_libraries()
+    print("\n".join(run(options)))
+
+
+if __name__ == "__main__":
+    run_command(main)
