@@ -5,6 +5,7 @@ them on packed tokens.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -309,3 +310,24 @@ def test_baselines():
         group_advantages([1.0, math.nan], "reward")
     with pytest.raises(ValueError, match="at least 2 entries"):
         group_advantages([1.0], "group_mean")
+
+
+@pytest.mark.parametrize("preset", ["dapo", *EQUATIONS])
+def test_a_response_without_tokens_counts_nowhere(preset):
+    algorithm = settings_of(preset)
+
+    def loss_of(lengths):
+        samples = [
+            single_turn(np.arange(2), np.arange(n), advantage=a) for n, a in zip(lengths, (1.0, -2.0), strict=True)
+        ]
+        micro = pack(flatten(samples), aggregation=algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+        old = torch.full((sum(lengths),), math.log(0.5))
+        term = PolicyGradient(replace(algorithm.loss_settings(engine_differs=False), kl_coefficient=0.0)).evaluate(
+            TokenOutputs(old + 0.1, torch.zeros_like(old)), TokenBatch(micro, old)
+        )
+        return float(term.total), int(term.denominator)
+
+    (total, denominator), (alone, _) = loss_of([3, 0]), loss_of([3, 1])
+    assert math.isfinite(total)
+    assert denominator == {"token_mean": 3, "sequence_mean_constant": 8}.get(algorithm.aggregation, 1)
+    assert total != alone

@@ -1,0 +1,87 @@
+"""Advantages from penalties and values, in one process, by hand; layouts are in distributed/test_methods.py."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.token_advantages import (
+    advantages_from_values,
+    advantages_of_responses,
+    normalized,
+    subtract_following_penalties,
+)
+
+# Two micro-batches; three responses of 2, 1 and 3 tokens with rewards 1, -1 and 2. The second is out of the loss.
+LENGTHS, REWARDS = [[2, 1], [3]], [[1.0, -1.0], [2.0]]
+PENALTIES = [torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.1, 0.2, 0.3])]
+
+
+@pytest.fixture
+def processes():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    yield Processes(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"), world, world, world)
+    dist.destroy_process_group()
+
+
+def batches():
+    number = 0
+    for lengths, rewards in zip(LENGTHS, REWARDS, strict=True):
+        samples = []
+        for length, reward in zip(lengths, rewards, strict=True):
+            samples.append(single_turn([1], np.arange(length), advantage=reward, in_loss=length != 1, sample_id=number))
+            number += 1
+        yield pack(flatten(samples), max_response_tokens=8)
+
+
+def advantages(micro_batches):
+    return [micro.targets.advantages[micro.targets.response_mask].tolist() for micro in micro_batches]
+
+
+def test_a_token_pays_for_itself_and_what_follows(processes):
+    changed = subtract_following_penalties(list(batches()), PENALTIES, processes)
+    first, second = advantages(changed)
+    assert first == pytest.approx([1 - 0.3, 1 - 0.2, -1 - 0.4])
+    assert second == pytest.approx([2 - 0.6, 2 - 0.5, 2 - 0.3])
+
+
+def test_a_response_pays_for_all_its_tokens_before_responses_are_compared(processes):
+    seen = []
+
+    def compare(sums):
+        seen.extend(sums.tolist())
+        return np.array([10.0, 20.0, 30.0])
+
+    changed = advantages_of_responses(list(batches()), PENALTIES, processes, compare)
+    assert seen == pytest.approx([0.3, 0.4, 0.6])
+    assert advantages(changed) == [[10, 10, 20], [30, 30, 30]]
+
+
+def test_advantages_are_normalized_over_the_tokens_in_the_loss(processes):
+    # 1, 1, 2, 2, 2 count: mean 1.6, deviation sqrt((2 x 0.36 + 3 x 0.16) / 5) = sqrt(0.24).
+    first, second = advantages(normalized(list(batches()), processes))
+    assert first == pytest.approx([-0.6 / math.sqrt(0.24)] * 2 + [-2.6 / math.sqrt(0.24)])
+    assert second == pytest.approx([0.4 / math.sqrt(0.24)] * 3)
+
+
+def test_equal_advantages_become_zero_and_not_noise(processes):
+    micro = pack(flatten([single_turn([1], np.arange(7), advantage=0.1)] * 3), max_response_tokens=8)
+    assert advantages(normalized([micro], processes)) == [[0.0] * 21]
+
+
+def test_values_make_advantages_and_returns(processes):
+    # gamma = lambda = 1/2. First response: values 0.5, 0.25, rewards 0 and 1 at its end, penalties 0.1 and 0.2:
+    # delta_1 = 0.8 - 0.25 = 0.55; delta_0 = -0.1 + 0.125 - 0.5 = -0.475; A_0 = -0.475 + 0.55 / 4 = -0.3375.
+    values = [torch.tensor([0.5, 0.25, 0.0]), torch.zeros(3)]
+    changed, returns = advantages_from_values(list(batches()), values, PENALTIES, processes, discount=0.5, decay=0.5)
+    first, second = advantages(changed)
+    assert first == pytest.approx([-0.3375, 0.55, -1.4])
+    assert second == pytest.approx([-0.1 - 0.2 / 4 + 1.7 / 16, -0.2 + 1.7 / 4, 1.7])
+    assert returns[0].tolist() == pytest.approx([0.1625, 0.8, -1.4])
+    assert returns[1].tolist() == pytest.approx(second)
