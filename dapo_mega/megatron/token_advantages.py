@@ -20,7 +20,6 @@ from dapo_mega.batching.microbatch import MicroBatch, context_positions
 from dapo_mega.distributed.processes import Processes
 
 Floats = npt.NDArray[np.float64]
-_EQUAL = 1e-9  # Relative difference of equal advantages, by rounding.
 
 
 def advantages_from_values(
@@ -101,7 +100,7 @@ def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[Micr
     squares = (counted - mean).square().sum()
     dist.all_reduce(squares, group=processes.control)
     deviation = float(squares / sums[0]) ** 0.5 if sums[0] else 0.0
-    scale = 1 / deviation if deviation > _EQUAL * max(1.0, abs(mean)) else 0.0
+    scale = 1 / deviation if deviation else 0.0  # Sums of equal float32 values are exact in float64.
     return [
         _with_advantages(micro, (micro.targets.advantages[micro.targets.response_mask].double() - mean) * scale)
         for micro in batches
