@@ -30,6 +30,7 @@ DEPRECATED = ("data.train.columns.data_source", "data.evaluation.columns.data_so
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
     **dict.fromkeys(DEPRECATED, "never: it has no effect, and old files have it"),
+    "algorithm.gae_": "with algorithm.advantage=gae",
     "critic.": "with algorithm.advantage=gae",
     "algorithm.preset": "while the file is read: it fills in other keys",
     "data.evaluation.columns.response": "by supervised fine-tuning",
