@@ -112,7 +112,7 @@ class Collector:
         first_round = self._first_round()
         while len(self.buffer) < config.batch.groups_per_step or self._round_is_running():
             for prompt in self._next_prompts(self._num_to_ask(first_round, stats)):
-                in_flight.start(prompt, self._requests(self._new_request_ids(), prompt))
+                in_flight.start(prompt, self.new_requests(prompt))
                 stats.asked_prompts += 1
             if not len(in_flight):
                 raise StarvedError(self._starvation(stats))
@@ -198,11 +198,11 @@ class Collector:
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:
         return [self.prompts[i] for i in self.cursor.next(num_prompts)]
 
-    def _new_request_ids(self) -> range:
-        """Ids for the requests of one group."""
+    def new_requests(self, prompt: Prompt) -> list[GenerationRequest]:
+        """The requests of one group, with new ids."""
         first = self.next_request_id
         self.next_request_id += self._config.batch.group_size + self._has_greedy
-        return range(first, self.next_request_id)
+        return self._requests(range(first, self.next_request_id), prompt)
 
     def _requests(self, request_ids: Sequence[int], prompt: Prompt) -> list[GenerationRequest]:
         """The requests of one group; the last is greedy where the algorithm has a greedy baseline."""

@@ -204,7 +204,7 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Re
     while len(pending):
         pending.next_complete()
     for prompt in collector._next_prompts(6):
-        pending.start(prompt, collector._requests(prompt))
+        pending.start(prompt, collector.new_requests(prompt))
     wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
     with torch.no_grad():
         for parameter in (parameter for chunk in training_run.policy.chunks for parameter in chunk.parameters()):
