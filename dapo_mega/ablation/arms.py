@@ -43,7 +43,6 @@ LADDER = (
 )
 """Table 1 in its order. The first row has DAPO's advantage, its dual clip and no KL penalty, as all other rows."""
 
-_PRESETS: Mapping[str, Mapping[str, Any]] = {str(name): values for name, values in PRESETS.items()}
 METHODS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["preset"].annotation)
 
 
@@ -87,13 +86,13 @@ def preset_overrides(preset: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
     Keys that no preset sets stay as the file has them.
     """
-    own = flat(merged(AlgorithmConfig().model_dump(), _PRESETS[preset]))
+    own = flat(merged(AlgorithmConfig().model_dump(), PRESETS[preset]))
     return (f"algorithm.preset={preset}", *(_override(f"algorithm.{key}", own[key]) for key in reset_keys(given)))
 
 
 def reset_keys(given: Mapping[str, Any]) -> list[str]:
     """The keys of the section `given` that some preset sets, so that all arms set them."""
-    decided = {key for values in _PRESETS.values() for key in flat(values)}
+    decided = {key for values in PRESETS.values() for key in flat(values)}
     return [key for key in flat(given) if key in decided]
 
 

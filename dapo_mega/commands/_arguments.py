@@ -1,8 +1,17 @@
-"""Kinds of values that several commands' arguments have."""
+"""Arguments that several commands share, and the way from a run's file to its start or dry run."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dapo_mega.cli import leave_at_sigterm, quiet_libraries
+
+if TYPE_CHECKING:
+    from dapo_mega.config import RunConfig, SftConfig
+
+ConfigT = TypeVar("ConfigT", "RunConfig", "SftConfig")
 
 
 def at_least_one(text: str) -> int:
@@ -10,3 +19,40 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def add_run_file(parser: argparse.ArgumentParser) -> None:
+    """Add `--config` and the overrides of its keys. Parse with `parse_intermixed_args`."""
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
+
+
+def parse_training_arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    add_run_file(parser)
+    parser.add_argument("--dry-run", action="store_true", help="validate, print configuration and layout, and exit")
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
+    )
+    arguments = parser.parse_intermixed_args()
+    leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
+    quiet_libraries()
+    return arguments
+
+
+def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT | None:
+    """The run's configuration, ready for an import of Megatron-Core; None after a dry run, which is printed."""
+    from dapo_mega.config import load_config
+
+    config = load_config(kind, arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from dapo_mega.planning.dry_run import print_dry_run
+
+        print_dry_run(config)
+        return None
+    from dapo_mega.megatron.repairs import cpu_accelerator
+
+    cpu_accelerator.install()
+    return config

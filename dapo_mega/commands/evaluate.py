@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from dapo_mega.cli import quiet_libraries
-from dapo_mega.commands._run_file import add_run_file
+from dapo_mega.commands._arguments import add_run_file
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ The same code as `launch/train_sft.py`, which torchrun takes. Resumes if the run
 
 from __future__ import annotations
 
-from dapo_mega.commands._run_file import load_to_train, parse_training_arguments
+from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ folder has a checkpoint.
 
 from __future__ import annotations
 
-from dapo_mega.commands._run_file import load_to_train, parse_training_arguments
+from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,8 @@ GROUP_BASELINES: tuple[AdvantageKind, ...] = ("group_norm", "group_mean", "leave
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The settings of the objective: `AlgorithmConfig` with every "auto" resolved.
+    """The settings of the objective: those of `AlgorithmConfig` with these names, and some of others, with every "auto"
+    resolved.
 
     The defaults are DAPO's. None switches `importance_cap`, `token_mask` and `sequence_mask` off.
     """
@@ -279,22 +280,12 @@ class AlgorithmConfig(Section):
         on what is "auto"."""
         cap, bounds = self.importance_cap, self.sequence_mask
         auto_cap = 2.0 if engine_differs and self.old_policy == "step_start" else None
-        return LossSettings(
-            kind=self.policy_loss,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            soft_gate=self.soft_gate,
-            mirror_temperature=self.mirror_temperature,
-            covariance_share=self.covariance_share,
-            covariance_bounds=self.covariance_bounds,
-            covariance_kl=self.covariance_kl,
-            old_policy=self.old_policy,
-            importance_cap=auto_cap if isinstance(cap, str) else cap,
-            importance_level=self.importance_level,
-            token_mask=self.token_mask,
-            sequence_mask=((0.5, 2.0) if engine_differs else None) if isinstance(bounds, str) else bounds,
-            entropy_coefficient=self.entropy_coefficient,
-            kl_coefficient=self.kl.coefficient if self.kl.placement == "loss" else 0.0,
-            kl_estimator=self.kl.estimator,
-        )
+        resolved: dict[str, Any] = {
+            "kind": self.policy_loss,
+            "importance_cap": auto_cap if isinstance(cap, str) else cap,
+            "sequence_mask": ((0.5, 2.0) if engine_differs else None) if isinstance(bounds, str) else bounds,
+            "kl_coefficient": self.kl.coefficient if self.kl.placement == "loss" else 0.0,
+            "kl_estimator": self.kl.estimator,
+        }
+        same = {field.name: getattr(self, field.name) for field in fields(LossSettings) if field.name not in resolved}
+        return LossSettings(**same, **resolved)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_mega.config.algorithm import Preset
-
 _PLAIN: Mapping[str, Any] = {"clip_high": 0.2, "dual_clip": None, "dynamic_sampling": False}
 """PPO's symmetric clipping, and none of DAPO's other parts."""
 
-PRESETS: Mapping[Preset, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {},
     # DeepSeekMath, arXiv 2402.03300, eq. 3 and 4.
     "grpo": {
@@ -89,4 +87,4 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "max_staleness": 4,
     },
 }
-"""Each preset's changes to `AlgorithmConfig`'s defaults, which are DAPO."""
+"""The changes of each `Preset` to `AlgorithmConfig`'s defaults, which are DAPO."""

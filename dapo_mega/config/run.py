@@ -41,7 +41,7 @@ class RunConfig(TrainingConfig):
     def _apply_preset(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
             algorithm = raw["algorithm"]
-            preset = next((PRESETS[name] for name in PRESETS if name == algorithm.get("preset")), {})
+            preset = PRESETS.get(str(algorithm.get("preset")), {})
             return {**raw, "algorithm": merged(preset, algorithm)}
         return raw
 

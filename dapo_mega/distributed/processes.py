@@ -46,6 +46,11 @@ class Processes:
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_size - 1
 
+    @property
+    def counts_outputs(self) -> bool:
+        """Whether a sum over all processes takes this one's outputs: of the processes that have a token's, one does."""
+        return self.is_last_stage and self.tensor_rank == 0
+
 
 def world_size_from_environment() -> int:
     """The number of processes that torchrun started; 1 without torchrun."""

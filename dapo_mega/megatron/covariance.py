@@ -29,15 +29,14 @@ def choose_tokens(
     draws as many, on average, from those within `covariance_bounds`; `seed` and a token's place decide the draw.
     """
     tokens = [_tokens(batch) for batch in batches] if processes.is_last_stage else []
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = torch.cat([values[:, in_loss] for values, in_loss in tokens], dim=1) if is_counted and tokens else None
-    sums = torch.zeros(3, dtype=torch.float64)
-    if counted is not None:
-        sums = torch.stack([torch.tensor(float(counted.shape[1]), dtype=torch.float64), *counted.sum(1)])
+    counted = torch.empty(2, 0, dtype=torch.float64)
+    if processes.counts_outputs:
+        counted = torch.cat([counted, *(values[:, in_loss] for values, in_loss in tokens)], dim=1)
+    sums = torch.stack([torch.tensor(float(counted.shape[1]), dtype=torch.float64), *counted.sum(1)])
     dist.all_reduce(sums, group=processes.control)
     number = int(sums[0])
     means = sums[1:, None] / max(number, 1)
-    own = torch.empty(0, dtype=torch.float64) if counted is None else (counted - means).prod(0)
+    own = (counted - means).prod(0)
     wanted = settings.covariance_share * number
     if settings.kind == "kl_cov":
         low, high, probability = _highest(own, max(1, int(wanted)), processes), float("inf"), 1.0

@@ -40,21 +40,10 @@ _NUM_NAMED = 4
 _MAXIMA = ("abs_diff", "weight", "fresh_abs_diff")
 
 
-def kept_segments(
-    micro_batch: MicroBatch,
-    old_logprobs: Tensor,
-    bounds: tuple[float, float],
-    context_group: dist.ProcessGroup | None = None,
+def sum_engine_ratios(
+    micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The segments that `algorithm.sequence_mask` keeps in the loss, [n] bool; `old_logprobs` [N] of response tokens.
-
-    With `context_group` the micro-batch is this rank's slice, and all ranks of the group must call this.
-    """
-    sums = _segment_sums(micro_batch, old_logprobs, context_group)
-    return within_bounds(sums, bounds)
-
-
-def _segment_sums(micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None) -> Tensor:
+    """`sums_by_segment` of log(trainer's / engine's probability); `old_logprobs` [N] of response tokens."""
     rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask].to(old_logprobs.device)
     return sums_by_segment(micro_batch, old_logprobs - rollout_logprobs, context_group)
 
@@ -113,7 +102,7 @@ def _count_responses(
     micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings, context_group: dist.ProcessGroup | None
 ) -> Tensor:
     """The numbers of responses and of responses that `algorithm.sequence_mask` masks; counted on context rank 0."""
-    sums = _segment_sums(micro_batch, logprobs, context_group)
+    sums = sum_engine_ratios(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
     bounds = settings.sequence_mask

@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import importance_weights, kl_estimate, mean_over, sequence_importance_weights
+from dapo_mega.algorithms import (
+    importance_weights,
+    kl_estimate,
+    mean_over,
+    sequence_importance_weights,
+    within_bounds,
+)
 from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings
-from dapo_mega.megatron.mismatch import kept_segments
+from dapo_mega.megatron.mismatch import sum_engine_ratios
 from dapo_mega.megatron.segments import sums_by_segment
 
 Need = Literal["entropy", "reference"]
@@ -106,17 +112,15 @@ class PolicyGradient:
         chosen = targets.response_mask
         in_loss = targets.loss_mask[chosen].to(logprobs.device)
         start_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        rollout_logprobs = targets.rollout_logprobs[chosen].to(logprobs.device)
-        old_logprobs = start_logprobs if settings.old_policy == "step_start" else rollout_logprobs
+        old_logprobs = start_logprobs if settings.old_policy == "step_start" else _rollout_logprobs(micro, logprobs)
         advantages = targets.advantages[chosen].to(logprobs.device)
         policy_loss = POLICY_LOSSES[settings.kind]
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if policy_loss.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
         losses = policy_loss.token_losses(tokens, settings)
-        token_loss = losses.loss
-        if settings.importance_cap is not None:
-            token_loss = token_loss * self._importance(micro, start_logprobs, rollout_logprobs, settings.importance_cap)
+        importance, weights = self._corrections(micro, start_logprobs)
+        token_loss = losses.loss if importance is None else losses.loss * importance
         kl = torch.zeros_like(logprobs)
         if settings.kl_coefficient > 0:
             assert batch.reference_logprobs is not None
@@ -124,7 +128,7 @@ class PolicyGradient:
             token_loss = token_loss + settings.kl_coefficient * kl
         if settings.entropy_coefficient > 0:
             token_loss = token_loss - settings.entropy_coefficient * outputs.entropy
-        total = (token_loss * self._weights(micro, start_logprobs, rollout_logprobs)).sum()
+        total = (token_loss * weights).sum()
         with torch.no_grad():
             sums = {
                 "loss": total.detach(),
@@ -141,26 +145,26 @@ class PolicyGradient:
         sums = sums_by_segment(micro, log_ratios, self.context_group, counted=in_loss)
         return sums[:, _segment_of_tokens(micro, sums)].to(log_ratios.dtype)
 
-    def _importance(self, micro: MicroBatch, start_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-        """Truncated importance weight of every response token [N]."""
-        if self.settings.importance_level == "token":
-            return importance_weights(start_logprobs, rollout_logprobs, cap)
-        sums = sums_by_segment(micro, start_logprobs - rollout_logprobs, self.context_group)
-        weights = sequence_importance_weights(sums, cap)
-        return weights[_segment_of_tokens(micro, sums)].to(start_logprobs.dtype)
-
-    def _weights(self, micro: MicroBatch, start_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-        """Weight of every response token [N] in the loss."""
-        settings = self.settings
+    def _corrections(self, micro: MicroBatch, start_logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What corrects for the engine: importance weights of the policy loss [N], None if there are none, and the
+        weight of every response token in the loss [N], 0 where a mask leaves it out."""
+        settings, importance = self.settings, None
         weights = micro.token_weights[micro.targets.response_mask].to(start_logprobs.device)
-        if settings.sequence_mask is not None:
-            kept = kept_segments(micro, start_logprobs, settings.sequence_mask, self.context_group)
-            weights = weights * kept[_segment_of_tokens(micro, kept)]
+        weighs_responses = settings.importance_cap is not None and settings.importance_level == "sequence"
+        if settings.sequence_mask is not None or weighs_responses:
+            sums = sum_engine_ratios(micro, start_logprobs, self.context_group)
+            segments = _segment_of_tokens(micro, sums)
+            if settings.sequence_mask is not None:
+                weights = weights * within_bounds(sums, settings.sequence_mask)[segments]
+            if settings.importance_cap is not None and weighs_responses:
+                importance = sequence_importance_weights(sums, settings.importance_cap)[segments].to(weights.dtype)
+        if settings.importance_cap is not None and not weighs_responses:
+            importance = importance_weights(start_logprobs, _rollout_logprobs(micro, weights), settings.importance_cap)
         if settings.token_mask is not None:
             low, high = settings.token_mask
-            ratios = importance_weights(start_logprobs, rollout_logprobs, math.inf)
+            ratios = importance_weights(start_logprobs, _rollout_logprobs(micro, weights), math.inf)
             weights = weights * ((ratios >= low) & (ratios <= high))
-        return weights
+        return importance, weights
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `Objective`."""
@@ -193,6 +197,11 @@ class SupervisedLoss:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `Objective`."""
         return {"policy/loss": mean_over(sums["loss"], sums["denominator"])}
+
+
+def _rollout_logprobs(micro: MicroBatch, like: Tensor) -> Tensor:
+    """The engine's log-probs of the response tokens, [N], on the device of `like`."""
+    return micro.targets.rollout_logprobs[micro.targets.response_mask].to(like.device)
 
 
 def _segment_of_tokens(micro: MicroBatch, like: Tensor) -> Tensor:

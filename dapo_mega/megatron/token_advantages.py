@@ -79,7 +79,7 @@ def advantages_of_responses(
     num_samples = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
     dist.all_reduce(num_samples, op=dist.ReduceOp.MAX, group=processes.control)
     sums = torch.zeros(int(num_samples), dtype=torch.float64)
-    if processes.is_last_stage and processes.tensor_rank == 0:
+    if processes.counts_outputs:
         for own, of_tokens in zip(ids, penalties, strict=True):
             sums.index_add_(0, own, of_tokens.double().cpu())
     dist.all_reduce(sums, group=processes.control)
@@ -91,9 +91,9 @@ def advantages_of_responses(
 def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[MicroBatch]:
     """Advantages of all tokens in the loss of the step minus their mean, over their population standard deviation.
     Collective. Equal advantages become 0."""
-    values = [_in_loss(micro).double().cpu() for micro in batches]
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = torch.cat([*values, torch.empty(0, dtype=torch.float64)]) if is_counted else torch.empty(0).double()
+    counted = torch.empty(0, dtype=torch.float64)
+    if processes.counts_outputs:
+        counted = torch.cat([counted, *(_in_loss(micro).double().cpu() for micro in batches)])
     sums = torch.stack([torch.tensor(float(len(counted)), dtype=torch.float64), counted.sum()])
     dist.all_reduce(sums, group=processes.control)
     mean = float(sums[1] / sums[0]) if sums[0] else 0.0

@@ -144,7 +144,7 @@ class TrainedModel(MegatronModel):
     def _summed(self, sums: Sequence[Tensor], names: Sequence[str]) -> dict[str, float]:
         """The sums of all micro-batches and data-parallel ranks, in the order of `names`, on every rank."""
         total = torch.zeros(len(names), dtype=torch.float64)
-        if self.processes.is_last_stage and self.processes.tensor_rank == 0:
+        if self.processes.counts_outputs:
             for values in sums:
                 total += values.double().cpu()
         dist.all_reduce(total, group=self.processes.control)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,38 +80,38 @@ def refuse_other_data(values: Mapping[str, Any], fingerprint: str, what: str) ->
         )
 
 
-def export_and_save(
-    config: TrainingConfig,
-    store: CheckpointStore,
-    policy: MegatronPolicy,
-    step: int,
-    state: Callable[[], LoopState],
-    critic: ValueModel | None = None,
-) -> None:
-    """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are due.
+@dataclass(frozen=True)
+class Saving:
+    """What a run saves, and where: the policy, the critic if there is one, and the loop's `state`, which only rank 0
+    is asked for. Methods are collective."""
 
-    The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that decides
-    the next step.
-    """
-    settings = config.checkpoint
-    store.finish(policy, wait=False)
-    if settings.hf_every and step % settings.hf_every == 0:
-        save_hf_checkpoint(policy, Path(config.output_dir) / f"hf_step_{step:08d}")
-    if (settings.every and step % settings.every == 0) or step == config.num_steps:
-        store.save(policy, state, step, critic)
+    config: TrainingConfig
+    store: CheckpointStore
+    policy: MegatronPolicy
+    state: Callable[[], LoopState]
+    critic: ValueModel | None = None
 
+    def after_step(self, step: int) -> None:
+        """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are
+        due.
 
-def save_and_stop(
-    config: TrainingConfig,
-    store: CheckpointStore,
-    policy: MegatronPolicy,
-    step: int,
-    state: Callable[[], LoopState],
-    critic: ValueModel | None = None,
-) -> StopRequested:
-    """Complete the checkpoint of the last completed step. Returns the error to raise, which says how to go on."""
-    if step > 0 and store.last_step != step:
-        store.save(policy, state, step, critic)
-    store.finish(policy)
-    saved = f"after step {step} of {config.num_steps}, which is saved" if step else "before its first step"
-    return StopRequested(f"SIGTERM came, and the run ends {saved}; start the same command again to continue")
+        The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that
+        decides the next step.
+        """
+        settings = self.config.checkpoint
+        self.store.finish(self.policy, wait=False)
+        if settings.hf_every and step % settings.hf_every == 0:
+            save_hf_checkpoint(self.policy, Path(self.config.output_dir) / f"hf_step_{step:08d}")
+        if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
+            self._save(step)
+
+    def before_stop(self, step: int) -> StopRequested:
+        """Complete the checkpoint of the last completed step. Returns the error to raise, which says how to go on."""
+        if step > 0 and self.store.last_step != step:
+            self._save(step)
+        self.store.finish(self.policy)
+        saved = f"after step {step} of {self.config.num_steps}, which is saved" if step else "before its first step"
+        return StopRequested(f"SIGTERM came, and the run ends {saved}; start the same command again to continue")
+
+    def _save(self, step: int) -> None:
+        self.store.save(self.policy, self.state, step, self.critic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
-from dapo_mega.training.lifecycle import export_and_save, refuse_other_data
+from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
 from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
@@ -87,7 +88,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     report(run, run.step, metrics)
     run.unrecorded = None
     with run.timers.stage("checkpoint"):
-        export_and_save(run.config, run.store, run.policy, run.step, lambda: loop_state(run), run.critic)
+        saving(run).after_step(run.step)
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -233,6 +234,11 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
     }
     text = "  ".join(f"{label}={metrics[f'evaluation/{name}']:.3f}" for label, name in values.items())
     return f"held-out evaluation after step {step}: {text}"
+
+
+def saving(run: TrainingRun) -> Saving:
+    """What saves the run as it is."""
+    return Saving(run.config, run.store, run.policy, partial(loop_state, run), run.critic)
 
 
 def loop_state(run: TrainingRun) -> LoopState:

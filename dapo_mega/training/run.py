@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
 from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
-from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, save_and_stop, watched
-from dapo_mega.training.loop import loop_state, restore, train
+from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, watched
+from dapo_mega.training.loop import restore, saving, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import is_locked
@@ -110,8 +109,7 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     try:
         train(run)
     except StopRequested:
-        state = partial(loop_state, run)
-        raise save_and_stop(run.config, run.store, run.policy, run.step, state, run.critic) from None
+        raise saving(run).before_stop(run.step) from None
     except (StarvedError, FleetError):
         # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)

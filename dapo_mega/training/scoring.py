@@ -62,7 +62,7 @@ def score(run: TrainingRun, batch: StepBatch, groups: Sequence[Group] = ()) -> S
     metrics: Metrics = {}
     critic_batches: list[list[ValueBatch]] = []
     if run.config.scores_before_updates:
-        scores = own = run.policy.score(everything)
+        own = scores = run.policy.score(everything)
         metrics = check_scores(run, everything, own, batch.engines)
     if run.config.algorithm.has_token_rewards:
         kl = _kl_to_reference(run, own, references) if run.config.algorithm.penalizes_rewards else None
@@ -127,9 +127,9 @@ def _new_advantages(
 
 def _mean(of_tokens: Sequence[Tensor], processes: Processes) -> float:
     """The mean over all response tokens of the step."""
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = torch.cat([values.double().cpu() for values in of_tokens]) if is_counted else torch.empty(0).double()
-    sums = torch.stack([counted.sum(), torch.tensor(float(len(counted)), dtype=torch.float64)])
+    sums = torch.zeros(2, dtype=torch.float64)
+    for values in of_tokens if processes.counts_outputs else ():
+        sums += torch.stack([values.double().sum().cpu(), torch.tensor(float(len(values)))])
     dist.all_reduce(sums, group=processes.control)
     return mean_over(*sums.tolist())
 
@@ -151,15 +151,10 @@ def measure_scores(
 ) -> tuple[Metrics, Metrics]:
     """Mismatch and entropy of scored micro-batches, and the mean mismatch by engine; `engines[i]` is engine i's URL."""
     processes = run.policy.processes
-    is_counted = processes.is_last_stage and processes.tensor_rank == 0
-    counted = list(zip(batches, scores, strict=True)) if is_counted else []
-    entropy = torch.zeros(2, dtype=torch.float64)
-    for _, score in counted:
-        entropy += torch.stack([score.entropy.double().sum().cpu(), torch.tensor(float(len(score.entropy)))])
-    dist.all_reduce(entropy, group=processes.control)
+    counted = zip(batches, scores, strict=True) if processes.counts_outputs else ()
     scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
     metrics = measure_mismatch(
         scored, run.config.loss_settings, control=processes.control, context_group=processes.context
     )
     by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
-    return {"policy/entropy": float(entropy[0] / entropy[1]), **metrics}, by_engine
+    return {"policy/entropy": _mean([score.entropy for score in scores], processes), **metrics}, by_engine

@@ -28,12 +28,11 @@ from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
 from dapo_mega.training.build import open_writer, write_run_record
 from dapo_mega.training.lifecycle import (
-    export_and_save,
+    Saving,
     find_checkpoint,
     held_folder,
     refuse_other_data,
     require_model,
-    save_and_stop,
     watched,
 )
 from dapo_mega.training.process_watch import ProcessWatch, stop_together
@@ -118,6 +117,7 @@ class _Tuning:
         self._fingerprint = _fingerprint(demonstrations)
         self._cursor = PromptCursor(len(demonstrations), config.seed)
         self._store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+        self._saving = Saving(config, self._store, policy, self._state)
         self._writer: MetricsWriter | None = None  # On rank 0 only.
         self._progress: ProgressDisplay | None = None
 
@@ -147,9 +147,9 @@ class _Tuning:
                 while self.step < config.num_steps:
                     stop_together(watch.stop_requested(), control)
                     self._record(self._update())
-                    export_and_save(config, self._store, self._policy, self.step, self._state)
+                    self._saving.after_step(self.step)
             except StopRequested:
-                raise save_and_stop(config, self._store, self._policy, self.step, self._state) from None
+                raise self._saving.before_stop(self.step) from None
             self._store.finish(self._policy)
 
     def _update(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class PolicyAgreement:
         # Engines score prompts without the sampling temperature.
         scores = policy.score(batch.mini_batches[0], temperature=1.0)
         logprobs = torch.zeros(len(self.tokens) - 1, dtype=torch.float32)
-        if policy.processes.is_last_stage and policy.processes.tensor_rank == 0:
+        if policy.processes.counts_outputs:
             for micro_batch, score in zip(batch.mini_batches[0], scores, strict=True):
                 logprobs[micro_batch.positions[micro_batch.targets.response_mask].cpu()] = score.logprobs.float().cpu()
         dist.all_reduce(logprobs, group=policy.processes.control)

@@ -91,7 +91,7 @@ def try_model(checkpoint, model, case, processes):
     if processes.is_leader:
         result["weights"] = weights
     scores = policy.score([share])[0]
-    if processes.is_last_stage and processes.tensor_rank == 0 and processes.data_rank == 0:
+    if processes.counts_outputs and processes.data_rank == 0:
         result["logprobs"] = scores.logprobs
     if case.dtype == "fp32" and model in LEARNERS:
         policy.update([TokenBatch(share)], SupervisedLoss())

@@ -25,7 +25,7 @@ from dapo_mega.config import PRESETS, RunConfig
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import TrainingRun, build_run
+from dapo_mega.training.build import TrainingRun
 
 
 def run(options: argparse.Namespace) -> list[str]:
@@ -44,14 +44,8 @@ def run(options: argparse.Namespace) -> list[str]:
         # The responses are made up, so their log-probs are of no policy.
         rollout = {"max_response_tokens": options.longest, "mismatch_stop": 1e9, "mismatch_warning": 1e9}
         config = workload.run_config(folder, model, options, batch=batch, rollout=rollout)
-        with_critic = _preset(config, "ppo")
-        built = build_run(with_critic, 0)
-        try:
-            return _compare(built, config, options)
-        finally:
-            built.fleet.close()
-            if built.controller:
-                built.controller.verifier.close()
+        with workload.built_run(_preset(config, "ppo")) as ppo:
+            return _compare(ppo, config, options)
 
 
 def _preset(config: RunConfig, preset: str) -> RunConfig:
@@ -108,13 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     workload.add_model_options(parser)
     workload.add_length_options(parser, mean=100, longest=512)
-    parser.add_argument("--responses", type=int, default=64, help="in a step (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--microbatch-tokens", type=int, default=2048, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side (default: %(default)s)")
-    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
+    workload.add_update_options(parser, responses=64)
     options = parser.parse_args(argv)
     quiet_libraries()
     print("\n".join(run(options)))

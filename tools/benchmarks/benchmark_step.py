@@ -42,7 +42,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import TrainingRun, build_run, open_writer
+from dapo_mega.training.build import TrainingRun, open_writer
 from dapo_mega.types import GenerationRequest
 
 _STAGES = ("rollout", "pack", "score", "update", "weight_sync")
@@ -169,18 +169,12 @@ def run(options: argparse.Namespace) -> list[str]:
                 "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
             },
         )
-        training_run = build_run(config, 0)
-        peer = None
-        try:
+        with workload.built_run(config) as training_run, contextlib.ExitStack() as stack:
+            peer = None
             if options.peer_python:
                 peer = Peer(options.peer_python, _peer_settings(training_run, model, lengths, options, folder), folder)
+                stack.callback(peer.close)
             return _measure(training_run, peer, lengths, options)
-        finally:
-            if peer:
-                peer.close()
-            training_run.fleet.close()
-            if training_run.controller:
-                training_run.controller.verifier.close()
 
 
 def _peer_settings(
@@ -275,9 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer-dtype", choices=("fp32", "bf16"), default="fp32", help="TRL's (default: %(default)s)")
     parser.add_argument("--rollout-dtype", choices=("policy", "fp32", "bf16"), default="policy", help="our engine's")
     parser.add_argument("--microbatch-tokens", type=int, default=4096, help="ours (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each side (default: %(default)s)")
-    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
+    workload.add_round_options(parser)
     options = parser.parse_args(argv)
     quiet_libraries()
     print("\n".join(run(options)))

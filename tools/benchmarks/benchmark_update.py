@@ -34,7 +34,7 @@ from dapo_mega.algorithms import group_advantages
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import TrainingRun, build_run
+from dapo_mega.training.build import TrainingRun
 from dapo_mega.types import Group, Response, ScoredResponse
 
 _TRIED_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -59,13 +59,8 @@ def run(options: argparse.Namespace) -> list[str]:
                 "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
             },
         )
-        pipeline = build_run(config, 0)
-        try:
+        with workload.built_run(config) as pipeline:
             return _compare(pipeline, model, options)
-        finally:
-            pipeline.fleet.close()
-            if pipeline.controller:
-                pipeline.controller.verifier.close()
 
 
 def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
@@ -265,16 +260,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     workload.add_model_options(parser)
     workload.add_length_options(parser, mean=100, longest=512)
-    parser.add_argument("--responses", type=int, default=128, help="in the update (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--microbatch-tokens", type=int, default=2048, help="ours (default: %(default)s)")
+    workload.add_update_options(parser, responses=128)
     parser.add_argument(
         "--padded-rows", type=int, default=16, help="rows per padded micro-batch (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side (default: %(default)s)")
-    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
     options = parser.parse_args(argv)
     quiet_libraries()
     print("\n".join(run(options)))

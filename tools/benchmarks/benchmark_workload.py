@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from dapo_mega.commands import prepare
 from dapo_mega.config import RunConfig
+from dapo_mega.training.build import TrainingRun, build_run
+from dapo_mega.training.run import close
 
 _SIGMA = 0.7
 """Spread of the log-normal lengths: with it the longest of some hundred is about five times the mean."""
@@ -40,6 +43,31 @@ def add_length_options(parser: argparse.ArgumentParser, mean: int, longest: int)
     parser.add_argument("--mean", type=float, default=mean, help="mean response tokens (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=longest, help="most response tokens (default: %(default)s)")
     parser.add_argument("--equal", action="store_true", help="every response has --longest tokens")
+
+
+def add_update_options(parser: argparse.ArgumentParser, *, responses: int) -> None:
+    """The batch of one update, and how often it is measured."""
+    parser.add_argument("--responses", type=int, default=responses, help="in all (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--microbatch-tokens", type=int, default=2048, help="ours (default: %(default)s)")
+    add_round_options(parser)
+
+
+def add_round_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each side (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=180, help="start no round after this (default: %(default)s)")
+
+
+@contextlib.contextmanager
+def built_run(config: RunConfig) -> Iterator[TrainingRun]:
+    """The run's parts, in one process, until the block ends."""
+    training_run = build_run(config, 0)
+    try:
+        yield training_run
+    finally:
+        close(training_run)
 
 
 def response_lengths(options: argparse.Namespace, num_responses: int, seed: int) -> npt.NDArray[np.int64]:

@@ -63,4 +63,7 @@ def test_settings_that_decide_the_result_may_not_change_between_starts(tmp_path)
 
 
 def test_a_run_that_has_not_begun_has_no_settings_to_keep(tmp_path):
-    refuse_other_settings(plan_of(tmp_path, "batch.group_size=4", rows=("clip_higher",)))
+    plan = plan_of(tmp_path, "batch.group_size=4", rows=("clip_higher",))
+    refuse_other_settings(plan)
+    assert outcome_of(plan.runs[0]).state == "absent"
+    assert not plan.runs[0].folder.exists(), "looking writes nothing"

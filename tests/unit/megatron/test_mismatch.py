@@ -7,17 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dapo_mega.algorithms import within_bounds
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, off_policy_tokens, single_turn
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
-    kept_segments,
     measure_engines,
     measure_mismatch,
     mismatch_warning,
     starvation_cause,
+    sum_engine_ratios,
 )
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
 from dapo_mega.types import Response
@@ -138,9 +139,14 @@ def test_a_response_is_masked_by_its_geometric_mean_alone():
     batch = micro_batch([2, 2, 1], [0, 0, 0], rollout_probability=1 / 8, multiple_of=16)
     # Weights 4 and 1/4: mean 1. 1 and 1/4: mean 1/2. 2. The last segment is padding.
     logprobs = log([1 / 2, 1 / 32, 1 / 8, 1 / 32, 1 / 4])
-    assert kept_segments(batch, logprobs, (0.6, 1.9)).tolist() == [True, False, False, True]
-    assert kept_segments(batch, logprobs, (0.4, 2.1)).tolist() == [True, True, True, True]
-    assert kept_segments(batch, logprobs + math.nan, (0.0, 9.0)).tolist() == [False, False, False, True]
+    assert within_bounds(sum_engine_ratios(batch, logprobs), (0.6, 1.9)).tolist() == [True, False, False, True]
+    assert within_bounds(sum_engine_ratios(batch, logprobs), (0.4, 2.1)).tolist() == [True, True, True, True]
+    assert within_bounds(sum_engine_ratios(batch, logprobs + math.nan), (0.0, 9.0)).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("is_scored_before", [True, False])

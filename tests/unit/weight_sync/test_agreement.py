@@ -51,7 +51,7 @@ class SpreadPolicy:
     def __init__(self, rank, control):
         self.rank = rank
         self.arch = SimpleNamespace(vocab_size=VOCAB_SIZE)
-        self.processes = SimpleNamespace(is_last_stage=True, tensor_rank=0, control=control)
+        self.processes = SimpleNamespace(counts_outputs=True, control=control)
         self.num_scored = 0
 
     def pack(self, samples, *, token_budget, aggregation, max_response_tokens):
