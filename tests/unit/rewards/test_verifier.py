@@ -30,10 +30,6 @@ def outcomes(verdicts: list[Verdict]) -> list[str]:
     return [verdict.outcome for verdict in verdicts]
 
 
-def workers_of(verifier: AnswerVerifier) -> list[int]:
-    return [process.pid or 0 for process in multiprocessing.active_children()]
-
-
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -65,10 +61,11 @@ def test_verdicts_keep_the_order_and_carry_the_answer() -> None:
 def test_integers_are_verified_without_a_worker_and_fast() -> None:
     items = [(f"some reasoning\nAnswer: ${index}$", str(index - index % 2)) for index in range(10_000)]
     with AnswerVerifier(2, 1.0) as verifier:
+        others = set(multiprocessing.active_children())
         begin = time.process_time()
         verdicts = verifier.verify(items)
         seconds = time.process_time() - begin
-        assert multiprocessing.active_children() == []
+        assert set(multiprocessing.active_children()) <= others
     assert [verdict.correct for verdict in verdicts] == [index % 2 == 0 for index in range(10_000)]
     assert seconds < 1.0
 
@@ -174,8 +171,9 @@ def test_a_hostile_response_is_wrong_and_neither_crashes_nor_hangs() -> None:
 
 def test_close_ends_the_workers_and_later_use_is_an_error() -> None:
     verifier = AnswerVerifier(2, 10.0)
+    others = set(multiprocessing.active_children())
     verifier.verify([("Answer: x+x", "2x")])
-    workers = workers_of(verifier)
+    workers = [process.pid or 0 for process in set(multiprocessing.active_children()) - others]
     assert len(workers) == 2
     verifier.close()
     verifier.close()

@@ -120,10 +120,11 @@ def collector(engine, run, prompts=PROMPTS, before_scoring=None):
     def decode(responses):
         assert responses, "tokenizers make one empty text of no responses"
         # The scripted token says whether the answer is the truth; which truth, the request's prompt decides.
-        return [f"Answer: {'T' if tokens[0] == 1 else 'F'}" for tokens in responses]
+        # Integers: a comparison that needs no worker, as nothing closes the verifier.
+        return [f"Answer: {1 if tokens[0] == 1 else 0}" for tokens in responses]
 
     verifier = AnswerVerifier(1, 5.0)
-    prompts = [replace(prompt, ground_truth="T") for prompt in prompts]
+    prompts = [replace(prompt, ground_truth="1") for prompt in prompts]
     scorer = HookedScorer(run.reward, verifier, decode, run.rollout.max_response_tokens, run.seed)
     scorer.before = before_scoring or scorer.before
     return Collector(run, prompts, engine, scorer, (2,))
