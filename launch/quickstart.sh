@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that DAPO made better, on two CPU cores, in one command.
 #
-#   bash launch/quickstart.sh [--seed N] [--output DIR] [--processes N]
+#   bash launch/quickstart.sh [--seed N] [--output DIR] [--processes N] [SECTION.KEY=VALUE ...]
 #
 # Makes a virtual environment if none is active, installs the package, prepares the task, cold-starts a tiny model by
 # supervised fine-tuning, trains it with DAPO and draws the curves. Run again, it resumes or says what is there.
+# Overrides are for DAPO's run: algorithm.preset=gspo trains by another method.
 set -euo pipefail
 
-seed=0 processes=2 output=
+seed=0 processes=2 output= overrides=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
         --output) output=$2; shift 2 ;;
         --processes) processes=$2; shift 2 ;;
-        *) echo "error: unknown argument '$1'; usage: quickstart.sh [--seed N] [--output DIR] [--processes N]" >&2; exit 2 ;;
+        -*) echo "error: unknown argument '$1'; usage: quickstart.sh [--seed N] [--output DIR] [--processes N]" \
+            "[SECTION.KEY=VALUE ...]" >&2; exit 2 ;;
+        *) overrides+=("$1"); shift ;;
     esac
 done
 case "$seed$processes" in *[!0-9]*) echo "error: --seed and --processes take whole numbers" >&2; exit 2 ;; esac
@@ -36,14 +39,18 @@ echo "1/4 task and a model with random weights (10 seconds; all times for two CP
 "$PYTHON" -W ignore tools/prepare_data.py init-model --output "$output/initial" --seed "$seed" --hidden-size 192 \
     --layers 2 --heads 4 --kv-heads 4 --intermediate-size 512
 
+dapo=(launch/train_dapo.py --config configs/quickstart.yaml seed="$seed" output_dir="$output/dapo"
+    data.train.path="$output/data/train.parquet" data.evaluation.path="$output/data/eval.parquet")
+# What is wrong with the overrides is said now, not after the cold start.
+[ ${#overrides[@]} = 0 ] ||
+    "$PYTHON" -W ignore "${dapo[@]}" model.path="$output/initial" "${overrides[@]}" --dry-run > /dev/null
+
 echo "2/4 cold start: supervised fine-tuning on careless and careful answers (2 minutes)"
 run launch/train_sft.py --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/sft" \
     model.path="$output/initial" data.train.path="$output/data/demonstrations.parquet"
 
 echo "3/4 DAPO (2 minutes)"
-run launch/train_dapo.py --config configs/quickstart.yaml seed="$seed" output_dir="$output/dapo" \
-    model.path="$output/sft/hf" data.train.path="$output/data/train.parquet" \
-    data.evaluation.path="$output/data/eval.parquet"
+run "${dapo[@]}" model.path="$output/sft/hf" "${overrides[@]}"
 
 echo "4/4 curves (seconds)"
 "$PYTHON" -W ignore tools/plot_run.py "$output/dapo" --output "$output/curves.png"

@@ -25,6 +25,7 @@ from .fleet_runs import (
     deviation_after_update,
     fleet_values,
     in_flight,
+    instance_of,
     num_serving,
     responses_over_an_update,
     run,
@@ -135,31 +136,32 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
     assert record["weight_sync/engines"] == 2
 
 
-def test_what_an_engine_derives_from_weights_is_new_after_an_update(tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
-    with one_engine(tmp_path / "wide", hidden_size=512, intermediate_size=1024) as engine:
-        values = fleet_values(
-            tmp_path,
-            engine,
-            num_steps=4,
-            rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
-            weight_sync={"bucket_mib": 64},
-        )
-        with training_run_of(values) as training_run:
-            run(training_run)
-        assert call(engine.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":4")
-
-
 @pytest.fixture(scope="module")
-def uncached_engine(tmp_path_factory):
-    """An engine without prefix cache, as pause=in_place needs it."""
-    with one_engine(tmp_path_factory.mktemp("uncached"), "--", "--disable-radix-cache") as engine:
-        yield engine
+def deriving_engine(tmp_path_factory):
+    """An engine that computes with copies of its weights, without prefix cache, as pause=in_place needs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
+        wide = {"hidden_size": 512, "intermediate_size": 1024}
+        with one_engine(tmp_path_factory.mktemp("deriving"), "--", "--disable-radix-cache", **wide) as engine:
+            yield engine
+
+
+def test_what_an_engine_derives_from_weights_is_new_after_an_update(tmp_path, deriving_engine):
+    values = fleet_values(
+        tmp_path,
+        deriving_engine,
+        num_steps=4,
+        rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
+        weight_sync={"bucket_mib": 64},
+    )
+    with training_run_of(values) as training_run:
+        run(training_run)
+    assert call(deriving_engine.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":4")
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request, pause):
-    engines = request.getfixturevalue("uncached_engine" if pause == "in_place" else "two_engines")
+    engines = request.getfixturevalue("deriving_engine" if pause == "in_place" else "two_engines")
     values = fleet_values(
         tmp_path,
         engines,
@@ -185,6 +187,7 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines)
     fleet = values["rollout"]["fleet"]
+    fleet |= {"urls": [], "rendezvous": two_engines.rendezvous}
     with training_run_of(values) as training_run:
 
         def act():
@@ -197,6 +200,8 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
         with saboteur(act), caplog.at_level(logging.WARNING, logger="dapo_mega"):
             records = run(training_run)
+        # The launcher has announced the engine that it started in place of the killed one.
+        assert instance_of(training_run, engine) == two_engines.launcher.instances(engine)[served]
     assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
     assert total(records, "fleet/engines_dead") >= 1
     assert "the run is paused: 1 of 2 required engines" in caplog.text

@@ -11,11 +11,12 @@ from dapo_mega.metrics import read_metrics
 from .runs import REPOSITORY
 
 pytestmark = pytest.mark.integration
+FEWER_STEPS = ("num_steps=20", "evaluation.every=20")
 
 
-def quickstart(output):
+def quickstart(output, *arguments):
     return subprocess.run(
-        ["bash", str(REPOSITORY / "launch" / "quickstart.sh"), "--output", str(output), "--seed", "0"],
+        ["bash", str(REPOSITORY / "launch" / "quickstart.sh"), "--output", str(output), "--seed", "0", *arguments],
         capture_output=True,
         text=True,
         timeout=1500,
@@ -26,7 +27,7 @@ def quickstart(output):
 @pytest.mark.timeout(1800)
 def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(tmp_path):
     output = tmp_path / "quick start"
-    result = quickstart(output)
+    result = quickstart(output, *FEWER_STEPS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
     before, after = records[0], records[-1]
@@ -40,16 +41,22 @@ def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(tmp_path):
 
     kept = [p for p in output.rglob("*") if p.is_file() and p.name != "curves.png"]
     stamps = {path: path.stat().st_mtime_ns for path in kept}
-    again = quickstart(output)
+    again = quickstart(output, *FEWER_STEPS)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert "already holds a finished run of 50 steps" in again.stdout
+    assert "already holds a finished run of 20 steps" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in kept} == stamps
 
 
-def test_an_unknown_argument_is_refused_with_the_usage():
-    result = subprocess.run(
-        ["bash", str(REPOSITORY / "launch" / "quickstart.sh"), "--sed", "1"], capture_output=True, text=True, timeout=60
-    )
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("--sed", "error: unknown argument '--sed'; usage:"),
+        ("algorithm.clip_hi=0.3", "error: unknown key 'algorithm.clip_hi'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_cold_start(tmp_path, argument, line):
+    result = quickstart(tmp_path, argument)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: unknown argument '--sed'; usage:")
+    assert result.stderr.startswith(line)
     assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "sft").exists()
