@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 
+from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.repairs import cpu_accelerator
 
 cpu_accelerator.install()
@@ -17,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if accelerator.has_gpu():
         return
     for item in items:
         if item.get_closest_marker("gpu"):

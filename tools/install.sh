@@ -27,12 +27,11 @@ wanted="$project $(cksum < "$project/setup.py")"
 installed="$(cat "$stamp" 2>/dev/null || true)"
 if [ "$installed" != "$wanted$extras" ] && [ "$installed" != "$wanted[dev]" ]; then
     echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a few minutes the first time)"
-    # Not compiled: Python compiles what is imported, which is a small part of these packages.
-    "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet --no-compile "${TORCH:-torch==2.13.0}"
+    "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet "${TORCH:-torch==2.13.0}"
     # Without the constraint pip may swap torch for another build while it resolves the rest.
     constraints=$(mktemp)
     "$PYTHON" -W ignore -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$constraints"
-    "$PYTHON" -m pip install --quiet --no-compile --constraint "$constraints" --editable "$project$extras" \
+    "$PYTHON" -m pip install --quiet --constraint "$constraints" --editable "$project$extras" \
         2> "$constraints.log" || { cat "$constraints.log" >&2; echo "error: the installation failed; see above" >&2; exit 1; }
     rm -f "$constraints" "$constraints.log"
     printf '%s' "$wanted$extras" > "$stamp"

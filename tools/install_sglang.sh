@@ -19,8 +19,7 @@ rm -f "$stamp"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 install() {
-    # Not compiled: Python compiles what is imported, which is a small part of these packages.
-    "$python" -m pip install --quiet --no-compile "$@" 2> "$log" ||
+    "$python" -m pip install --quiet "$@" 2> "$log" ||
         { cat "$log" >&2; echo "error: SGLang could not be installed into $folder; see above" >&2; exit 1; }
 }
 

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
@@ -273,11 +273,14 @@ def _sharded_content(model: TrainedModel) -> dict[str, Any]:
     keep_bucket_padding(model.optimizer)
     model.finish_param_gather()
     chunks = _sharded_chunks(model)
-    return {
+    content = {
         **chunks,
         "optimizer": model.optimizer.sharded_state_dict(chunks, metadata=_METADATA),
         "scheduler": model.scheduler.state_dict(),
     }
+    # FP8 parameters have no storage that can be written. Their float32 weights are among the optimizer's tensors.
+    force_all_tensors_to_non_fp8(content)
+    return content
 
 
 def _wanted_content(model: TrainedModel) -> dict[str, Any]:

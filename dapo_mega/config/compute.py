@@ -141,7 +141,21 @@ class ComputeConfig(Section):
             raise ValueError("compute.overlap_param_gather=true needs compute.overlap_grad_reduce=true")
         if self.recompute == "selective" and not self.recompute_modules:
             raise ValueError("compute.recompute=selective needs at least one of compute.recompute_modules")
+        refused = {"layernorm", "moe_act"} & set(self.recompute_modules)
+        if self.fp8.scaling == "delayed" and self.recompute == "selective" and refused:
+            raise ValueError(
+                f"compute.recompute_modules with {', '.join(sorted(refused))} is not possible with "
+                "compute.fp8.scaling=delayed, whose scales Megatron would record twice; leave them out, or use "
+                "tensorwise or blockwise"
+            )
         return self
+
+    def of_frozen_model(self) -> ComputeConfig:
+        """For a model that never learns. Delayed scaling takes its scales from updates, so such a model has none: it
+        scales per tensor instead."""
+        if self.fp8.scaling != "delayed":
+            return self
+        return self.model_copy(update={"fp8": self.fp8.model_copy(update={"scaling": "tensorwise"})})
 
 
 def check_precision(model: ModelConfig, compute: ComputeConfig) -> None:

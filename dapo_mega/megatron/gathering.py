@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
@@ -184,7 +185,9 @@ class WeightGatherer:
         return [(tuple(shard.shape), shard.dtype) for shard in shards]
 
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
-        return local_parameter(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
+        mine = local_parameter(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
+        # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
+        return mine.dequantize() if is_float8tensor(mine) else mine
 
     def buckets(self, bucket_bytes: int, *, per_stage: bool = False) -> Iterator[WeightBucket]:
         """Full tensors on every replica's leader or, with `per_stage`, only on the first replica's leader of the

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.local_layers import RMSNorm, swiglu
 from dapo_mega.megatron.packed_attention import PackedAttention
@@ -33,7 +34,7 @@ from dapo_mega.models import Architecture
 
 def uses_transformer_engine(config: ModelConfig) -> bool:
     """Whether to use Transformer Engine layers. Raises InputError if they are asked for and cannot run here."""
-    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    available = accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
     if config.layer_implementation == "transformer_engine" and not available:
         raise InputError(
             "model.layer_implementation=transformer_engine needs a CUDA device and the transformer-engine package; "
@@ -44,6 +45,7 @@ def uses_transformer_engine(config: ModelConfig) -> bool:
 
 # The CUDA compute capability that each kind of FP8 scaling needs.
 _FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+_BLOCKWISE_CUDA = (12, 9)
 
 
 def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> None:
@@ -78,14 +80,17 @@ def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
     if scaling == "none":
         return
     reason = None
-    if not torch.cuda.is_available():
+    if not accelerator.has_gpu():
         reason = "this machine has no CUDA device"
     elif not uses_transformer_engine(model):
         reason = "the transformer-engine package is not installed"
     else:
-        capability = torch.cuda.get_device_capability()
+        capability = accelerator.capability()
         if capability < _FP8_CAPABILITY[scaling]:
             reason = f"this device has compute capability {capability}, {_FP8_CAPABILITY[scaling]} is needed"
+        elif scaling == "blockwise" and accelerator.cuda_version() < _BLOCKWISE_CUDA:
+            version, needed = (".".join(map(str, pair)) for pair in (accelerator.cuda_version(), _BLOCKWISE_CUDA))
+            reason = f"torch was built for CUDA {version}, CUDA {needed} is needed"
     if reason:
         raise InputError(
             f"compute.fp8.scaling={scaling} cannot run here: {reason}; set compute.fp8.scaling=none (bf16), or run on "

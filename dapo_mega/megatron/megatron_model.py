@@ -87,7 +87,7 @@ class MegatronModel:
         """The length of a whole micro-batch must be a multiple of this: context parallelism cuts it into pieces,
         sequence parallelism cuts along tokens, and FP8 products take blocks of tokens."""
         per_process = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        per_process = math.lcm(per_process, self._fp8_multiple)
+        per_process *= self._fp8_multiple
         return math.lcm(self.parallel.segment_multiple, per_process * self.parallel.context)
 
     @property

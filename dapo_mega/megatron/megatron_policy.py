@@ -33,6 +33,10 @@ class TokenScores:
     entropy: Tensor
 
 
+_CALIBRATION_PASSES = 2
+"""The largest values that the first pass sees come out of layers that computed with a scale of 1."""
+
+
 class TokenScoring(MegatronModel):
     """What the policy and its frozen copies have in common: they score response tokens."""
 
@@ -43,9 +47,26 @@ class TokenScoring(MegatronModel):
             chunk.eval()
         batches = [TokenBatch(micro_batch) for micro_batch in micro_batches]
         make_labels = partial(chosen_tokens, with_entropy=True)
-        with torch.no_grad(), self._at_temperature(temperature):
-            results = self._run(batches, _collect_scores, make_labels, forward_only=True)
+        with self._at_temperature(temperature):
+            for _ in range(_CALIBRATION_PASSES if self._lacks_scales() else 0):
+                # Transformer Engine takes scales from passes with gradients only, none of which was made yet.
+                with torch.enable_grad():
+                    self._run(batches, _collect_scores, make_labels, forward_only=True)
+            with torch.no_grad():
+                results = self._run(batches, _collect_scores, make_labels, forward_only=True)
         return results if self.processes.is_last_stage else _no_scores(len(batches))
+
+    def _lacks_scales(self) -> bool:
+        """Whether FP8 scales come from earlier passes (delayed scaling), and there was none."""
+        if self.config.fp8_recipe != "delayed" or not self.config.fp8:
+            return False
+        states = [
+            module.fp8_meta.get("scaling_fwd")
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if hasattr(module, "fp8_meta")
+        ]
+        return not any(state is not None and bool(state.amax_history.any()) for state in states)
 
     @contextlib.contextmanager
     def _at_temperature(self, temperature: float | None) -> Iterator[None]:
@@ -72,7 +93,7 @@ class ScoringModel(TokenScoring):
         compute: ComputeConfig | None = None,
     ) -> None:
         """Build this rank's model chunks and load its shard of the Hugging Face checkpoint `model.path`."""
-        compute = compute or ComputeConfig()
+        compute = (compute or ComputeConfig()).of_frozen_model()
         with raise_on_all_ranks(processes.control):
             stored = open_policy(Path(model.path))
         make_stage = _stage_maker(stored.arch, temperature, compute)

@@ -20,9 +20,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.layer_specs import block_spec, uses_transformer_engine
 from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.megatron.repairs.latent_attention import count_down_projections_once
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -35,6 +37,11 @@ def transformer_config(
         raise InputError(
             f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
             "Transformer Engine's ring attention; set parallel.context=1"
+        )
+    if model.dtype == "fp32" and parallel.context > 1 and uses_transformer_engine(model):
+        raise InputError(
+            f"model.dtype=fp32 under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
+            "attention; set model.dtype=bf16 or parallel.context=1"
         )
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     make_config = MLATransformerConfig if arch.latent_attention else TransformerConfig
@@ -96,7 +103,7 @@ def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu = accelerator.has_gpu()
     has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "use_cpu_initialization": not on_gpu,
@@ -228,10 +235,10 @@ def build_chunks(
             inverse_frequencies=arch.inverse_frequencies,
             vp_stage=vp_stage,
         )
-        if torch.cuda.is_available():
-            stage.cuda(torch.cuda.current_device())
+        stage.to(accelerator.device())
         chunks.append(Float16Module(config, stage) if config.bf16 else stage)
         _keep_router_biases_in_float32(stage)
+        count_down_projections_once(stage)
     return chunks
 
 

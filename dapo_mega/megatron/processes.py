@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from dapo_mega.config import ParallelConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.distributed.stores import open_store
 from dapo_mega.errors import InputError
@@ -38,9 +39,8 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         data_size = config.data_size(world_size)
     except ValueError as error:
         raise InputError(str(error)) from error
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    device = cpu_accelerator.device()
+    accelerator.select(int(os.environ.get("LOCAL_RANK", "0")))
+    device = accelerator.device()
     if not dist.is_initialized():
         _join_process_group(device)
     parallel_state.initialize_model_parallel(

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.gathering import WeightGatherer
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
@@ -155,7 +156,7 @@ def _optimizer_config(
     config: OptimizerConfig, transformer: TransformerConfig, compute: ComputeConfig
 ) -> MegatronOptimizerConfig:
     # Without a GPU the optimizer's state is in host memory already.
-    offload = compute.optimizer_offload if torch.cuda.is_available() else 0.0
+    offload = compute.optimizer_offload if accelerator.has_gpu() else 0.0
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.learning_rate,

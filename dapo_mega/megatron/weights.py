@@ -6,15 +6,20 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.models import Architecture, ModelFamily, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import TensorSource, check_source
+
+_LARGEST_E4M3: Final = 448.0
+"""The format of weights in both of compute.fp8.format."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,23 @@ def load_weights(
         shard = take_shard(full, placed.layout, layout.arch, rank, size)
         assert shard.shape == parameter.shape, placed
         with torch.no_grad():
+            if is_float8tensor(parameter):
+                _prepare_fp8(parameter, shard)
             parameter.copy_(shard)
         filled.add(id(parameter))
     unfilled = [name for name, parameter in parameters.items() if id(parameter) not in filled]
     assert not unfilled, f"parameters without a rule: {unfilled}"
+
+
+def _prepare_fp8(parameter: Any, shard: Tensor) -> None:
+    """Before an FP8 parameter gets its values: what else is made of them."""
+    # The optimizer makes its float32 weights of these.
+    if hasattr(parameter, "get_high_precision_init_val"):
+        parameter.get_high_precision_init_val().copy_(shard)
+    # Delayed scaling has no scale before the first update; with 1, small weights would be rounded to 0.
+    quantizer = parameter._quantizer
+    if type(quantizer).__name__ == "Float8Quantizer" and bool(shard.any()):
+        quantizer.scale.copy_(_LARGEST_E4M3 / shard.abs().max())
 
 
 def _wanted(layout: ChunkLayout, processes: Processes, parameters: Parameters) -> list[PlacedTensor]:

@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-import torch
-
+from dapo_mega.distributed import accelerator
 from dapo_mega.engines.sglang.weight_protocol import limit_of_group
 
 _SGLANGS_LIMIT_S = 1800.0
@@ -30,13 +29,13 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
     # gloo fails a broadcast at this limit. With NCCL torch ends the process, so the trainer must give up earlier.
     gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
     group["timeout"] = timedelta(seconds=gives_up_s)
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = accelerator.device()
     joined: Future[Any] = Future()
 
     def run() -> None:
         try:
-            if device is not None:
-                torch.cuda.set_device(device)  # The current device is per thread.
+            if device.index is not None:
+                accelerator.select(device.index)  # The current device is per thread.
             joined.set_result(join(*arguments, **group))
         except Exception as error:  # Raised in the waiting thread.
             joined.set_exception(error)

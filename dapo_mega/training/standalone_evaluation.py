@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.distributed import accelerator
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.rewards import AnswerVerifier
@@ -28,7 +29,7 @@ def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator.device()
     engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows, device=device)
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     engine.load_weights([list(weights.items())], 0)

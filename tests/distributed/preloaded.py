@@ -3,7 +3,11 @@
 import pytest  # noqa: F401
 import torch
 
-from dapo_mega.megatron.repairs import cpu_accelerator
+from tests.te_cpu import install_if_asked
+
+install_if_asked()
+
+from dapo_mega.megatron.repairs import cpu_accelerator  # noqa: E402
 
 cpu_accelerator.install()
 

@@ -26,7 +26,8 @@ SAMPLES_PER_UPDATE = 17
 def three_updates(world_size, cases, models, checkpoints):
     """{name: what the case left behind}, from one start of so many processes.
 
-    A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`. With `save_after` a
+    A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
+    given. With `save_after` a
     checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the
     updates after its checkpoint are done. `models` has each case's checkpoint.
     """
@@ -43,7 +44,7 @@ def _three_updates(name, case, model, checkpoints):
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
     policy = MegatronPolicy(
-        ModelConfig(path=str(model), dtype=case.get("dtype", "fp32")),
+        ModelConfig(path=str(model), dtype=case.get("dtype", "fp32"), layer_implementation=case.get("layers", "auto")),
         parallel,
         # With a large epsilon Adam is a smooth function of the gradients, lr * m / (sqrt(v) + eps), so that the updated
         # weights show the gradients themselves and not only their signs.

@@ -7,6 +7,7 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.distributed import accelerator
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +42,11 @@ def processes():
     stop_processes()
 
 
-def policy(model_path, processes, implementation, **compute):
+def policy(model_path, processes, implementation, *, dtype="bf16", **compute):
     from dapo_mega.megatron.megatron_policy import MegatronPolicy
 
     return MegatronPolicy(
-        ModelConfig(path=str(model_path), dtype="bf16", layer_implementation=implementation),
+        ModelConfig(path=str(model_path), dtype=dtype, layer_implementation=implementation),
         ParallelConfig(),
         OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
         processes,
@@ -89,7 +90,7 @@ def test_transformer_engine_layers_agree_with_the_local_ones(model_path, process
 def test_fp8_agrees_with_bf16_within_its_precision(model_path, processes, local, scaling, params):
     """E4M3 keeps 3 bits of mantissa: 6 % a rounding, averaged over the 256 terms of a product."""
     pytest.importorskip("transformer_engine")
-    if torch.cuda.get_device_capability() < (9, 0):
+    if accelerator.capability() < (9, 0):
         pytest.skip("FP8 needs Hopper or newer")
     subject = policy(
         model_path, processes, "transformer_engine", fp8={"scaling": scaling, "params": params, "amax_history": 16}
@@ -147,8 +148,14 @@ def test_grouped_experts_of_transformer_engine_agree_with_the_local_ones(tmp_pat
 def test_the_switches_of_dense_families_agree_with_the_local_ones(tmp_path, processes, make, changes):
     pytest.importorskip("transformer_engine")
     make(tmp_path, vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, **changes)
-    results = {name: score_and_update(policy(tmp_path, processes, name)) for name in ("local", "transformer_engine")}
-    assert_agrees(results["transformer_engine"], results["local"], 0.05, 0.1)
+    names = ("local", "transformer_engine")
+    exact, exact_te = (score_and_update(policy(tmp_path, processes, name, dtype="fp32")) for name in names)
+    # A device multiplies float32 in TF32 there, which has 3 bits more than bf16.
+    assert_agrees(exact_te, exact, 0.02, 0.05)
+    # In bf16 two right programs differ by as much as each differs from float32.
+    local, te = (score_and_update(policy(tmp_path, processes, name)) for name in names)
+    errors = [(result[0] - exact[0]).abs().mean() for result in (local, te)]
+    assert errors[1] < 1.5 * errors[0]
 
 
 def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, processes):

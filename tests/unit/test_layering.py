@@ -58,6 +58,19 @@ def test_imports_go_down_and_never_sideways_between_rooms():
     assert offences == []
 
 
+def test_one_module_knows_which_device_this_process_computes_on():
+    # What Megatron-Core asks torch.cuda is answered in its repairs.
+    allowed = {PACKAGE / "distributed" / "accelerator.py", PACKAGE / "megatron" / "repairs" / "cpu_accelerator.py"}
+    offences = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, _ in modules()
+        if path not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
+    ]
+    assert offences == []
+
+
 def test_only_their_rooms_know_megatron_sglang_and_the_network():
     offences = [
         f"{path.relative_to(PACKAGE)} imports {name}"

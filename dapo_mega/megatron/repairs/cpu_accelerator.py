@@ -16,10 +16,12 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from dapo_mega.distributed import accelerator
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "eye")
@@ -44,20 +46,16 @@ _USED_PARTS = (
 _torch_for_megatron: types.ModuleType | None = None
 
 
-def device() -> torch.device:
-    """The device the policy computes on."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-
-
 def install() -> None:
     """Make Megatron-Core usable without CUDA; does nothing with CUDA. May be called again."""
     global _torch_for_megatron
-    if torch.cuda.is_available():
+    if accelerator.device().type == "cuda":
         return
-    for part in _USED_PARTS:
-        importlib.import_module(f"megatron.core.{part}")
+    with _fusions_left_as_they_are():
+        for part in _USED_PARTS:
+            importlib.import_module(f"megatron.core.{part}")
     if _torch_for_megatron is None:
-        _torch_for_megatron = _make_torch()
+        _torch_for_megatron = make_torch()
         _replace_tensor_methods()
         _replace_megatron_rng_access()
         _provide_missing_names()
@@ -66,11 +64,24 @@ def install() -> None:
             vars(module)["torch"] = _torch_for_megatron
 
 
-def _make_torch() -> types.ModuleType:
+@contextlib.contextmanager
+def _fusions_left_as_they_are() -> Iterator[None]:
+    """megatron.core.jit gives fused functions to torch.compile while they are imported, which alone loads its compiler:
+    two of the five seconds that a process takes to start. On the CPU none of them is used."""
+    compiler: Any = torch
+    original = compiler.compile
+    compiler.compile = lambda function, *args, **kwargs: function
+    try:
+        yield
+    finally:
+        compiler.compile = original
+
+
+def make_torch() -> types.ModuleType:
     """torch with factories that map device="cuda" to the CPU, and with a `torch.cuda` for the CPU."""
     replacement = _copy_of(torch)
     for name in _FACTORIES:
-        setattr(replacement, name, _redirected(getattr(torch, name)))
+        setattr(replacement, name, redirected(getattr(torch, name)))
     vars(replacement)["cuda"] = _make_cuda()
     vars(replacement)["distributed"] = _make_distributed()
     return replacement
@@ -84,7 +95,7 @@ def _copy_of(module: types.ModuleType) -> types.ModuleType:
     return copy
 
 
-def _redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch.zeros(..., device="cuda") and the like: schedules, optimizer, gradient clipping, RNG tracker. Memory is not
     pinned (YaRN's frequencies under context parallelism)."""
 
@@ -181,7 +192,9 @@ def _replace_tensor_methods() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+        # Of a tensor subclass this is called twice, once within the other.
+        is_named = isinstance(result, str) and not result.startswith("torch.cuda.")
+        return result.replace("torch.", "torch.cuda.") if is_named else result
 
     tensor: Any = torch.Tensor
     tensor.type = type_

@@ -1,9 +1,10 @@
-"""Latent attention without Transformer Engine."""
+"""Latent attention without Transformer Engine, and the gradient norm of its down projections with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.transformer import multi_latent_attention
 
@@ -13,3 +14,16 @@ def know_local_layers() -> None:
     multi_latent_attention sets HAVE_TE by whether it could be imported."""
     module: Any = multi_latent_attention
     module.HAVE_TE = HAVE_TE
+
+
+def count_down_projections_once(stage: torch.nn.Module) -> None:
+    """Transformer Engine 2.11 marks every weight as cut over processes, also the down projections, which each process
+    has whole: the gradient norm would count them once per process.
+
+    Can go when TELinear clears the mark of "duplicated" layers.
+    """
+    for attention in stage.modules():
+        if isinstance(attention, multi_latent_attention.MLASelfAttention):
+            for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+                for parameter in getattr(attention, name, torch.nn.Module()).parameters():
+                    setattr(parameter, "tensor_model_parallel", False)  # noqa: B010

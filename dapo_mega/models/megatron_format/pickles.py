@@ -74,6 +74,7 @@ _RECIPES = "transformer_engine.common.recipe"
 _FP8_NAMES = {
     "torch._utils._rebuild_tensor_v2",
     "collections.OrderedDict",
+    "megatron.core.extensions.transformer_engine.TEDelayedScaling",
     *(
         f"{_RECIPES}.{name}"
         for name in (

@@ -4,9 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.megatron import layer_specs
 from dapo_mega.models import Architecture
@@ -54,6 +54,12 @@ def test_settings_that_fit_the_model_are_accepted():
         assert layer_specs.check_compute(arch, MODEL, ComputeConfig(**settings)) is None
 
 
+def test_blockwise_fp8_is_refused_with_an_older_cuda(monkeypatch):
+    pretend(monkeypatch, (9, 0), True, cuda=(12, 8))
+    with pytest.raises(InputError, match=r"torch was built for CUDA 12\.8, CUDA 12\.9 is needed"):
+        layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": "blockwise"}))
+
+
 @pytest.mark.parametrize(
     ("scaling", "capability", "has_engine", "message"),
     [
@@ -75,9 +81,10 @@ def test_fp8_is_accepted_where_it_runs(monkeypatch, scaling, capability):
     assert layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling})) is None
 
 
-def pretend(monkeypatch, capability, has_engine):
+def pretend(monkeypatch, capability, has_engine, cuda=(12, 9)):
     """A machine with a CUDA device of this compute capability, or without one; with Transformer Engine, or without."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(accelerator, "has_gpu", lambda: capability is not None)
+    monkeypatch.setattr(accelerator, "capability", lambda: capability)
+    monkeypatch.setattr(accelerator, "cuda_version", lambda: cuda)
     found = SimpleNamespace() if has_engine else None
     monkeypatch.setattr(layer_specs.importlib.util, "find_spec", lambda name: found)

@@ -1,0 +1,52 @@
+"""The code of GPUs on an emulated device: runs other tests in processes that have Transformer Engine's Python."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import te_cpu
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformer_engine():
+    if not (te_cpu.sources() / ".installed").is_file():
+        pytest.skip(f"no Transformer Engine in {te_cpu.sources()}: run tools/install_te_sources.sh")
+
+
+def on_the_emulated_device(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.te_cpu.plugin", "-p", "no:cacheprovider", *arguments],
+        cwd=te_cpu.REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(te_cpu.REPOSITORY), "PYTEST_ADDOPTS": "", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "num_at_least"),
+    [
+        (["tests/gpu/test_transformer_engine.py"], 16),
+        (["tests/te_cpu/emulated"], 30),
+        (["tests/numerics/test_policy_against_transformers.py", "tests/numerics/test_deepseek.py"], 40),
+    ],
+    ids=["gpu", "emulated", "numerics"],
+)
+def test_what_needs_a_gpu_passes_on_the_emulated_one(paths, num_at_least):
+    result = on_the_emulated_device(*paths)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    assert f"device: emulated; Transformer Engine {te_cpu.version()}" in result.stdout
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed, result.stdout[-500:]
+    assert int(passed[1]) >= num_at_least
+    assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
+    # Transformer Engine's own code ran: it called what stands in for its extension.
+    calls = re.search(r"calls of the emulated extension: (\d+)", result.stdout)
+    assert calls
+    assert int(calls[1]) > 0
