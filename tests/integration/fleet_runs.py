@@ -233,11 +233,6 @@ def num_serving(training_run: TrainingRun) -> int:
     return len(training_run.fleet.client._membership.in_state("serving"))
 
 
-def instance_of(training_run: TrainingRun, url: str) -> str:
-    """The instance id under which a launcher announced the engine."""
-    return training_run.fleet.client._membership.members[url].instance
-
-
 def in_flight(training_run: TrainingRun, url: str) -> int:
     """Requests that the engine works on now."""
     return next((e.in_flight for e in training_run.fleet.client._dispatcher.engines() if e.url == url), 0)

@@ -25,7 +25,6 @@ from .fleet_runs import (
     deviation_after_update,
     fleet_values,
     in_flight,
-    instance_of,
     num_serving,
     responses_over_an_update,
     run,
@@ -187,7 +186,6 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
     served = len(two_engines.launcher.instances(engine))
     values = fleet_values(tmp_path, two_engines)
     fleet = values["rollout"]["fleet"]
-    fleet |= {"urls": [], "rendezvous": two_engines.rendezvous}
     with training_run_of(values) as training_run:
 
         def act():
@@ -200,8 +198,6 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
         with saboteur(act), caplog.at_level(logging.WARNING, logger="dapo_mega"):
             records = run(training_run)
-        # The launcher has announced the engine that it started in place of the killed one.
-        assert instance_of(training_run, engine) == two_engines.launcher.instances(engine)[served]
     assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
     assert total(records, "fleet/engines_dead") >= 1
     assert "the run is paused: 1 of 2 required engines" in caplog.text

@@ -16,6 +16,7 @@ import pytest
 
 from dapo_mega.commands import serve as serve_rollouts
 from dapo_mega.engines.sglang.engine_commands import Node, command, router_command, router_environment
+from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.errors import InputError
 from tests.distributed.launching import free_ports
@@ -110,6 +111,28 @@ def test_engines_listen_on_the_given_interface_and_hide_their_key(two_engines):
     for log in (launcher.folder / "engines").glob("*.log"):
         assert API_KEY not in log.read_text()
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_a_trainer_learns_that_a_killed_engine_is_a_new_instance(two_engines):
+    launcher = two_engines.launcher
+    killed, other = launcher.urls
+    trainer = EngineRegistry(two_engines.rendezvous, API_KEY)
+
+    def registered():
+        return {registration.url: registration.instance for registration in trainer.poll()}
+
+    try:
+        launcher.wait_until(lambda: set(registered()) == {killed, other}, 30)
+        before = registered()
+        os.kill(launcher.pid(killed), 9)
+        launcher.wait_until(lambda: killed not in registered(), 30)
+        launcher.wait_until(lambda: killed in registered())
+        after = registered()
+    finally:
+        trainer.close()
+    assert after[other] == before[other]
+    assert after[killed] not in (before[killed], before[other])
+    assert call(killed, "/health")[0] == 200
 
 
 def test_a_router_asks_for_the_key_and_reaches_every_engine(two_engines, tmp_path):
