@@ -164,8 +164,13 @@ def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request,
     values = fleet_values(
         tmp_path,
         engines,
-        num_steps=4,
-        rollout={"partial": True, "max_response_tokens": 400, "fleet": {"min_engines": len(engines.launcher.urls)}},
+        num_steps=3,
+        rollout={
+            "partial": True,
+            "max_response_tokens": 400,
+            # The rest waits for a place, so that a slow update does not meet engines that have finished.
+            "fleet": {"min_engines": len(engines.launcher.urls), "requests_per_engine": 4},
+        },
         batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
         weight_sync={"in_flight": "continue", "pause": pause},
     )
