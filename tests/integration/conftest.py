@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,14 @@ class SharedEngines:
     launcher: Launcher
     model: Path
     rendezvous: str
+
+
+@contextmanager
+def one_engine(folder: Path, *options: str, **changes: Any) -> Iterator[SharedEngines]:
+    """A single engine that nobody else uses, of a model with these changes."""
+    model = tiny_model(folder / "model", **changes)
+    with serving_engines(model, folder / "served", 1, *options) as launcher:
+        yield SharedEngines(launcher, model, rendezvous="")
 
 
 @pytest.fixture(scope="session")

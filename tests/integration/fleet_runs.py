@@ -214,12 +214,16 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Re
     return [(prompt, r) for prompt, responses in complete for r in responses if r.version_spans]
 
 
+def engine_logprobs(url: str, tokens: list[int]) -> list[tuple[float, int, Any]]:
+    """SGLang's log-prob of each token after the ones before, with the token; nothing for the first."""
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    return call(url, "/generate", body | {"logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
+
+
 def deviation_after_update(url: str, prompt: Prompt, response: Response) -> float:
     """Of the tokens after the last update: how far, in nats, their log-probs are at most from those that the engine's
     weights, which are still the same, give them in a single pass."""
-    tokens = [*prompt.token_ids.tolist(), *response.token_ids.tolist()]
-    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-    scores = call(url, "/generate", body | {"logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
+    scores = engine_logprobs(url, [*prompt.token_ids.tolist(), *response.token_ids.tolist()])
     start = response.version_spans[-2][1]
     samples = zip(
         response.token_ids[start:], response.logprobs[start:], scores[len(prompt.token_ids) + start :], strict=True

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
@@ -18,7 +17,7 @@ from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
 from tests.distributed.launching import REPOSITORY, free_port, kill, start_workers, wait_for
 
-from .conftest import SharedEngines
+from .conftest import one_engine
 from .fleet_runs import (
     check_restarted_run,
     checked_records,
@@ -73,14 +72,6 @@ def test_engines_agree_with_a_trainer_of_two_by_two_processes(tmp_path, two_engi
     assert all(record["weight_sync/engines"] == 2 for record in records)
     for url in two_engines.launcher.urls:
         assert call(url, "/model_info")[1]["weight_version"].endswith(":3")
-
-
-@contextmanager
-def one_engine(folder, *options, **changes):
-    """A single engine that nobody else uses, of a model with these changes."""
-    model = tiny_model(folder / "model", **changes)
-    with serving_engines(model, folder / "served", 1, *options) as launcher:
-        yield SharedEngines(launcher, model, rendezvous="")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import te_cpu
+from tests.integration.sglang_servers import sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -39,6 +40,7 @@ def on_the_emulated_device(*arguments):
     ids=["gpu", "emulated", "numerics"],
 )
 def test_what_needs_a_gpu_passes_on_the_emulated_one(paths, num_at_least):
+    sglang_python()  # One of the files runs engines.
     result = on_the_emulated_device(*paths)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert f"device: emulated; Transformer Engine {te_cpu.version()}" in result.stdout
