@@ -4,6 +4,7 @@ update      one policy update against plain transformers
 methods     the update of every method, and PPO's step, against DAPO's
 step        one DAPO step, from prompts to new weights, against TRL
 mfu         share of a GPU's peak that the update reaches
+fp8_drift   log-probs of an FP8 trainer against those of engines
 packing     packed micro-batches against padded ones
 handover    samples from rank 0 to the others
 gather      sharded weights to the replicas' leaders
@@ -26,6 +27,7 @@ NAMES = (
     "methods",
     "step",
     "mfu",
+    "fp8_drift",
     "packing",
     "handover",
     "gather",

@@ -22,10 +22,11 @@ class ProcessGroup:
         the program inherits."""
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open(log, "ab", opener=partial(os.open, mode=0o600))) if log else None
+            # It waits for a line and gets it when its guard is there: killed before that, this process leaves nothing.
             self._process = subprocess.Popen(
-                arguments,
+                ["/bin/sh", "-c", 'read -r _ && exec "$@" < /dev/null', "start", *map(str, arguments)],
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,
@@ -40,6 +41,9 @@ class ProcessGroup:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as line:
+            line.write(b"\n")
 
     @property
     def pid(self) -> int:

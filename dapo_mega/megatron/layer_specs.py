@@ -63,6 +63,12 @@ def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig
             f"compute.moe.router_bias_update_rate needs a model with sigmoid router scores (as DeepSeek-V3), but "
             f"{arch.model_type} uses a softmax; use compute.moe.aux_loss_coefficient"
         )
+    if accelerator.has_gpu() and model.dtype == "fp32" and compute.optimizer_offload > 0:
+        raise InputError(
+            f"compute.optimizer_offload={compute.optimizer_offload} is not supported by Megatron's offloading "
+            "optimizer for weights in float32, which have no second copy that it could keep in host memory; "
+            "set it to 0, or model.dtype=bf16"
+        )
     check_fp8(model, compute)
 
 

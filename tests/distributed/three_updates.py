@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -27,19 +28,22 @@ def three_updates(world_size, cases, models, checkpoints):
     """{name: what the case left behind}, from one start of so many processes.
 
     A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
-    given. With `save_after` a
-    checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the
-    updates after its checkpoint are done. `models` has each case's checkpoint.
+    given. With `save_after` a checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of
+    an earlier case) the updates after its checkpoint are done. `within` is a function that makes a context for it.
+    `models` has each case's checkpoint.
     """
     return run_distributed(_run_cases, world_size, cases, models, checkpoints, timeout_s=600)[0]
 
 
 def _run_cases(cases, models, checkpoints):
-    return {name: _three_updates(name, case, models[name], checkpoints) for name, case in cases.items()}
+    results = {}
+    for name, case in cases.items():
+        with case.get("within", contextlib.nullcontext)():
+            results[name] = _three_updates(name, case, models[name], checkpoints)
+    return results
 
 
 def _three_updates(name, case, model, checkpoints):
-
     torch.use_deterministic_algorithms(False)
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)

@@ -8,7 +8,8 @@ from dapo_mega.megatron import logprob_kernels, logprobs
 from dapo_mega.megatron.fused_logprobs import output_logprobs
 from dapo_mega.megatron.logprobs import empty_statistics, gradient_coefficients, vocab_parallel_logprobs
 
-pytestmark = pytest.mark.gpu
+# Triton compiles for a real device only.
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request,
         num_steps=3,
         rollout={
             "partial": True,
-            "max_response_tokens": 400,
+            "max_response_tokens": 160,
             # The rest waits for a place, so that a slow update does not meet engines that have finished.
             "fleet": {"min_engines": len(engines.launcher.urls), "requests_per_engine": 4},
         },

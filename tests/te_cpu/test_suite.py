@@ -52,3 +52,35 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(paths, num_at_least):
     calls = re.search(r"calls of the emulated extension: (\d+)", result.stdout)
     assert calls
     assert int(calls[1]) > 0
+
+
+def first_hour(tmp_path, python, *steps):
+    """Exit status, what is printed, the report, and the report's result of each step."""
+    command = ["bash", "tools/gpu_first_hour.sh", "--output", str(tmp_path / "hour"), "--only", ",".join(steps)]
+    environment = {**os.environ, "PYTHON": python, "SMALL": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""}
+    result = subprocess.run(
+        command, cwd=te_cpu.REPOSITORY, env=environment, capture_output=True, text=True, timeout=1100
+    )
+    report = (tmp_path / "hour" / "report.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    return result.returncode, result.stdout + result.stderr, report, {row[0]: row[2] for row in rows[1:]}
+
+
+def test_the_first_hour_on_a_gpu_goes_through_on_the_emulated_one(tmp_path):
+    steps = ("environment", "kernels", "engines", "mfu-tiny", "mfu-tiny-delayed", "logprobs", "learn-fp8")
+    status, output, report, results = first_hour(tmp_path, f"{sys.executable} -m tests.te_cpu", *steps)
+    # What the emulated device cannot run is skipped by the tests themselves.
+    skipped = ("kernels", "engines")
+    assert results == {name: "skipped" if name in skipped else "passed" for name in steps}, output + report
+    assert status == 0
+    assert "FP8 delayed" in report
+    assert "compute capability 9.0" in report
+    assert "EMULATED" in report
+    assert "step 2/2" in report
+
+
+def test_a_failed_step_is_reported_and_the_others_run(tmp_path):
+    status, _, report, results = first_hour(tmp_path, sys.executable, "environment", "engines", "logprobs")
+    assert results == {"environment": "failed (exit status 2)", "engines": "skipped", "logprobs": "passed"}
+    assert "this process sees no GPU" in report
+    assert status == 1

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from dapo_mega.cli import quiet_libraries, run_command
+from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
 
@@ -85,11 +86,11 @@ SHAPES = {
 
 def run(options: argparse.Namespace) -> list[str]:
     """Measure and return the report's lines."""
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not accelerator.has_gpu():
         raise InputError(
             "mfu needs a CUDA device and this machine has none; --device cpu --shape tiny shows the method"
         )
-    if options.device == "cpu" and torch.cuda.is_available():
+    if options.device == "cpu" and accelerator.has_gpu():
         raise InputError("--device cpu needs a process without CUDA devices; set CUDA_VISIBLE_DEVICES= for it")
     if options.segment <= _PROMPT_TOKENS // 4:
         raise InputError(f"--segment {options.segment} is too short; give more than {_PROMPT_TOKENS // 4}")
@@ -104,8 +105,8 @@ def run(options: argparse.Namespace) -> list[str]:
     batch, segments, num_responses = _make_batch(policy, shape, options)
     update = _make_update(policy, batch)
     for _ in range(options.warmup):
-        _timed(update, options.device)
-    seconds = [_timed(update, options.device) for _ in range(options.rounds)]
+        _timed(update)
+    seconds = [_timed(update) for _ in range(options.rounds)]
     flops = shape.update_flops(num_layers, segments, num_responses)
     median = statistics.median(seconds)
     tokens = sum(segments)
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> list[str]:
         f"{flops / 1e12:.3f} TFLOPs, {flops / median / 1e12:.2f} TFLOP/s, MFU {flops / median / options.peak:.1%} of "
         f"{options.peak / 1e12:g} TFLOP/s",
     ]
-    if options.device == "cuda":
+    if torch.cuda.is_available():
         lines.append(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     return lines
 
@@ -230,12 +231,12 @@ def _make_update(policy: Any, batches: list[Any]) -> Callable[[], object]:
     return lambda: policy.update(batches, objective)
 
 
-def _timed(action: Callable[[], object], device: str) -> float:
-    if device == "cuda":
+def _timed(action: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
     action()
-    if device == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started
 

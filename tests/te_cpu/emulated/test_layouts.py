@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed.three_updates import learnt, relative_error, three_updates
 from tests.distributed.tiny import make_deepseek_v3_model, save_random
+from tests.te_cpu import apex
 from tests.te_cpu.plugin import DEVIATIONS
 
 TP2 = {"tensor": 2, "sequence": True}
@@ -20,6 +21,7 @@ EXACT = {
             "one": {},
             "recompute": {"compute": SELECTIVE},
             "recompute_full": {"compute": {"recompute": "full", "recompute_layers": 2}},
+            "apex_local": {"layers": "local", "within": apex.used_by_local_layers},
         },
         2: {
             "tp2": {"parallel": {"tensor": 2}},
@@ -28,10 +30,12 @@ EXACT = {
             "vpp2x2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
             "tp2_from_pp2": {"parallel": TP2, "resume": "pp2"},
             "dp2_overlap": {"compute": OVERLAP},
+            "tp2_apex": {"parallel": TP2, "within": apex.used_by_transformer_engine},
+            "dp2_overlap_apex_local": {"compute": OVERLAP, "layers": "local", "within": apex.used_by_local_layers},
         },
     },
     "experts": {
-        1: {"local": {"layers": "local"}, "one": {}},
+        1: {"local": {"layers": "local"}, "one": {}, "apex": {"within": apex.used_by_transformer_engine}},
         2: {
             "ep2": {"parallel": {"expert": 2}, "save_after": 1},
             "tp2_ep2_from_ep2": {"parallel": {**TP2, "expert": 2}, "resume": "ep2"},

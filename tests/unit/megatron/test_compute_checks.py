@@ -81,6 +81,16 @@ def test_fp8_is_accepted_where_it_runs(monkeypatch, scaling, capability):
     assert layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling})) is None
 
 
+def test_an_offloaded_optimizer_is_refused_for_float32_on_a_gpu_only(monkeypatch):
+    exact, offloaded = MODEL.model_copy(update={"dtype": "fp32"}), ComputeConfig(optimizer_offload=0.5)
+    pretend(monkeypatch, None, False)
+    assert layer_specs.check_compute(DENSE, exact, offloaded) is None
+    pretend(monkeypatch, (9, 0), True)
+    with pytest.raises(InputError, match=r"compute\.optimizer_offload=0\.5 .* set it to 0, or model\.dtype=bf16"):
+        layer_specs.check_compute(DENSE, exact, offloaded)
+    assert layer_specs.check_compute(DENSE, MODEL.model_copy(update={"dtype": "bf16"}), offloaded) is None
+
+
 def pretend(monkeypatch, capability, has_engine, cuda=(12, 9)):
     """A machine with a CUDA device of this compute capability, or without one; with Transformer Engine, or without."""
     monkeypatch.setattr(accelerator, "has_gpu", lambda: capability is not None)

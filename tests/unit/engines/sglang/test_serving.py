@@ -227,6 +227,33 @@ def test_an_engine_ends_with_a_launcher_that_is_killed(tmp_path):
     assert not left
 
 
+def test_a_launcher_killed_before_the_engines_guard_is_there_starts_nothing(tmp_path):
+    program = (
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "from dapo_mega.distributed.programs import ProcessGroup\n"
+        "start, started = subprocess.Popen, []\n"
+        "def killed_at_the_second(arguments, **options):\n"
+        "    if started:\n"
+        "        time.sleep(0.2)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    started.append(start(arguments, **options))\n"
+        "    print(started[0].pid, flush=True)\n"
+        "    return started[0]\n"
+        "subprocess.Popen = killed_at_the_second\n"
+        "ProcessGroup(['/bin/sh', '-c', 'echo it runs; sleep 600'], dict(os.environ), pathlib.Path(sys.argv[1]))\n"
+    )
+    log = tmp_path / "engine.log"
+    command, environment = [sys.executable, "-c", program, log], {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    launcher = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert launcher.returncode == -signal.SIGKILL, launcher.stderr
+    started = int(launcher.stdout)
+    wait_limit = time.monotonic() + LIMIT_S
+    while psutil.pid_exists(started):
+        assert time.monotonic() < wait_limit
+        time.sleep(0.05)
+    assert log.read_text() == ""
+
+
 def test_an_engine_that_answers_no_probe_any_more_is_started_again(make_engine, monkeypatch, capsys):
     monkeypatch.setattr(serving, "_WATCH_EVERY_S", 0.05)
     engine = make_engine("hanging", restart_hung_after_s=1.0)

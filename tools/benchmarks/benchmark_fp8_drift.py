@@ -1,0 +1,196 @@
+"""How far a trainer's log-probs in bf16 and FP8 are from those of an engine in bf16 or FP8 with the same weights.
+
+python tools/benchmark.py fp8_drift --widths 256 1024 --depths 2 8        # needs a GPU with Transformer Engine
+python -m tests.te_cpu tools/benchmark.py fp8_drift                       # or an emulated one
+
+For each width and depth a random Qwen2-shaped model, whose logits have a standard deviation of 3, generates responses
+as an engine: transformers in bf16, or in SGLang's block-wise FP8 (weights as this project sends them, inputs of the
+projections rounded in groups of 128 per token). Trainers with each kind of FP8 scaling score them. Columns, over all
+response tokens, w being exp(trainer's log-prob - engine's):
+
+- mean |log w|, in nats: what `rollout/logprob_abs_diff_mean` shows
+- KL(engine || trainer) per token, estimated by mean(w - 1 - log w)
+- effective share of the tokens, (sum w)^2 / (n sum w^2), and of the responses, with w their product over tokens
+- share of tokens whose w is over the default cap of importance weights, which then counts as the cap
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dapo_mega.cli import quiet_libraries, run_command
+from dapo_mega.distributed import accelerator
+from dapo_mega.errors import InputError
+
+VOCABULARY = 512
+PROMPT_TOKENS = 16
+IMPORTANCE_CAP = 2.0
+# Kind of scaling, FP8 parameters, layers at both ends in bf16.
+TRAINERS: dict[str, tuple[Any, bool, int]] = {
+    "bf16": ("none", False, 0),
+    "delayed": ("delayed", False, 0),
+    "tensorwise": ("tensorwise", False, 0),
+    "blockwise": ("blockwise", False, 0),
+    "blockwise, ends in bf16": ("blockwise", False, 1),
+    "blockwise, FP8 parameters": ("blockwise", True, 0),
+}
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Measure and return the rows of a Markdown table."""
+    if not accelerator.has_gpu():
+        raise InputError(
+            "fp8_drift needs a CUDA device, and this machine has none; python -m tests.te_cpu tools/benchmark.py "
+            "fp8_drift emulates one"
+        )
+    from dapo_mega.config import ParallelConfig
+    from dapo_mega.megatron.processes import start_processes
+
+    processes = start_processes(ParallelConfig(), 0)
+    lines = [
+        "| width | layers | engine | trainer | mean abs. log w | KL per token | effective tokens | "
+        "effective responses | capped tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for width in options.widths:
+        for depth in options.depths:
+            with tempfile.TemporaryDirectory() as folder:
+                write_model(Path(folder), width, depth)
+                for engine in ("bf16", "fp8"):
+                    samples = generate(Path(folder), engine == "fp8", options)
+                    for trainer in TRAINERS:
+                        if "ends" in trainer and depth <= 2:
+                            continue
+                        differences = score(Path(folder), trainer, samples, processes) - samples[1]
+                        figures = " | ".join(drift(differences.double()))
+                        lines.append(f"| {width} | {depth} | {engine} | {trainer} | {figures} |")
+                        print(lines[-1], flush=True)
+    return lines
+
+
+def write_model(folder: Path, width: int, depth: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=depth,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=3.0 * width**-0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+@torch.no_grad()
+def generate(folder: Path, fp8: bool, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Tokens [responses, prompt and response] of the engine, and its log-probs [responses, response tokens]."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(accelerator.device())
+    if fp8:
+        _quantise_projections(model)
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (options.responses, PROMPT_TOKENS), generator=random)
+    tokens = tokens.to(accelerator.device())
+    past, chosen, logprobs = None, tokens, []
+    for _ in range(options.response_tokens):
+        output = model(chosen, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        scores = output.logits[:, -1].float().log_softmax(-1)
+        chosen = torch.multinomial(scores.exp().cpu(), 1, generator=random).to(scores.device)
+        logprobs.append(scores.gather(1, chosen)[:, 0])
+        tokens = torch.cat([tokens, chosen], 1)
+    return tokens.cpu(), torch.stack(logprobs, 1).cpu()
+
+
+def _quantise_projections(model: torch.nn.Module) -> None:
+    """As SGLang's block-wise FP8 engine: E4M3 weights with a scale per 128 x 128, inputs with one per 128."""
+    from dapo_mega.weight_sync.fp8 import BLOCK, quantise
+
+    def rounded(module: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        groups = inputs[0].float().unflatten(-1, (-1, BLOCK))
+        scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+        values = (groups / scales).to(torch.float8_e4m3fn).float() * scales
+        return (values.flatten(-2).to(inputs[0].dtype),)
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            assert isinstance(module, torch.nn.Linear)
+            values, scales = quantise(module.weight.data)
+            spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            module.weight.data = (values.float() * spread).to(module.weight.dtype)
+            module.register_forward_pre_hook(rounded)
+
+
+def score(folder: Path, trainer: str, samples: tuple[Tensor, Tensor], processes: Any) -> Tensor:
+    """The trainer's log-probs of the samples [responses, response tokens]."""
+    from dapo_mega.batching.microbatch import pack
+    from dapo_mega.batching.plan import PackingLayout
+    from dapo_mega.batching.samples import flatten, single_turn
+    from dapo_mega.config import ComputeConfig, Fp8Config, ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+
+    scaling, params, ends = TRAINERS[trainer]
+    policy = MegatronPolicy(
+        ModelConfig(path=str(folder), dtype="bf16"),
+        ParallelConfig(),
+        OptimizerConfig(warmup_steps=0),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=1,
+        compute=ComputeConfig(fp8=Fp8Config(scaling=scaling, params=params, bf16_layers_at_ends=ends)),
+    )
+    tokens, engine = samples
+    rows = tokens.numpy().astype(np.int32)
+    flat = flatten([single_turn(row[:PROMPT_TOKENS], row[PROMPT_TOKENS:], advantage=1.0) for row in rows])
+    batch = pack(flat, PackingLayout(multiple_of=policy.token_multiple), max_response_tokens=engine.shape[1])
+    return policy.score([batch])[0].logprobs.cpu().view_as(engine)
+
+
+def drift(log_weights: Tensor) -> Iterator[str]:
+    """The table's columns, of log w [responses, response tokens]."""
+    weights = log_weights.exp()
+    yield f"{log_weights.abs().mean():.4f}"
+    yield f"{(weights - 1 - log_weights).mean():.1e}"
+    yield f"{effective_share(weights.flatten()):.1%}"
+    yield f"{effective_share(log_weights.sum(1).exp()):.1%}"
+    yield f"{(weights > IMPORTANCE_CAP).double().mean():.2%}"
+
+
+def effective_share(weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2)."""
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py fp8_drift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024], help="multiples of 128")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 8], help="layers")
+    parser.add_argument("--responses", type=int, default=32)
+    parser.add_argument("--response-tokens", type=int, default=64)
+    options = parser.parse_args(argv)
+    if any(width % 128 for width in options.widths):
+        raise InputError(f"--widths {options.widths}: give multiples of 128, the size of FP8's blocks")
+    quiet_libraries()
+    run(options)
+
+
+if __name__ == "__main__":
+    run_command(main)
