@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import importance_weights, kl_estimate, within_bounds
+from dapo_mega.algorithms import effective_share, importance_weights, kl_estimate, within_bounds
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
@@ -160,7 +160,7 @@ def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[s
         "mismatch/kl": total["kl"] / tokens,
         "mismatch/importance_weight_mean": total["weight"] / tokens,
         "mismatch/importance_weight_max": largest["weight"],
-        "mismatch/effective_sample_share": total["weight"] ** 2 / (tokens * total["squared_weight"]),
+        "mismatch/effective_sample_share": effective_share(total["weight"], total["squared_weight"], tokens),
         "mismatch/truncated_share": total["truncated"] / tokens,
         "mismatch/masked_response_share": total["masked"] / total["responses"],
         "mismatch/fresh_token_share": fresh / tokens,

@@ -98,6 +98,37 @@ def test_fp8_agrees_with_bf16_within_its_precision(model_path, processes, local,
     assert_agrees(score_and_update(subject), local, 0.1, 0.25)
 
 
+def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes):
+    """With a scale of 1 weights as small as these would be rounded to 0 or a few values."""
+    pytest.importorskip("transformer_engine")
+    if accelerator.capability() < (9, 0):
+        pytest.skip("FP8 needs Hopper or newer")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.001,
+    )
+    model = Qwen2ForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=3.0 / 16)  # Logits of standard deviation 3.
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    fp8 = {"scaling": "delayed", "amax_history": 16}
+    of_local, of_delayed = (
+        score_and_update(policy(tmp_path, processes, name, **compute))[0]
+        for name, compute in (("local", {}), ("transformer_engine", {"fp8": fp8}))
+    )
+    # 0.01 with scales; 0.12 without, on the emulated device.
+    assert (of_delayed - of_local).abs().mean() < 0.03
+
+
 @pytest.mark.parametrize(
     "compute",
     [

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 NAME = "fused_weight_gradient_mlp_cuda"
@@ -39,16 +40,11 @@ def installed() -> Iterator[types.ModuleType]:
         raise NotImplementedError(f"{NAME}.wgrad_gemm_accum_fp16 is not emulated: gradients here are float32")
 
     module.wgrad_gemm_accum_fp32, module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16
-    used_by: Any = layers
-    before = sys.modules.get(NAME), used_by._grad_accum_fusion_available
-    sys.modules[NAME] = used_by.fused_weight_gradient_mlp_cuda = module
-    used_by._grad_accum_fusion_available = True
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, NAME, module)
+        patch.setattr(layers, NAME, module, raising=False)
+        patch.setattr(layers, "_grad_accum_fusion_available", True)
         yield module
-    finally:
-        used_by._grad_accum_fusion_available = before[1]
-        if before[0] is None:
-            del sys.modules[NAME]
 
 
 @contextlib.contextmanager
@@ -63,7 +59,6 @@ def used_by_transformer_engine() -> Iterator[None]:
     """Its own products add to the buffer, as Megatron tells it to where the extension is."""
     from tests.te_cpu import extension
 
-    replaced: Any = extension
     real, accumulated = extension.generic_gemm, 0
 
     def generic_gemm(*arguments: Any, **options: Any) -> Any:
@@ -71,10 +66,7 @@ def used_by_transformer_engine() -> Iterator[None]:
         accumulated += bool(arguments[_ACCUMULATE])
         return real(*arguments, **options)
 
-    replaced.generic_gemm = generic_gemm
-    try:
-        with installed():
-            yield
-    finally:
-        replaced.generic_gemm = real
+    with installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "generic_gemm", generic_gemm)
+        yield
     assert accumulated > 0

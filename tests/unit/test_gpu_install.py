@@ -1,4 +1,4 @@
-"""The pinned set for GPUs fits what the project asks for, and a machine that cannot take it is told why at once."""
+"""The pinned set for GPUs fits what the project asks for; machines and arguments that do not fit are told why."""
 
 import importlib.metadata
 import os
@@ -47,3 +47,45 @@ def test_a_machine_without_what_is_needed_is_told_so_and_nothing_is_installed(
     assert len(result.stderr.splitlines()) == 1
     assert message in result.stderr
     assert not (tmp_path / "environment").exists()
+
+
+def first_hour(folder, *arguments):
+    script = PROJECT / "tools" / "gpu_first_hour.sh"
+    return subprocess.run(["bash", script, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only"], "--only needs a value"),
+        (["--output", "--list"], "--output needs a value"),
+        (["--only", "layers,nothing"], "no step is called 'nothing'; there are: environment layers "),
+        (["--only", "list"], "no step is called 'list'"),
+        (["--output", "earlier", "--only", "environment"], "/earlier is not empty; give a new folder"),
+        (["layers"], "unknown argument 'layers'; usage: "),
+    ],
+)
+def test_the_first_hour_refuses_wrong_arguments_before_its_first_step(tmp_path, arguments, message):
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "layers.log").write_text("of an earlier run")
+    result = first_hour(tmp_path, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert (tmp_path / "earlier" / "layers.log").read_text() == "of an earlier run"
+
+
+def test_the_first_hour_writes_where_its_caller_says_and_lists_its_steps(tmp_path):
+    listed = first_hour(tmp_path, "--list")
+    names = [line.split()[0] for line in listed.stdout.splitlines()]
+    assert (listed.returncode, names[:2], names[-1]) == (0, ["environment", "layers"], "learn-fp8")
+    assert os.listdir(tmp_path) == []
+    limits = [int(line.split()[1]) for line in listed.stdout.splitlines()]
+    assert sum(limits) <= 3600
+    (tmp_path / "python").write_text("#!/bin/sh\necho fine\n")
+    (tmp_path / "python").chmod(0o755)
+    script = [PROJECT / "tools" / "gpu_first_hour.sh", "--output", "mine", "--only", "environment"]
+    environment = {**os.environ, "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run(["bash", *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "| environment | versions and devices | passed |" in (tmp_path / "mine" / "report.md").read_text()

@@ -10,8 +10,13 @@ response tokens, w being exp(trainer's log-prob - engine's):
 
 - mean |log w|, in nats: what `rollout/logprob_abs_diff_mean` shows
 - KL(engine || trainer) per token, estimated by mean(w - 1 - log w)
-- effective share of the tokens, (sum w)^2 / (n sum w^2), and of the responses, with w their product over tokens
-- share of tokens whose w is over the default cap of importance weights, which then counts as the cap
+- effective share of the tokens, (sum w)^2 / (n sum w^2), and of the responses, with w their product over tokens: what
+  the corrections `algorithm.importance_cap` by tokens and by sequences leave of the samples
+- share of tokens whose w is over importance_cap's default, which then counts as the cap, and of responses that
+  `algorithm.sequence_mask`'s default leaves out
+- what the corrections are for: how far the expected policy gradient is from that of samples of the trainer's own, with
+  none and with importance_cap. It is exact: over the whole vocabulary at each place, with respect to the logits there,
+  for rewards that are a coin per token.
 """
 
 from __future__ import annotations
@@ -19,20 +24,25 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmark_workload import lone_policy
 from torch import Tensor
 
+from dapo_mega.algorithms import effective_share, within_bounds
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 
 VOCABULARY = 512
 PROMPT_TOKENS = 16
+# The defaults where trainer and engine differ ("auto").
 IMPORTANCE_CAP = 2.0
+SEQUENCE_MASK = (0.5, 2.0)
 # Kind of scaling, FP8 parameters, layers at both ends in bf16.
 TRAINERS: dict[str, tuple[Any, bool, int]] = {
     "bf16": ("none", False, 0),
@@ -57,8 +67,8 @@ def run(options: argparse.Namespace) -> list[str]:
     processes = start_processes(ParallelConfig(), 0)
     lines = [
         "| width | layers | engine | trainer | mean abs. log w | KL per token | effective tokens | "
-        "effective responses | capped tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "effective responses | capped tokens | masked responses | gradient's error | with the cap |",
+        "|" + "---|" * 12,
     ]
     for width in options.widths:
         for depth in options.depths:
@@ -69,11 +79,24 @@ def run(options: argparse.Namespace) -> list[str]:
                     for trainer in TRAINERS:
                         if "ends" in trainer and depth <= 2:
                             continue
-                        differences = score(Path(folder), trainer, samples, processes) - samples[1]
-                        figures = " | ".join(drift(differences.double()))
+                        own = score(Path(folder), trainer, samples.tokens, processes)
+                        figures = " | ".join(drift(samples, own))
                         lines.append(f"| {width} | {depth} | {engine} | {trainer} | {figures} |")
                         print(lines[-1], flush=True)
     return lines
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`tokens` [responses, prompt and response]; the engine's log-probs of the whole vocabulary at each response token
+    [responses, response tokens, vocabulary]."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+    def chosen(self, logprobs: Tensor) -> Tensor:
+        """Those of the response tokens [responses, response tokens]."""
+        return logprobs.gather(2, self.tokens[:, PROMPT_TOKENS:, None])[:, :, 0]
 
 
 def write_model(folder: Path, width: int, depth: int) -> None:
@@ -96,8 +119,8 @@ def write_model(folder: Path, width: int, depth: int) -> None:
 
 
 @torch.no_grad()
-def generate(folder: Path, fp8: bool, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Tokens [responses, prompt and response] of the engine, and its log-probs [responses, response tokens]."""
+def generate(folder: Path, fp8: bool, options: argparse.Namespace) -> Samples:
+    """What the engine answers."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(accelerator.device())
@@ -112,9 +135,9 @@ def generate(folder: Path, fp8: bool, options: argparse.Namespace) -> tuple[Tens
         past = output.past_key_values
         scores = output.logits[:, -1].float().log_softmax(-1)
         chosen = torch.multinomial(scores.exp().cpu(), 1, generator=random).to(scores.device)
-        logprobs.append(scores.gather(1, chosen)[:, 0])
+        logprobs.append(scores.cpu())
         tokens = torch.cat([tokens, chosen], 1)
-    return tokens.cpu(), torch.stack(logprobs, 1).cpu()
+    return Samples(tokens.cpu(), torch.stack(logprobs, 1))
 
 
 def _quantise_projections(model: torch.nn.Module) -> None:
@@ -136,45 +159,58 @@ def _quantise_projections(model: torch.nn.Module) -> None:
             module.register_forward_pre_hook(rounded)
 
 
-def score(folder: Path, trainer: str, samples: tuple[Tensor, Tensor], processes: Any) -> Tensor:
-    """The trainer's log-probs of the samples [responses, response tokens]."""
+def score(folder: Path, trainer: str, tokens: Tensor, processes: Any) -> Tensor:
+    """The trainer's log-probs of the whole vocabulary [responses, response tokens, vocabulary]."""
     from dapo_mega.batching.microbatch import pack
     from dapo_mega.batching.plan import PackingLayout
     from dapo_mega.batching.samples import flatten, single_turn
-    from dapo_mega.config import ComputeConfig, Fp8Config, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.config import ComputeConfig, Fp8Config
+    from dapo_mega.megatron.megatron_model import response_rows
+    from dapo_mega.megatron.model import unwrapped
 
     scaling, params, ends = TRAINERS[trainer]
-    policy = MegatronPolicy(
-        ModelConfig(path=str(folder), dtype="bf16"),
-        ParallelConfig(),
-        OptimizerConfig(warmup_steps=0),
-        processes,
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=1,
-        compute=ComputeConfig(fp8=Fp8Config(scaling=scaling, params=params, bf16_layers_at_ends=ends)),
-    )
-    tokens, engine = samples
+    fp8 = Fp8Config(scaling=scaling, params=params, bf16_layers_at_ends=ends)
+    policy = lone_policy(folder, "bf16", processes, ComputeConfig(fp8=fp8, fused_output_layer=False))
     rows = tokens.numpy().astype(np.int32)
     flat = flatten([single_turn(row[:PROMPT_TOKENS], row[PROMPT_TOKENS:], advantage=1.0) for row in rows])
-    batch = pack(flat, PackingLayout(multiple_of=policy.token_multiple), max_response_tokens=engine.shape[1])
-    return policy.score([batch])[0].logprobs.cpu().view_as(engine)
+    num_tokens = tokens.shape[1] - PROMPT_TOKENS
+    batch = pack(flat, PackingLayout(multiple_of=policy.token_multiple), max_response_tokens=num_tokens)
+    logits: list[Tensor] = []
+    output_layer: Any = unwrapped(policy.chunks[-1]).output_layer
+    output_layer.register_forward_hook(lambda layer, inputs, output: logits.append(output[0]))
+    policy.score([batch])
+    # The last pass, as delayed scaling makes some before it.
+    whole = logits[-1][response_rows(batch), 0, :VOCABULARY].float().log_softmax(-1).cpu()
+    return whole.unflatten(0, (len(rows), num_tokens))
 
 
-def drift(log_weights: Tensor) -> Iterator[str]:
-    """The table's columns, of log w [responses, response tokens]."""
+def drift(samples: Samples, own: Tensor) -> Iterator[str]:
+    """The table's columns, of the engine's samples and the trainer's own log-probs of the whole vocabulary."""
+    log_weights = (samples.chosen(own) - samples.chosen(samples.logprobs)).double()
     weights = log_weights.exp()
     yield f"{log_weights.abs().mean():.4f}"
     yield f"{(weights - 1 - log_weights).mean():.1e}"
-    yield f"{effective_share(weights.flatten()):.1%}"
-    yield f"{effective_share(log_weights.sum(1).exp()):.1%}"
+    for each in (weights.flatten(), log_weights.sum(1).exp()):
+        yield f"{effective_share(float(each.sum()), float(each.square().sum()), len(each)):.1%}"
     yield f"{(weights > IMPORTANCE_CAP).double().mean():.2%}"
+    sums = torch.stack([log_weights.sum(1), torch.full_like(log_weights[:, 0], log_weights.shape[1])])
+    yield f"{(~within_bounds(sums, SEQUENCE_MASK)).double().mean():.1%}"
+    for cap in (None, IMPORTANCE_CAP):
+        yield f"{gradient_error(own, samples.logprobs, cap):.2%}"
 
 
-def effective_share(weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2)."""
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+def gradient_error(own: Tensor, engine: Tensor, cap: float | None) -> float:
+    """Norm of the expected gradient's error over its norm; both log-probs are [..., vocabulary].
+
+    With the trainer's p and the engine's q, tokens drawn from q, and advantages A weighted by w = min(p / q, cap), the
+    expected gradient with respect to the logits is q w A - p sum(q w A); with tokens drawn from p it is p A.
+    """
+    p, q = own.double().exp(), engine.double().exp()
+    rewards = torch.randint(0, 2, p.shape, generator=torch.Generator().manual_seed(2)).double() * 2 - 1
+    advantages = rewards - (p * rewards).sum(-1, keepdim=True)
+    weighted = q * advantages if cap is None else q * (p / q).clamp(max=cap) * advantages
+    exact = p * advantages
+    return float((weighted - p * weighted.sum(-1, keepdim=True) - exact).norm() / exact.norm())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
@@ -71,6 +72,21 @@ def test_a_tensor_has_one_scale_that_makes_its_largest_value_the_formats():
     assert torch.equal(quantized.dequantize(), by_table)
     assert torch.equal(codes(E4M3)[quantized._transpose.long()].float().t() * quantized._scale_inv, by_table)
     assert (by_table - wide).abs().max() <= wide.abs().max() / 448 * 16
+
+
+def test_delayed_scales_follow_the_largest_value_of_the_last_passes():
+    """By Transformer Engine's own bookkeeping, with a history of three passes, the last of which fill it up."""
+    torch.manual_seed(0)
+    module = te.Linear(16, 16, bias=False)
+    recipe = DelayedScaling(fp8_format=Format.E4M3, amax_history_len=3, amax_compute_algo="max")
+    scales = []
+    for largest in (1.0, 4.0, 2.0, 2.0, 0.5):
+        inputs = torch.rand(16, 16) * 0.9 * largest
+        inputs[3, 5] = -largest
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            module(inputs.requires_grad_())
+        scales.append(float(module.fp8_meta["scaling_fwd"].scale[0]))
+    assert scales == [448 / largest for largest in (1.0, 4.0, 4.0, 4.0, 2.0)]
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (160, 272), (48, 16)])

@@ -34,6 +34,7 @@ def config(**rollout):
             "output_dir": "o",
             "num_steps": 1,
             "model": {"path": "m", "dtype": rollout.pop("model", "fp32")},
+            "compute": {"fp8": {"scaling": rollout.pop("scaling", "none")}},
             "data": {"train": {"path": "d"}},
             "rollout": {"placement": "fleet", "fleet": {"urls": ["http://a:1"]}, **rollout},
         }
@@ -103,6 +104,7 @@ def test_the_sequence_has_its_length_and_is_the_same_each_time(lengths):
         ({"dtype": "bf16"}, 0.15),
         ({"dtype": "fp32", "model": "bf16"}, 0.15),
         ({"dtype": "fp8", "model": "bf16"}, 0.5),
+        ({"dtype": "bf16", "model": "bf16", "scaling": "blockwise"}, 0.5),
         ({"engine_tolerance": 0.02}, 0.02),
     ],
 )

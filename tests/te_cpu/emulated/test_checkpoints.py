@@ -1,0 +1,65 @@
+"""What leaves a policy with FP8 parameters as a checkpoint, an export, or a conversion of the one to the other."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.conversion.convert import open_checkpoint, to_hf
+from dapo_mega.data.tokenizer import build_character_tokenizer
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from tests.distributed.tiny import make_samples, save_random
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """After one update."""
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    folder = save_random(config, tmp_path / "model", scale=0.03)
+    build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
+    policy = MegatronPolicy(
+        ModelConfig(path=str(folder), dtype="bf16"),
+        ParallelConfig(),
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        start_processes(ParallelConfig(), 0),
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=2,
+        compute=ComputeConfig(fp8={"scaling": "blockwise", "params": True}),
+    )
+    batch = pack(flatten(make_samples(8, all_in_loss=True)), policy.packing_layout, max_response_tokens=64)
+    policy.update([TokenBatch(batch)], SupervisedLoss())
+    yield policy
+    stop_processes()
+
+
+def test_exports_and_converted_checkpoints_have_the_fp8_policys_weights(tmp_path, policy):
+    weights = {name: tensor.clone() for bucket in policy.weights(1 << 30) for name, tensor in bucket}
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(policy, lambda: LoopState(1, {}, {}), 1)
+    save_hf_checkpoint(policy, tmp_path / "exported")
+    to_hf(open_checkpoint(store.latest(), policy.path), tmp_path / "converted", 1 << 30)
+    for folder in ("exported", "converted"):
+        given = {}
+        for file in (tmp_path / folder).glob("*.safetensors"):
+            given |= load_file(file)
+        assert given.keys() == weights.keys()
+        differing = [name for name, tensor in weights.items() if not torch.equal(given[name].to(tensor.dtype), tensor)]
+        assert not differing, (folder, differing)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
