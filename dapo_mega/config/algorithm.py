@@ -33,10 +33,16 @@ Preset = Literal[
     "kl_cov",
     "decoupled",
 ]
+DynamicSamplingOn = Literal["correctness", "score_threshold", "unequal_scores"]
 OldPolicy = Literal["step_start", "engine"]
 ImportanceLevel = Literal["token", "sequence"]
 GROUP_BASELINES: tuple[AdvantageKind, ...] = ("group_norm", "group_mean", "leave_one_out")
 """The advantages that compare the responses of a group."""
+OTHER_FILTERS = (
+    "set algorithm.dynamic_sampling_on=unequal_scores (or score_threshold, with algorithm.score_threshold), or "
+    "algorithm.dynamic_sampling=false"
+)
+"""What to do where a reward does not say what is correct."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,19 @@ class AlgorithmConfig(Section):
     )
     dynamic_sampling: bool = Field(
         default=True,
-        description="Train only on groups with right and wrong responses, and generate more until a step is full. "
-        "Switch it off for smoke tests with a model that is always wrong: such a run would end as starved.",
+        description="Train only on groups with right and wrong responses (or what dynamic_sampling_on says), and "
+        "generate more until a step is full. Switch it off for smoke tests with a model that is always wrong: such a "
+        "run would end as starved.",
+    )
+    dynamic_sampling_on: DynamicSamplingOn = Field(
+        default="correctness",
+        description="What must differ between the responses of a group that is kept. correctness: some are right and "
+        "some wrong; score_threshold: some score at least score_threshold and some less; unequal_scores: not all score "
+        "the same. Scores are rewards without length rewards. The last two are for rewards that judge nothing right or "
+        "wrong.",
+    )
+    score_threshold: float | None = Field(
+        default=None, description="The threshold of dynamic_sampling_on=score_threshold, which needs it."
     )
     max_generation_rounds: int = Field(
         default=10,
@@ -253,6 +270,12 @@ class AlgorithmConfig(Section):
             )
         if min(self.soft_gate) <= 0:
             raise ValueError(f"algorithm.soft_gate={list(self.soft_gate)} must be two positive numbers")
+        if (self.dynamic_sampling_on == "score_threshold") != (self.score_threshold is not None):
+            raise ValueError(
+                f"algorithm.dynamic_sampling_on={self.dynamic_sampling_on} with algorithm.score_threshold="
+                f"{'null' if self.score_threshold is None else self.score_threshold}; give a threshold with "
+                f"dynamic_sampling_on=score_threshold, and with nothing else"
+            )
         if self.old_policy == "engine" and not (isinstance(self.importance_cap, str) or self.importance_cap is None):
             raise ValueError(
                 f"algorithm.old_policy=engine and algorithm.importance_cap={self.importance_cap:g} would count the "

@@ -23,7 +23,12 @@ class ColumnsConfig(Section):
     data_source: str | None = Field(
         default=None,
         json_schema_extra=FREE,
-        description="Deprecated, without effect: leave it out. All columns of a row stay with its prompt anyway.",
+        description="Column that says where a row comes from, for rewards; null: data_source. A row may lack it.",
+    )
+    extra: tuple[str, ...] | None = Field(
+        default=None,
+        json_schema_extra=FREE,
+        description="Other columns that stay with a prompt, for rewards; null: all. Name few where rows are large.",
     )
     response: str = Field(
         default="response", description="Column of the response to imitate; only supervised training reads it."
@@ -54,10 +59,15 @@ class DatasetConfig(Section):
         description="Put the messages through the tokenizer's chat template. Switch it on for instruction-tuned "
         "models.",
     )
-    ground_truth_style: Literal["verbatim", "boxed", "gsm8k"] = Field(
+    ground_truth_style: Literal["verbatim", "boxed", "gsm8k", "unchecked"] = Field(
         default="verbatim",
         description="Form of the ground-truth column. verbatim: the answer alone; gsm8k: the answer after ####; "
-        "boxed: the answer in the last \\boxed{}.",
+        "boxed: the answer in the last \\boxed{}; unchecked: whatever a reward reads, such as unit tests.",
+    )
+    several_answers: Literal["all", "any"] = Field(
+        default="all",
+        description="What a list in the ground-truth column means. all: its values together are the answer; any: each "
+        "of them is right by itself.",
     )
     deduplicate: bool = Field(
         default=True, description="Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."

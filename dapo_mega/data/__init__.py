@@ -5,7 +5,14 @@ Nothing here generates or scores.
 
 from dapo_mega.data.arithmetic import ArithmeticDemonstration, ArithmeticTask, Problem
 from dapo_mega.data.cursor import PromptCursor
-from dapo_mega.data.prompts import Demonstration, PromptDataset, check_dataset, load_demonstrations, load_prompts
+from dapo_mega.data.prompts import (
+    Demonstration,
+    PromptDataset,
+    check_dataset,
+    first_record,
+    load_demonstrations,
+    load_prompts,
+)
 from dapo_mega.data.readers import Row, read_rows
 from dapo_mega.data.templates import TEMPLATES, render, render_prompt
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
@@ -22,6 +29,7 @@ __all__ = [
     "build_byte_tokenizer",
     "build_character_tokenizer",
     "check_dataset",
+    "first_record",
     "load_demonstrations",
     "load_prompts",
     "load_tokenizer",

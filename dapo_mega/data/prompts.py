@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dapo_mega.config import DatasetConfig
-from dapo_mega.data.readers import Row, read_rows
-from dapo_mega.data.templates import render_prompt, template_text
+from dapo_mega.data.readers import Row, plain, read_rows
+from dapo_mega.data.templates import render_messages, template_text, templated_messages
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.records import RewardRecord
+from dapo_mega.rewards.trial import made_up_record
 from dapo_mega.types import Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -56,11 +59,14 @@ class _Question:
     """A row on its way to a `Prompt`: rendered, not yet tokenised.
 
     `row` keeps the row's place, not its values; `truth` is the column's text and `answer` the answer extracted from it.
-    `fields` are the columns that are neither problem nor answer.
+    For the others see `Prompt`.
     """
 
     row: Row
     text: str
+    problem: str
+    messages: tuple[Mapping[str, str], ...]
+    data_source: str
     truth: str
     answer: str
     fields: dict[str, Any]
@@ -74,8 +80,8 @@ def load_prompts(
 ) -> PromptDataset:
     """Read, render, deduplicate (by rendered text, the first row stays) and tokenise the prompts of a dataset.
 
-    `Prompt.fields` are the other columns of a row that stays, on every process: about 1 kB per prompt for
-    DAPO-Math-17k, much more where a column holds long texts or images. A dataset file without them costs nothing.
+    `Prompt.fields` are the other columns of a row that stays, or those that `columns.extra` names, on every process:
+    about 1 kB per prompt for DAPO-Math-17k, much more where a column holds long texts or images.
 
     Raises `InputError`, naming file and row, for a column that is absent, a ground truth that no answer could be
     compared with, a prompt over `max_prompt_tokens` (unless `long_prompts` is "drop"), a prompt with characters
@@ -152,8 +158,20 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
             row.value(config.columns.response, "columns.response")
         else:
             _extracted(row, _ground_truth_text(row, config), config)
+            _fields(row, config)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one that has some")
+
+
+def first_record(config: DatasetConfig) -> RewardRecord | None:
+    """What a reward is given for a made-up response to the first row, read without a tokenizer; None if the dataset is
+    not on this machine."""
+    if not Path(config.path).exists():
+        return None
+    row = next(read_rows(config))
+    problem, messages, _ = _prompt(row, config.model_copy(update={"chat_template": False}), None)
+    truth = _extracted(row, _ground_truth_text(row, config), config)
+    return made_up_record(problem, messages, truth, _data_source(row, config), _fields(row, config))
 
 
 def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Question], int, int]:
@@ -161,9 +179,8 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
     questions: dict[Any, _Question] = {}
     num_rows = num_conflicting = 0
     template_text(config.template)  # A template that does not exist is refused before any file is read.
-    columns = config.columns
     for row in read_rows(config):
-        text = _prompt_text(row, config, tokenizer)
+        problem, messages, text = _prompt(row, config, tokenizer)
         truth = _ground_truth_text(row, config)
         key = text if config.deduplicate else num_rows
         num_rows += 1
@@ -173,8 +190,9 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
             num_conflicting += truth != kept.truth and _extracted(row, truth, config) != kept.answer
             continue
         place = Row(row.source, row.number, {}, row.unit)
-        fields = row.without(columns.prompt, columns.ground_truth)
-        questions[key] = _Question(place, text, truth, _extracted(row, truth, config), fields)
+        answer, fields = _extracted(row, truth, config), _fields(row, config)
+        source = _data_source(row, config)
+        questions[key] = _Question(place, text, problem, tuple(messages), source, truth, answer, fields)
     return list(questions.values()), num_rows, num_conflicting
 
 
@@ -196,45 +214,85 @@ def _tokenized(
                 f"{question.row.where}: the prompt is {len(token_ids)} tokens, over max_prompt_tokens="
                 f"{max_prompt_tokens}; raise it, or set long_prompts=drop"
             )
-        fields = MappingProxyType(question.fields)
-        prompt = Prompt(len(prompts), question.text, _ids(token_ids), question.answer, fields)
-        prompts.append(prompt)
+        prompts.append(
+            Prompt(
+                index=len(prompts),
+                text=question.text,
+                token_ids=_ids(token_ids),
+                ground_truth=question.answer,
+                fields=MappingProxyType(question.fields),
+                problem=question.problem,
+                messages=question.messages,
+                data_source=question.data_source,
+            )
+        )
     return prompts
 
 
 def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    return _prompt(row, config, tokenizer)[2]
+
+
+def _prompt(
+    row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[str, list[dict[str, str]], str]:
+    """The problem, the turns, and the text that the policy is asked."""
     prompt = row.value(config.columns.prompt, "columns.prompt")
     try:
-        text = render_prompt(prompt, config.template, tokenizer if config.chat_template else None)
+        problem, messages = templated_messages(prompt, config.template)
+        text = render_messages(messages, tokenizer if config.chat_template else None)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     if not text.strip():
         raise InputError(f"{row.where}: the prompt is empty; correct or remove the row")
-    return text
+    return problem, messages, text
+
+
+def _fields(row: Row, config: DatasetConfig) -> dict[str, Any]:
+    """The row's other columns, or those that `columns.extra` names, by these names."""
+    columns = config.columns
+    if columns.extra is None:
+        return row.without(columns.prompt, columns.ground_truth)
+    return {name: plain(row.value(name, "columns.extra")) for name in columns.extra}
+
+
+def _data_source(row: Row, config: DatasetConfig) -> str:
+    source = row.optional(config.columns.data_source or "data_source")
+    return "" if source is None else str(source)
 
 
 def _ground_truth_text(row: Row, config: DatasetConfig) -> str:
-    """The column's value as text: numbers as written, a list of answers joined by commas."""
+    """The column's value as text: numbers as written, a list joined by commas, or as JSON where any of it is right or
+    it is unchecked."""
     value = row.value(config.columns.ground_truth, "columns.ground_truth")
+    if config.ground_truth_style == "unchecked":
+        return str(value) if isinstance(value, str) else json.dumps(plain(value), default=str)
     answers = value if isinstance(value, list) else [value]
     if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
         raise InputError(
             f"{row.where}: the ground truth must be text, a number or a list of them, got {value!r:.80}; "
             f"correct the row, or set columns.ground_truth to another column"
         )
-    return ", ".join(map(str, answers))
+    texts = [str(answer) for answer in answers]
+    return json.dumps(texts) if config.several_answers == "any" and len(texts) > 1 else ", ".join(texts)
 
 
 def _extracted(row: Row, text: str, config: DatasetConfig) -> str:
+    if config.ground_truth_style == "unchecked":
+        return text
     # Imported here: package rewards is needed for this one call only.
-    from dapo_mega.rewards import extract_ground_truth
+    from dapo_mega.rewards import extract_ground_truth, gold_answers
 
+    style = config.ground_truth_style
+    golds = gold_answers(text) if config.several_answers == "any" else (text,)
     try:
-        answer = extract_ground_truth(text, _EXTRACTION[config.ground_truth_style])
+        answers = [extract_ground_truth(gold, _EXTRACTION[style]) for gold in golds]
     except ValueError as error:
         raise InputError(f"{row.where}: {error}") from error
-    # GSM8K writes thousands with commas; no answer in it is a list.
-    return answer.replace(",", "") if config.ground_truth_style == "gsm8k" else answer
+    if style == "gsm8k":
+        # GSM8K writes thousands with commas; no answer in it is a list.
+        answers = [answer.replace(",", "") for answer in answers]
+    return answers[0] if len(answers) == 1 else json.dumps(answers)
 
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> Iterator[list[int]]:

@@ -59,9 +59,18 @@ class Row:
             value = value[part]
         return value
 
+    def optional(self, column: str) -> Any:
+        """The field of a dotted name, None where the row lacks it."""
+        if column in self.values:
+            return self.values[column]
+        value: Any = self.values
+        for part in column.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
     def without(self, *columns: str) -> dict[str, Any]:
         """A copy of the fields without those of these dotted names; numbers of JSON files become numbers."""
-        rest: dict[str, Any] = _plain(self.values)
+        rest: dict[str, Any] = plain(self.values)
         for column in columns:
             inner, name = rest, column
             while name not in inner and "." in name:
@@ -205,12 +214,12 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, parse_float=NumberText, parse_int=NumberText, parse_constant=NumberText)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A copy with JSON's numbers as int and float; integers too long for Python to read stay text."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, NumberText):
         try:
             return json.loads(value)

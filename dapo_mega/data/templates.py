@@ -86,14 +86,25 @@ def as_messages(prompt: Any) -> list[dict[str, str]]:
 
 
 def render_prompt(prompt: Any, template: str, chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """The text given to the policy for one value of the prompt column.
+    """The text given to the policy for one value of the prompt column, see `render_messages`."""
+    return render_messages(templated_messages(prompt, template)[1], chat_tokenizer)
 
-    The template is put around the last user turn. With `chat_tokenizer` the turns go through its chat template and
-    end where the answer starts; without it their contents are joined by newlines.
-    """
+
+def templated_messages(prompt: Any, template: str) -> tuple[str, list[dict[str, str]]]:
+    """The problem, which is the last user turn of a prompt column's value, and all turns, that one in the template."""
     messages = as_messages(prompt)
     last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    messages[last_user]["content"] = render(template, messages[last_user]["content"])
+    problem = messages[last_user]["content"]
+    messages[last_user]["content"] = render(template, problem)
+    return problem, messages
+
+
+def render_messages(messages: Sequence[Message], chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """The text given to the policy for these turns.
+
+    With `chat_tokenizer` they go through its chat template and end where the answer starts; without it their contents
+    are joined by newlines.
+    """
     if chat_tokenizer is None:
         return "\n".join(message["content"] for message in messages)
     if chat_tokenizer.chat_template is None:

@@ -1,23 +1,36 @@
 """Rewards: answer extraction, equivalence with the ground truth, verification in bulk, reward shaping.
 
-Texts in, numbers out. Nothing here knows tokens, groups or engines, and no text is ever evaluated as code.
+Records of responses in, numbers out. Nothing here knows groups or engines, and no text is evaluated as code outside of
+`sandbox`.
+Rewards of a configuration are made by `dapo_mega.rewards.build`, which is not imported here: workers stay light.
 """
 
+from dapo_mega.rewards.composed import ComposedReward, ComposedScore, WeightedReward
 from dapo_mega.rewards.equivalence import answers_match, validate_ground_truth
 from dapo_mega.rewards.extraction import ExtractionStyle, extract_answer, extract_ground_truth
+from dapo_mega.rewards.grading import gold_answers
 from dapo_mega.rewards.normalization import normalize_answer
+from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, length_rewards, soft_overlong_punishment
 from dapo_mega.rewards.verifier import AnswerVerifier, Outcome, Verdict
 
 __all__ = [
     "AnswerVerifier",
+    "ComposedReward",
+    "ComposedScore",
     "ExtractionStyle",
     "Outcome",
+    "Reward",
+    "RewardRecord",
+    "Score",
+    "ScoringFailure",
     "Verdict",
+    "WeightedReward",
     "accuracy_reward",
     "answers_match",
     "extract_answer",
     "extract_ground_truth",
+    "gold_answers",
     "length_rewards",
     "normalize_answer",
     "soft_overlong_punishment",

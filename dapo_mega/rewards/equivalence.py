@@ -1,4 +1,7 @@
-"""Decides whether an answer equals the ground truth: with cheap rules if possible, else with math-verify.
+"""Whether an answer equals the ground truth: the rule of the DAPO recipe, and what a ground truth may be.
+
+The recipe compares canonical spellings and leaves the rest to math-verify; style `dapo` follows it. All other styles
+compare what the answers are (`grading`).
 
 Model text is never given to `eval`, `exec`, `sympify` or `parse_expr`: math-verify is called with its LaTeX
 grammar only, and only on text that `bounds` lets pass.
@@ -7,13 +10,16 @@ grammar only, and only on text that `bounds` lets pass.
 from __future__ import annotations
 
 import enum
-import logging
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
+from dapo_mega.rewards.grading import gold_answers, graded, stated_truth
 from dapo_mega.rewards.normalization import after_last_equals, canonical_latex, compact, left_sides, split_list
 from dapo_mega.rewards.numerals import Numeral, numerals_equal, parse_numeral
 
@@ -110,41 +116,29 @@ def symbolically_equal(candidate_latex: str, truth_latex: str) -> bool:
     It has no time limit of its own (math-verify's needs signals, hence the main thread): callers with
     untrusted text run it in a process that they can end. A text that exceeds `bounds` is not equal.
     """
-    if bound_violation(candidate_latex) or bound_violation(truth_latex):
-        return False
-    # Imported here: it takes most of a second, and a process that sees only integers never needs it.
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    # The logger tells once per process that its own time limit is off, and warns about each odd LaTeX text.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    config = [LatexExtractionConfig(boxed_match_priority=-1)]
-    parsed = [
-        parse(f"${latex}$", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
-        for latex in (truth_latex, candidate_latex)
-    ]
-    return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+    return latex_equal(candidate_latex, truth_latex)
 
 
-def answers_match(candidate: str, ground_truth: str) -> bool:
+def answers_match(candidate: str, ground_truth: str | Sequence[str], numeric_tolerance: float = 0.0) -> bool:
     """Whether an extracted answer equals the ground truth; False for an answer that exceeds `bounds`.
 
     Runs in the calling process without a time limit; `AnswerVerifier` adds the limits that training needs.
     """
     if len(candidate) > MAX_ANSWER_CHARACTERS:
         return False
-    decided = compare_cheaply(candidate, ground_truth)
-    if decided is not None:
-        return decided
-    return symbolically_equal(*symbolic_forms(candidate, ground_truth))
+    golds = map(stated_truth, gold_answers(ground_truth))
+    return any(graded(candidate, gold, numeric_tolerance) for gold in golds)
 
 
 def validate_ground_truth(text: str) -> str:
-    r"""The ground truth without surrounding white space, if answers can be compared with it.
+    r"""The ground truth without surrounding white space, if answers can be compared with it; each one of a JSON list.
 
     Raises ValueError, with the text and the reason, for one that is empty or without letter or digit, has
     unbalanced braces, or exceeds `bounds`.
     """
+    golds = gold_answers(text)
+    if golds != (text,):
+        return json.dumps([validate_ground_truth(gold) for gold in golds])
     stripped = text.strip()
     problem = bound_violation(stripped)
     if not stripped:

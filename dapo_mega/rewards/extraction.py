@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from dapo_mega.rewards.equivalence import validate_ground_truth
+from dapo_mega.rewards.free_text import find_answer, tagged
 
-ExtractionStyle = Literal["dapo", "boxed", "gsm8k", "last_number", "none"]
+ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
 
 # The rule of the DAPO recipe: only the end of a response can hold its answer.
 TAIL_CHARACTERS: Final = 300
@@ -60,6 +61,11 @@ def _last_number(text: str) -> str | None:
     return matches[-1].rstrip(",") if matches else None
 
 
+def _in_tags(text: str) -> str | None:
+    """Content of the last `<answer>...</answer>`, as DeepSeek-R1-Zero's template asks for."""
+    return tagged(text, must_close=True)
+
+
 def _whole_text(text: str) -> str | None:
     return text
 
@@ -67,7 +73,9 @@ def _whole_text(text: str) -> str | None:
 _EXTRACTORS: Final[dict[str, Callable[[str], str | None]]] = {
     "dapo": _last_answer_line,
     "boxed": last_boxed,
+    "r1": _in_tags,
     "gsm8k": _after_hashes,
+    "auto": find_answer,
     "last_number": _last_number,
     "none": _whole_text,
 }
@@ -83,7 +91,8 @@ def extract_answer(response: str, style: str = "dapo") -> str | None:
     r"""The final answer as the response wrote it, stripped but not normalised; None where there is none.
 
     `dapo`: the last match of `(?i)Answer\s*:\s*([^\n]+)` within the last 300 characters (DAPO's rule).
-    `boxed`: the last balanced `\boxed{...}`. `gsm8k`: what follows the last `####` on its line.
+    `boxed`: the last balanced `\boxed{...}`. `r1`: the last `<answer>...</answer>`. `gsm8k`: what follows the last
+    `####` on its line. `auto`: whatever a response without a format states last, see `free_text`.
     `last_number`: the last number within the last 300 characters. `none`: the whole text.
     Special tokens such as an end-of-turn marker must have been removed by the caller.
 

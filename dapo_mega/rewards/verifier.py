@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self
 
@@ -15,6 +16,7 @@ from pebble import ProcessPool
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
 from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms, symbolically_equal
 from dapo_mega.rewards.extraction import check_extraction_style, extract_answer
+from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.worker import Compare, ready, run_comparison, start_worker
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "crash", "refused"]
@@ -48,6 +50,10 @@ class AnswerVerifier:
     Spawned processes import the main script again under another name: it needs the usual
     `if __name__ == "__main__"` guard, and every import at its top level is paid once per worker.
 
+    Style `dapo` compares as the DAPO recipe does, all others as `grading` does. `numeric_tolerance` accepts numbers
+    that differ from the truth by at most this share of it, and compares as `grading` does. A ground truth that is a
+    JSON list of texts is met by any of them.
+
     `compare` decides on two LaTeX texts (candidate, truth) inside a worker, so it must be a module-level
     function. Raises ValueError for a non-positive count or limit and for an unknown extraction style.
     """
@@ -58,8 +64,9 @@ class AnswerVerifier:
         time_limit_s: float,
         extraction: str = "dapo",
         *,
-        compare: Compare = symbolically_equal,
+        compare: Compare | None = None,
         memory_limit_mib: int = 1024,
+        numeric_tolerance: float = 0.0,
     ) -> None:
         for name, value in (
             ("num_workers", num_workers),
@@ -72,7 +79,12 @@ class AnswerVerifier:
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._extraction = extraction
-        self._compare = compare
+        if not 0 <= numeric_tolerance < 1:
+            raise ValueError(f"numeric_tolerance={numeric_tolerance}; it must be at least 0 and below 1")
+        self._grader = None if extraction == "dapo" and numeric_tolerance == 0 else Grader(numeric_tolerance)
+        self._compare = compare or (
+            partial(graded, tolerance=numeric_tolerance) if self._grader is not None else symbolically_equal
+        )
         self._memory_limit_mib = memory_limit_mib
         self._pool: ProcessPool | None = None
         self._closed = False
@@ -93,39 +105,43 @@ class AnswerVerifier:
         self._closed = True
         self._stop_pool()
 
-    def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts for (response, ground truth) pairs, in the order given."""
+    def verify(self, items: Sequence[tuple[str, str | Sequence[str]]]) -> list[Verdict]:
+        """Verdicts for (response, ground truth) pairs, in the order given. Of several ground truths any one will do."""
         if self._closed:
             raise RuntimeError("this AnswerVerifier is closed; create a new one")
-        verdicts: list[Verdict | None] = []
-        open_forms: dict[Forms, list[int]] = {}
-        answers: list[str | None] = []
-        for index, (response, truth) in enumerate(items):
-            answer = extract_answer(response, self._extraction)
-            answers.append(answer)
-            settled = self._settle(answer, truth)
-            verdicts.append(settled if isinstance(settled, Verdict) else None)
-            if not isinstance(settled, Verdict):
-                # Responses to one prompt often agree: each pair is compared once.
-                open_forms.setdefault(settled, []).append(index)
-        if open_forms:
-            outcomes = self._compare_in_pool(list(open_forms))
-            for (_, indices), outcome in zip(open_forms.items(), outcomes, strict=True):
-                for index in indices:
-                    verdicts[index] = Verdict(outcome == "correct", answers[index], outcome)
-        return [verdict for verdict in verdicts if verdict is not None]
+        answers = [extract_answer(response, self._extraction) for response, _ in items]
+        settled = [
+            self._settle_any(answer, gold_answers(truth)) for answer, (_, truth) in zip(answers, items, strict=True)
+        ]
+        # Responses to one prompt often agree: each pair is compared once.
+        open_forms = list(dict.fromkeys(form for found in settled if isinstance(found, list) for form in found))
+        outcomes = dict(zip(open_forms, self._compare_in_pool(open_forms), strict=True)) if open_forms else {}
+        return [
+            found if not isinstance(found, list) else _best(answer, [outcomes[form] for form in found])
+            for answer, found in zip(answers, settled, strict=True)
+        ]
 
-    @staticmethod
-    def _settle(answer: str | None, truth: str) -> Verdict | Forms:
+    def _settle_any(self, answer: str | None, golds: Sequence[str]) -> Verdict | list[Forms]:
+        """The verdict against several right answers if it is cheap, else what workers must compare."""
+        found = [self._settle(answer, gold) for gold in golds]
+        verdicts = [one for one in found if isinstance(one, Verdict)]
+        right = next((verdict for verdict in verdicts if verdict.correct), None)
+        if right is not None:
+            return right
+        return [one for one in found if not isinstance(one, Verdict)] or verdicts[0]
+
+    def _settle(self, answer: str | None, truth: str) -> Verdict | Forms:
         """The verdict if it is cheap, else the texts that a worker must compare."""
         if answer is None:
             return Verdict(False, None, "no_answer")
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return Verdict(False, answer, "refused")
-        decided = compare_cheaply(answer, truth)
+        if self._grader is not None:
+            truth = stated_truth(truth)
+        decided = self._grader.grade(answer, truth) if self._grader is not None else compare_cheaply(answer, truth)
         if decided is not None:
             return Verdict(decided, answer, "correct" if decided else "wrong")
-        forms = symbolic_forms(answer, truth)
+        forms = (answer, truth) if self._grader is not None else symbolic_forms(answer, truth)
         if any(bound_violation(form) for form in forms):
             return Verdict(False, answer, "refused")
         return forms
@@ -189,6 +205,12 @@ class AnswerVerifier:
             self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
             self._pool = None
+
+
+def _best(answer: str | None, outcomes: Sequence[Outcome]) -> Verdict:
+    """The verdict on an answer that was compared with several right ones."""
+    outcome = "correct" if "correct" in outcomes else outcomes[0]
+    return Verdict(outcome == "correct", answer, outcome)
 
 
 def _wait_while_active(pool: ProcessPool, futures: Iterable[Future[bool]]) -> None:

@@ -24,10 +24,10 @@ def start_worker(memory_limit_mib: int) -> None:
     from dapo_mega.rewards.equivalence import symbolically_equal
 
     symbolically_equal("x+x", "2x")
-    _limit_memory(memory_limit_mib)
+    limit_memory(memory_limit_mib)
 
 
-def _limit_memory(memory_limit_mib: int) -> None:
+def limit_memory(memory_limit_mib: int) -> None:
     """Cap the address space at what is mapped now plus the limit, where the platform can (Linux)."""
     if sys.platform != "linux":
         return

@@ -115,10 +115,29 @@ def test_a_long_prompt_is_refused_with_its_length_or_dropped_and_counted(tmp_pat
         (["1", "3"], "verbatim", "1, 3"),
         (r"So \boxed{1} or \boxed{\frac{1}{\sqrt{2}}} m", "boxed", r"\frac{1}{\sqrt{2}}"),
         ("3 <<1+2=3>>\n#### 2 no\n#### 1,450,000", "gsm8k", "1450000"),
+        ("assert f(1) == 2\n", "unchecked", "assert f(1) == 2\n"),
+        ({"inputs": ["1"], "outputs": ["2"]}, "unchecked", '{"inputs": ["1"], "outputs": ["2"]}'),
+        (["assert f(1) == 2"], "unchecked", '["assert f(1) == 2"]'),
     ],
 )
 def test_ground_truths_are_taken_out_of_their_column(value: object, style: str, expected: str, tmp_path: Path) -> None:
     (prompt,) = _load(_dataset(tmp_path, [{"prompt": "?", "answer": value}], ground_truth_style=style)).prompts
+    assert prompt.ground_truth == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "style", "expected"),
+    [
+        (["1/2", "0.5"], "verbatim", '["1/2", "0.5"]'),
+        ([1, 2.5], "verbatim", '["1", "2.5"]'),
+        (["1/2"], "verbatim", "1/2"),
+        ("1/2", "verbatim", "1/2"),
+        (["#### 1,000", "#### 2"], "gsm8k", '["1000", "2"]'),
+    ],
+)
+def test_a_list_may_hold_several_right_answers(value: object, style: str, expected: str, tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [{"prompt": "?", "answer": value}], ground_truth_style=style, several_answers="any")
+    (prompt,) = _load(dataset).prompts
     assert prompt.ground_truth == expected
 
 

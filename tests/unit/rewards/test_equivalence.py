@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_mega.rewards import answers_match, validate_ground_truth
-from dapo_mega.rewards.equivalence import compare_cheaply, symbolically_equal
+from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms, symbolically_equal
 from tests.unit.rewards.hostile import HOSTILE_ANSWERS, shown
+
+
+def matches_as_dapo(candidate: str, truth: str) -> bool:
+    """The decision of style `dapo`."""
+    decided = compare_cheaply(candidate, truth)
+    return decided if decided is not None else symbolically_equal(*symbolic_forms(candidate, truth))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +55,7 @@ from tests.unit.rewards.hostile import HOSTILE_ANSWERS, shown
 )
 def test_equal_answers_match(candidate: str, truth: str) -> None:
     assert answers_match(candidate, truth)
+    assert matches_as_dapo(candidate, truth)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,7 @@ def test_equal_answers_match(candidate: str, truth: str) -> None:
 )
 def test_different_answers_do_not_match(candidate: str, truth: str) -> None:
     assert not answers_match(candidate, truth)
+    assert not matches_as_dapo(candidate, truth)
 
 
 @given(st.integers(), st.integers())

@@ -68,6 +68,10 @@ def test_boxed_takes_the_last_box_with_balanced_braces(response: str, expected: 
         ("He has 16 - 3 = <<16-3=13>>13.\n#### 18", "gsm8k", "18"),
         ("#### 1\n#### 70,000\nend", "gsm8k", "70,000"),
         ("no mark", "gsm8k", None),
+        ("<think>2</think> <answer> 18 </answer>", "r1", "18"),
+        ("<answer>1</answer> <answer>2</answer>", "r1", "2"),
+        ("<answer>1</answer> <answer>2", "r1", None),
+        ("18", "r1", None),
         ("first 3, then -1,250.5, done.", "last_number", "-1,250.5"),
         ("a, b", "last_number", None),
         ("  x + 1 ", "none", "x + 1"),
@@ -78,7 +82,7 @@ def test_other_styles(response: str, style: str, expected: str | None) -> None:
 
 
 def test_an_unknown_style_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"'xml'.*dapo, boxed, gsm8k"):
+    with pytest.raises(ValueError, match=r"'xml'.*dapo, boxed, r1, gsm8k"):
         extract_answer("Answer: 1", "xml")
 
 
@@ -104,6 +108,26 @@ HOSTILE = {
     "open boxes": ("", "\\boxed{", ""),
     "braces": ("\\boxed{", "{", ""),
     "hashes": ("", "#", ""),
+    "dollars": ("", "$", ""),
+    "dollars around text": ("", "$x$ and ", ""),
+    "open formulas": ("", "\\[ $ \\( ", ""),
+    "open display": ("", "$$ a \n", ""),
+    "boxes in one sentence": ("", "\\boxed{1}, ", ""),
+    "answer words": ("", "answer ", ""),
+    "answer is": ("", "the answer is ", ""),
+    "answer lines": ("", "Answer:\n\n", ""),
+    "headings": ("", "\nFinal Answer\n", ""),
+    "answer tags": ("", "<answer>", ""),
+    "lines that go on": ("Answer: x is", "\nis\nx is", ""),
+    "words between formulas": ("$x$ ", "and ", "z $y$"),
+    "stops in formulas": ("Answer: ", "$a. B$ ", ""),
+    "thoughts": ("", "<think>", ""),
+    "ends of thoughts": ("", "</think>", ""),
+    "signs": ("", "-", ""),
+    "grouped digits": ("", "123 ", ""),
+    "sentences": ("Answer: ", "a. ", ""),
+    "fractions": ("", "\\frac{1}{", ""),
+    "letters": ("", "A ", ""),
     "null bytes": ("Answer: ", "\0", ""),
     "lone surrogates": ("Answer: \ud800", "\udfff", ""),
 }
@@ -118,5 +142,7 @@ def hostile_text(case: tuple[str, str], length: int) -> str:
 
 
 def test_answers_are_taken_out_of_hostile_texts_in_linear_time() -> None:
-    cases = itertools.product([*HOSTILE, "nested boxes"], ["dapo", "boxed", "gsm8k", "last_number", "none"])
+    cases = itertools.product(
+        [*HOSTILE, "nested boxes"], ["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
+    )
     assert growing_too_fast(lambda case, text: extract_answer(text, case[1]), cases, hostile_text) == {}

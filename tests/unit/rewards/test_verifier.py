@@ -139,10 +139,10 @@ def test_a_slow_expression_within_the_bounds_is_cut_at_the_time_limit(slow: str)
         assert outcomes(verifier.verify(items)) == ["timeout", "correct", "correct"]
 
 
-@pytest.mark.parametrize("extraction", ["dapo", "boxed"])
+@pytest.mark.parametrize("extraction", ["dapo", "boxed", "auto"])
 def test_code_in_an_answer_is_not_executed(extraction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    written = "Answer: {}" if extraction == "dapo" else "\\boxed{{{}}}"
+    written = "\\boxed{{{}}}" if extraction == "boxed" else "Answer: {}"
     items = [(written.format(code), truth) for code in CODE for truth in ("42", "x+1", r"\text{east}")]
     with AnswerVerifier(1, 10.0, extraction) as verifier:
         verdicts = verifier.verify(items)
@@ -158,11 +158,12 @@ def test_comparing_code_as_algebra_does_not_execute_it(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hostile_response_is_wrong_and_neither_crashes_nor_hangs() -> None:
+@pytest.mark.parametrize("extraction", ["dapo", "auto"])
+def test_a_hostile_response_is_wrong_and_neither_crashes_nor_hangs(extraction: str) -> None:
     responses = [f"Answer: {answer}" for answer in HOSTILE_ANSWERS]
     responses += ["Answer:" + " " * 10**6, "Answer: 1\n" * 10**5, "\udfff" * 1000, ""]
     items = [(response, truth) for response in responses for truth in ("7", "x+1", "42")]
-    with AnswerVerifier(1, 5.0) as verifier:
+    with AnswerVerifier(1, 5.0, extraction) as verifier:
         verdicts = verifier.verify(items)
     allowed = {"no_answer", "refused", "wrong"}
     judged = zip(items, verdicts, strict=True)

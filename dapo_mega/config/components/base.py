@@ -1,0 +1,37 @@
+"""What all components of a reward have in common."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from dapo_mega.config.base import Section
+
+CorrectnessOf = Literal["always", "maybe", "never"]
+"""Whether a kind of reward says of a response that it is correct."""
+
+
+class ComponentConfig(Section):
+    """Keys of every component of `reward.components`."""
+
+    kind: str
+    weight: float = Field(default=1.0, description="What its value is multiplied by in the sum that is the reward.")
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$",
+        description="Its name in metrics (reward/part_<name>) and in reward.correct_from; null: its kind.",
+    )
+
+    gives_correctness: ClassVar[CorrectnessOf] = "never"
+    reads_answers: ClassVar[bool] = False
+    """Whether it says which answer a response gave, so that answers can vote."""
+    shapes_length: ClassVar[bool] = False
+    """Whether it only shapes the lengths of responses, and so has no say in dynamic sampling."""
+    is_local: ClassVar[bool] = True
+    """Whether it works without a network, so that a dry run can try it."""
+
+    @property
+    def label(self) -> str:
+        """The name under which it is logged."""
+        return self.name or self.kind

@@ -1,0 +1,158 @@
+"""Rewards that servers compute: a language model as judge, or a server of the user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from dapo_mega.config.base import FREE, beside_run_file
+from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
+
+_SECRET_PARAMETER = re.compile(r"key|token|secret|sig|password|auth", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+def url_problem(url: str) -> str | None:
+    """What is wrong with a server's URL, None if nothing is. Does not repeat the URL, which may hold a secret."""
+    try:
+        parts = urlsplit(url)
+        has_secret = parts.username is not None or parts.password is not None
+        is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return "is no URL; give one such as http://10.0.0.7:8000/v1"
+    if has_secret:
+        return "has a name or password before the host; give the key as api_key_env or api_key_file"
+    if any(_SECRET_PARAMETER.search(name) for name, _ in parse_qsl(parts.query)):
+        return "has a secret among its parameters; give the key as api_key_env or api_key_file"
+    return None if is_web else "is no URL of a server; give one such as http://10.0.0.7:8000/v1"
+
+
+class ServerComponent(ComponentConfig):
+    """Keys of every reward that servers compute."""
+
+    urls: tuple[str, ...] = Field(
+        json_schema_extra=FREE,
+        description="Equal servers. A request goes to the one with least to do, and to another one if it fails.",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        json_schema_extra=FREE,
+        description="Name of the environment variable that holds the servers' key, sent as a bearer token.",
+    )
+    api_key_file: str | None = Field(
+        default=None, json_schema_extra=FREE, description="File that holds the key, in place of api_key_env."
+    )
+    concurrency: int = Field(
+        default=64, ge=1, json_schema_extra=FREE, description="Requests that are in flight at most, over all servers."
+    )
+    timeout_s: float = Field(
+        default=60.0, gt=0, json_schema_extra=FREE, description="Seconds one attempt may take, the connection included."
+    )
+    deadline_s: float = Field(
+        default=300.0,
+        gt=0,
+        json_schema_extra=FREE,
+        description="Seconds after which what is still unanswered of the responses that are scored together has no "
+        "score.",
+    )
+    attempts: int = Field(
+        default=3, ge=1, json_schema_extra=FREE, description="Attempts at one request, each on another URL if it can."
+    )
+
+    is_local: ClassVar[bool] = False
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _check_urls(cls, given: Any) -> Any:
+        urls = [given] if isinstance(given, str) else given
+        if not isinstance(urls, list | tuple) or not urls:
+            raise ValueError("a reward's urls must be a list of at least one URL")
+        for number, url in enumerate(urls):
+            if problem := url_problem(str(url)):
+                raise ValueError(f"URL {number} of a reward's urls {problem}")
+        return [str(url) for url in urls]
+
+    @field_validator("api_key_env", mode="before")
+    @classmethod
+    def _check_variable(cls, given: Any) -> Any:
+        if given is not None and not _VARIABLE.fullmatch(str(given)):
+            raise ValueError("a reward's api_key_env must be the name of an environment variable, never the key itself")
+        return given
+
+    @model_validator(mode="after")
+    def _check_key(self) -> ServerComponent:
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("a reward has api_key_env and api_key_file; keep one")
+        return self
+
+
+class RemoteComponent(ServerComponent):
+    """A reward that a server of your own computes, asked over HTTP in batches
+    ([format and example](recipes/judge/README.md#a-server-of-your-own)). It says what it scores, and may say what is
+    correct."""
+
+    kind: Literal["remote"] = "remote"
+    batch_size: int = Field(default=32, ge=1, json_schema_extra=FREE, description="Responses in one request, at most.")
+
+    gives_correctness: ClassVar[CorrectnessOf] = "maybe"
+
+
+class JudgeComponent(ServerComponent):
+    """A language model as judge, over OpenAI's chat completions ([how](recipes/judge/README.md)). Its value is from 0
+    to 1; it says what is correct if correct_from is given."""
+
+    kind: Literal["judge"] = "judge"
+    model: str = Field(description="The model's name at the servers.")
+    template: str | None = Field(
+        default=None,
+        description="What the judge is asked: a text with {response}, and {prompt}, {ground_truth}, {boundary} or "
+        "columns of the row if you like; null: a text that asks for a score from 0 to 10.",
+    )
+    template_file: str | None = Field(default=None, description="File of the template, in place of template.")
+    system_prompt: str | None = Field(default=None, description="System message before the question; null: none.")
+    verdict: Literal["line", "json"] = Field(
+        default="line",
+        description="Where the score is. line: the last line of the judge's answer, which pattern must match as a "
+        "whole; json: the last JSON object in it, under json_key.",
+    )
+    pattern: str | None = Field(
+        default=None, description="Regular expression of the last line, with the score as first group; null: Score: 7."
+    )
+    json_key: str = Field(default="score", description="Key of the score, for verdict=json.")
+    score_range: tuple[float, float] = Field(
+        default=(0.0, 10.0), description="[lowest, highest] score. The value is 0 at the lowest and 1 at the highest."
+    )
+    correct_from: float | None = Field(
+        default=None, description="Score from which a response is correct; null: the judge does not say."
+    )
+    max_tokens: int = Field(default=1024, ge=1, description="Tokens of the judge's answer, thoughts included.")
+    max_response_characters: int = Field(
+        default=32_000,
+        ge=100,
+        description="A longer response is shown without its middle, and the part judge_cut_characters counts that.",
+    )
+    extra_body: dict[str, Any] = Field(
+        default={}, description="Further keys of the request, such as {chat_template_kwargs: {enable_thinking: false}}."
+    )
+
+    gives_correctness: ClassVar[CorrectnessOf] = "maybe"
+
+    @field_validator("template_file", "api_key_file")
+    @classmethod
+    def _find_file(cls, given: str | None, info: ValidationInfo) -> str | None:
+        return given if given is None else beside_run_file(given, info)
+
+    @model_validator(mode="after")
+    def _check(self) -> JudgeComponent:
+        if self.template and self.template_file:
+            raise ValueError("a judge has template and template_file; keep one")
+        if self.template_file and not Path(self.template_file).is_file():
+            raise ValueError(f"a judge's template_file={self.template_file!r} does not exist")
+        lowest, highest = self.score_range
+        if not lowest < highest:
+            raise ValueError(f"a judge's score_range={[lowest, highest]} must be [lowest, highest]")
+        return self

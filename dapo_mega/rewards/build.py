@@ -1,0 +1,141 @@
+"""Makes the reward of a run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dapo_mega.config import RewardConfig, RunConfig
+from dapo_mega.config.algorithm import OTHER_FILTERS
+from dapo_mega.config.components import (
+    AnswerComponent,
+    CodeComponent,
+    CoinComponent,
+    ComponentConfig,
+    FunctionComponent,
+    JudgeComponent,
+    LanguageComponent,
+    LengthDapoComponent,
+    LengthKimiComponent,
+    R1FormatComponent,
+    RemoteComponent,
+    RepetitionComponent,
+    ServerComponent,
+)
+from dapo_mega.rewards.built_in import (
+    AnswerReward,
+    CoinReward,
+    LanguageReward,
+    OverlongReward,
+    R1FormatReward,
+    RepetitionReward,
+)
+from dapo_mega.rewards.code import CodeReward, CodeSettings
+from dapo_mega.rewards.composed import ComposedReward, WeightedReward
+from dapo_mega.rewards.endpoints import EndpointSettings
+from dapo_mega.rewards.function import FunctionReward
+from dapo_mega.rewards.judge import JudgeReward, JudgeSettings
+from dapo_mega.rewards.records import Reward
+from dapo_mega.rewards.remote import RemoteReward, RemoteSettings
+from dapo_mega.rewards.verifier import AnswerVerifier
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a component may need of the run beside its own section."""
+
+    reward: RewardConfig
+    max_response_tokens: int
+    seed: int
+
+
+def _answer(component: AnswerComponent, run: Surroundings) -> Reward:
+    verifier = AnswerVerifier(
+        run.reward.num_workers,
+        run.reward.time_limit_s,
+        component.extraction,
+        numeric_tolerance=component.numeric_tolerance,
+    )
+    return AnswerReward(verifier, component.correct, component.incorrect)
+
+
+def _function(component: FunctionComponent, run: Surroundings) -> Reward:
+    return FunctionReward(
+        component.path,
+        num_workers=run.reward.num_workers,
+        time_limit_s=run.reward.call_time_limit_s,
+        memory_limit_mib=run.reward.memory_limit_mib,
+        max_responses=run.reward.call_responses,
+        retries=run.reward.retries,
+    )
+
+
+def _endpoints(component: ServerComponent) -> EndpointSettings:
+    return EndpointSettings(**component.model_dump(include={field.name for field in fields(EndpointSettings)}))
+
+
+def _remote(component: RemoteComponent, run: Surroundings) -> Reward:
+    return RemoteReward(RemoteSettings(_endpoints(component), component.batch_size))
+
+
+def _judge(component: JudgeComponent, run: Surroundings) -> Reward:
+    given = component.model_dump(include={field.name for field in fields(JudgeSettings)}, exclude_none=True)
+    if component.template_file:
+        given["template"] = Path(component.template_file).read_text()
+    return JudgeReward(JudgeSettings(endpoints=_endpoints(component), **given))
+
+
+def _code(component: CodeComponent, run: Surroundings) -> Reward:
+    return CodeReward(CodeSettings(**component.model_dump(include={field.name for field in fields(CodeSettings)})))
+
+
+_MAKERS: Mapping[type[ComponentConfig], Callable[[Any, Surroundings], Reward]] = {
+    AnswerComponent: _answer,
+    CoinComponent: lambda component, run: CoinReward(run.seed, component.correct, component.incorrect),
+    R1FormatComponent: lambda component, run: R1FormatReward(),
+    LanguageComponent: lambda component, run: LanguageReward(component.language),
+    RepetitionComponent: lambda component, run: RepetitionReward(component.ngram_tokens),
+    LengthDapoComponent: lambda component, run: OverlongReward(run.max_response_tokens, component.cache_tokens),
+    FunctionComponent: _function,
+    RemoteComponent: _remote,
+    JudgeComponent: _judge,
+    CodeComponent: _code,
+}
+
+
+def load_functions(reward: ComposedReward) -> None:
+    """Import the reward's functions. Raises InputError for one that is not there or takes something else."""
+    for component in reward.components:
+        if isinstance(component.reward, FunctionReward):
+            component.reward.load()
+
+
+def log_functions(reward: ComposedReward, path: Path) -> None:
+    """Write what the reward's functions print into this file."""
+    for component in reward.components:
+        if isinstance(component.reward, FunctionReward):
+            component.reward.log_to(path)
+
+
+def needed_correctness(config: RunConfig) -> str:
+    """What to do about a reward that does not say what is correct; empty where the run does not need it."""
+    algorithm = config.algorithm
+    is_needed = algorithm.dynamic_sampling and algorithm.dynamic_sampling_on == "correctness"
+    return f"algorithm.dynamic_sampling_on=correctness needs that; {OTHER_FILTERS}" if is_needed else ""
+
+
+def make_reward(config: RunConfig, *, for_evaluation: bool = False, only_local: bool = False) -> ComposedReward:
+    """The run's reward, without length rewards that compare the responses of a group.
+
+    `for_evaluation`: that of held-out evaluations. `only_local`: without components that need a network.
+    """
+    reward = config.reward.for_evaluation() if for_evaluation else config.reward
+    run = Surroundings(reward, config.rollout.max_response_tokens, config.seed)
+    components = [
+        WeightedReward(part.label, part.weight, _MAKERS[type(part)](part, run), part.shapes_length)
+        for part in reward.parts
+        if not isinstance(part, LengthKimiComponent) and (part.is_local or not only_local)
+    ]
+    return ComposedReward(components, reward.deciding)

@@ -1,0 +1,195 @@
+"""Rewards that are computed in this process: answer, coin, R1's format and language consistency, repetition, length."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
+from dapo_mega.rewards.verifier import AnswerVerifier
+from dapo_mega.types import TokenIds
+
+Scores = list[Score | ScoringFailure]
+
+_SCRIPTS: Final = {
+    "ar": ("ARABIC",),
+    "el": ("GREEK",),
+    "en": ("LATIN",),
+    "he": ("HEBREW",),
+    "hi": ("DEVANAGARI",),
+    "ja": ("CJK", "HIRAGANA", "KATAKANA"),
+    "ko": ("HANGUL",),
+    "ru": ("CYRILLIC",),
+    "th": ("THAI",),
+    "zh": ("CJK",),
+}
+"""First words of the Unicode names of a language's letters."""
+_WORD_OF_ONE_CHARACTER: Final = frozenset({"CJK", "HIRAGANA", "KATAKANA", "THAI"})
+# Each opening bracket ends the one before, so that a text of openings costs linear time.
+_NOT_PROSE: Final = re.compile(
+    r"```.*?```|`[^`\n]*`|\$[^$]*\$|\\\([^\\]*(?:\\(?![()])[^\\]*)*\\\)|\\\[[^\\]*(?:\\(?![\[\]])[^\\]*)*\\\]|\\[A-Za-z]+"
+    r"|</?\w+>",
+    re.DOTALL,
+)
+_LETTERS: Final = re.compile(r"[^\W\d_]+")
+_R1_TAGS: Final = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+class AnswerReward:
+    """Compares answers with ground truths. DAPO eq. 7."""
+
+    def __init__(self, verifier: AnswerVerifier, correct: float = 1.0, incorrect: float = -1.0) -> None:
+        self._verifier = verifier
+        self._correct = correct
+        self._incorrect = incorrect
+
+    def score(self, records: Sequence[RewardRecord]) -> Scores:
+        verdicts = self._verifier.verify([(record.response, record.ground_truth) for record in records])
+        return [
+            Score(
+                accuracy_reward(verdict.correct, self._correct, self._incorrect),
+                verdict.correct,
+                answer=verdict.answer,
+                outcome=verdict.outcome,
+            )
+            for verdict in verdicts
+        ]
+
+    def close(self) -> None:
+        self._verifier.close()
+
+
+class _RewardOfOne:
+    """A reward that needs one record only, and no resources."""
+
+    def score(self, records: Sequence[RewardRecord]) -> Scores:
+        return [self.of(record) for record in records]
+
+    def of(self, record: RewardRecord) -> Score:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class CoinReward(_RewardOfOne):
+    """Calls a response correct by a fair coin, which the seed and the request's id decide."""
+
+    def __init__(self, seed: int, correct: float = 1.0, incorrect: float = -1.0) -> None:
+        self._seed = seed
+        self._correct = correct
+        self._incorrect = incorrect
+
+    def is_heads(self, request_id: int) -> bool:
+        return bool(np.random.Philox(key=[self._seed, request_id]).random_raw() & 1)
+
+    def of(self, record: RewardRecord) -> Score:
+        heads = self.is_heads(record.request_id)
+        return Score(accuracy_reward(heads, self._correct, self._incorrect), heads)
+
+
+class R1FormatReward(_RewardOfOne):
+    """1 for <think>...</think> <answer>...</answer> and nothing else, else 0. arXiv 2501.12948, section 2.2.2."""
+
+    def of(self, record: RewardRecord) -> Score:
+        text = record.response.strip()
+        shown = record.messages[-1]["content"] if record.messages else record.prompt
+        if shown.rstrip().endswith("<think>"):
+            text = "<think>" + text
+        return Score(float(is_r1_format(text)))
+
+
+def is_r1_format(text: str) -> bool:
+    """Whether a text is <think>...</think> <answer>...</answer>, each tag once and only whitespace between the two."""
+    if any(text.count(tag) != 1 for tag in _R1_TAGS):
+        return False
+    positions = [text.index(tag) for tag in _R1_TAGS]
+    between = text[positions[1] + len("</think>") : positions[2]]
+    is_whole = positions[0] == 0 and text.endswith("</answer>")
+    return is_whole and positions == sorted(positions) and not between.strip()
+
+
+class LanguageReward(_RewardOfOne):
+    """The share of words in the script of one language. arXiv 2501.12948, section 2.3.1.
+
+    Raises ValueError for a language whose script is not known.
+    """
+
+    def __init__(self, language: str) -> None:
+        if language not in _SCRIPTS:
+            raise ValueError(f"language {language!r}; choose one of {', '.join(_SCRIPTS)}")
+        self._scripts = _SCRIPTS[language]
+
+    def of(self, record: RewardRecord) -> Score:
+        counts = words_by_script(record.response)
+        total = sum(counts.values())
+        return Score(sum(counts.get(script, 0) for script in self._scripts) / total if total else 1.0)
+
+
+def words_by_script(text: str) -> dict[str, int]:
+    """How many words a text has in each script, without formulas, code and tags.
+
+    A word is a run of letters of one script; in scripts without spaces each letter is one. Single letters of other
+    scripts are taken for variables.
+    """
+    counts: dict[str, int] = {}
+    for run in _LETTERS.findall(_NOT_PROSE.sub(" ", text)):
+        start = 0
+        for end in range(1, len(run) + 1):
+            script = _script(run[start])
+            if end < len(run) and _script(run[end]) == script:
+                continue
+            length = end - start
+            is_word = script in _WORD_OF_ONE_CHARACTER or length > 1
+            counts[script] = counts.get(script, 0) + (length if script in _WORD_OF_ONE_CHARACTER else int(is_word))
+            start = end
+    return counts
+
+
+@lru_cache(maxsize=1 << 16)
+def _script(letter: str) -> str:
+    return unicodedata.name(letter, "UNKNOWN").partition(" ")[0]
+
+
+class RepetitionReward(_RewardOfOne):
+    """Minus the share of n-grams of tokens that occurred before in the response, in [-1, 0]. As in arXiv 2502.03373."""
+
+    def __init__(self, ngram_tokens: int) -> None:
+        self._size = ngram_tokens
+
+    def of(self, record: RewardRecord) -> Score:
+        return Score(-repeated_share(np.asarray(record.token_ids), self._size))
+
+
+def repeated_share(token_ids: TokenIds, size: int) -> float:
+    """The share of a sequence's n-grams that occurred before in it; 0 for one that is shorter than two n-grams need.
+
+    N-grams are told apart by a hash of 64 bits.
+    """
+    count = len(token_ids) - size + 1
+    if count < 2:
+        return 0.0
+    hashes: npt.NDArray[np.uint64] = np.zeros(count, np.uint64)
+    values = token_ids.astype(np.uint64)
+    for offset in range(size):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + values[offset : offset + count] + np.uint64(1)
+        hashes ^= hashes >> np.uint64(29)
+    return 1.0 - len(np.unique(hashes)) / count
+
+
+class OverlongReward(_RewardOfOne):
+    """DAPO's soft overlong punishment. DAPO eq. 13."""
+
+    def __init__(self, max_length: int, cache_length: int) -> None:
+        self._max_length = max_length
+        self._cache_length = cache_length
+
+    def of(self, record: RewardRecord) -> Score:
+        return Score(soft_overlong_punishment(len(record.token_ids), self._max_length, self._cache_length))

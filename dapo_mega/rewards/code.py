@@ -1,0 +1,261 @@
+"""Unit tests of Python solutions as a reward. Solutions run in sandboxes; verdicts are made outside of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_mega.errors import InputError
+from dapo_mega.rewards.code_tests import (
+    CallCase,
+    Case,
+    ProgramCase,
+    TestsCase,
+    joined,
+    prints_the_same,
+    read_cases,
+    returns_the_same,
+)
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.sandbox.client import (
+    Isolation,
+    RunTest,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    start_sandbox,
+    try_out,
+)
+
+logger = logging.getLogger(__name__)
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py", "py3")
+_MAX_CODE_CHARACTERS = 200_000
+# So many tests of a solution may run out of time before the rest counts as failed.
+_MAX_TIMEOUTS = 3
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """Where tests are and how solutions run. A column is a name in the row, with dots into records, or ground_truth."""
+
+    tests_column: str = "ground_truth"
+    function_column: str = "fn_name"
+    setup_column: str = "test_setup_code"
+    entry_point_column: str = "entry_point"
+    partial_credit: bool = False
+    max_tests: int | None = None
+    time_limit_s: float = 4.0
+    memory_limit_mib: int = 512
+    file_limit_mib: int = 8
+    float_tolerance: float = 1e-6
+    modules: tuple[str, ...] = ()
+    num_workers: int = 2
+
+
+class CodeReward:
+    """1 for a solution that passes all its tests, else 0 or the share that it passes; correct if it passes all.
+
+    A response without code is wrong. A row whose tests cannot be read, and a sandbox that ends twice, is a failure.
+    Raises InputError where solutions cannot be run here, or are not held back as they must be.
+    """
+
+    def __init__(self, settings: CodeSettings, isolation: Isolation | None = None) -> None:
+        """`isolation` asks for one kind; by default the best that the kernel allows is used, and logged once."""
+        self._settings = settings
+        self._limits = SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
+        self._isolation = isolation
+        self._numbers = _numbers()
+        self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
+        self._open: set[Sandbox] = set()
+        self._lock = threading.Lock()
+        try:
+            first = self._started()
+            held = try_out(first, self._limits)
+        except SandboxError as error:
+            self.close()
+            raise InputError(f"solutions cannot be run safely on this machine: {error}") from None
+        self._isolation = first.isolation
+        self._idle.put(first)
+        logger.info("%s", held)
+        self.held = held
+        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
+
+    def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
+        """One result per record, in order."""
+        return list(self._threads.map(self._score, records))
+
+    def close(self) -> None:
+        """End all sandboxes."""
+        if hasattr(self, "_threads"):
+            self._threads.shutdown(cancel_futures=True)
+        with self._lock:
+            for sandbox in self._open:
+                sandbox.close()
+            self._open.clear()
+
+    def _score(self, record: RewardRecord) -> Score | ScoringFailure:
+        settings = self._settings
+        try:
+            cases = read_cases(
+                column(record, settings.tests_column),
+                function=_optional(record, settings.function_column),
+                setup=_optional(record, settings.setup_column),
+                entry_point=_optional(record, settings.entry_point_column),
+            )[: settings.max_tests]
+        except ValueError as error:
+            return ScoringFailure(f"{settings.tests_column}: {error}")
+        code = extract_code(record.response)
+        cases = cases if settings.partial_credit else joined(cases)
+        try:
+            ran = _Ran([], 0, len(cases)) if code is None else self._run(code, cases)
+        except (SandboxError, _UnusableTests) as error:
+            return ScoringFailure(str(error))
+        return self._scored(cases, ran, code)
+
+    def _scored(self, cases: Sequence[Case], ran: _Ran, code: str | None) -> Score:
+        share = sum(_weight(case) for case in ran.passed) / sum(_weight(case) for case in cases)
+        correct = len(ran.passed) == ran.num_cases
+        outcome = "correct" if correct else "no_answer" if code is None else "timeout" if ran.num_timeouts else "wrong"
+        parts = {"has_code": float(code is not None), "tests_passed": share}
+        return Score(share if self._settings.partial_credit else float(correct), correct, parts, outcome=outcome)
+
+    def _run(self, code: str, cases: Sequence[Case]) -> _Ran:
+        """Without partial credit only up to the first case that the solution fails."""
+        for attempt in range(_ATTEMPTS):
+            sandbox = self._started() if attempt else self._taken()
+            try:
+                with sandbox.solution(code) as run:
+                    return self._run_cases(run, cases)
+            except SandboxError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise SandboxError(f"the sandbox ended {_ATTEMPTS} times: {error}") from None
+            finally:
+                self._give_back(sandbox)
+        raise AssertionError("unreachable")
+
+    def _run_cases(self, run: RunTest, cases: Sequence[Case]) -> _Ran:
+        passed: list[Case] = []
+        num_timeouts = 0
+        for case in cases:
+            result = run(_request(case, self._settings.time_limit_s))
+            if _passes(case, result, self._settings.float_tolerance):
+                passed.append(case)
+                continue
+            num_timeouts += result["cause"].startswith("took longer")
+            if num_timeouts >= _MAX_TIMEOUTS or not self._settings.partial_credit:
+                break
+        return _Ran(passed, num_timeouts, len(cases))
+
+    def _taken(self) -> Sandbox:
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return self._started()
+
+    def _started(self) -> Sandbox:
+        sandbox = start_sandbox(next(self._numbers), self._limits, self._isolation)
+        with self._lock:
+            self._open.add(sandbox)
+        return sandbox
+
+    def _give_back(self, sandbox: Sandbox) -> None:
+        if sandbox.is_alive:
+            self._idle.put(sandbox)
+            return
+        sandbox.close()
+        with self._lock:
+            self._open.discard(sandbox)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What came of a solution's cases: those that it passed, and how many ran out of time, out of how many."""
+
+    passed: Sequence[Case]
+    num_timeouts: int
+    num_cases: int
+
+
+def _weight(case: Case) -> int:
+    return case.weight if isinstance(case, TestsCase) else 1
+
+
+class _UnusableTests(Exception):
+    """The tests cannot be run, whatever the solution."""
+
+
+def _numbers() -> Iterator[int]:
+    """Numbers that other programs' sandboxes on this machine hardly have."""
+    return itertools.count(os.getpid() * 64)
+
+
+def column(record: RewardRecord, name: str) -> Any:
+    """A column of the row. Raises ValueError where it has none of this name."""
+    if name == "ground_truth":
+        return record.ground_truth
+    value: Any = record.fields
+    for part in name.split("."):
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = json.loads(value)
+        if not isinstance(value, Mapping) or part not in value:
+            known = ", ".join(sorted(map(str, record.fields))) or "none"
+            raise ValueError(f"the row has no such column; its columns besides prompt and ground truth: {known}")
+        value = value[part]
+    return value
+
+
+def _optional(record: RewardRecord, name: str) -> str:
+    try:
+        value = column(record, name)
+    except ValueError:
+        return ""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value or "")
+
+
+def extract_code(response: str) -> str | None:
+    """The last fenced block that is marked as Python, or else not marked; None where there is none.
+
+    What stands before a reasoning model's last `</think>` does not count.
+    """
+    blocks = _FENCE.findall(response.rpartition("</think>")[2])
+    for marks in (_PYTHON, ("",)):
+        for mark, code in reversed(blocks):
+            if mark.lower() in marks and code.strip() and len(code) <= _MAX_CODE_CHARACTERS:
+                return str(code)
+    return None
+
+
+def _request(case: Case, limit_s: float) -> dict[str, Any]:
+    if isinstance(case, ProgramCase):
+        return {"kind": "program", "stdin": case.stdin, "limit_s": limit_s}
+    if isinstance(case, CallCase):
+        return {"kind": "call", "name": case.name, "arguments": case.arguments, "limit_s": limit_s}
+    tests = {"setup": case.setup, "code": case.code, "entry_point": case.entry_point}
+    return {"kind": "tests", "tests": tests, "limit_s": limit_s * min(case.weight, _MAX_TIMEOUTS)}
+
+
+def _passes(case: Case, result: Mapping[str, Any], tolerance: float) -> bool:
+    if isinstance(case, TestsCase):
+        if result["verdict"].startswith("unusable"):
+            raise _UnusableTests(result["verdict"])
+        return bool(result["verdict"] == "passed" and not result["cause"])
+    if result["cause"]:
+        return False
+    if isinstance(case, ProgramCase):
+        return prints_the_same(result["output"], case.expected, tolerance)
+    try:
+        return returns_the_same(json.loads(result["answer"]), case.expected, tolerance)
+    except (ValueError, RecursionError):
+        return False

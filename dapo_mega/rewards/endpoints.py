@@ -1,0 +1,253 @@
+"""Posts JSON to one of several equal servers: at the same time, within a deadline, again elsewhere after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from dapo_mega.config.components.servers import url_problem
+from dapo_mega.errors import InputError
+
+_MAX_ANSWER_BYTES = 16 * 2**20
+_MAX_REASON_CHARACTERS = 300
+_CONNECT_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """Equal servers and how to ask them. The key is read from an environment variable or a file, if one is named.
+
+    `timeout_s` limits one attempt, `deadline_s` everything that is asked at once, `attempts` how often one thing is.
+    """
+
+    urls: tuple[str, ...]
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    concurrency: int = 64
+    timeout_s: float = 60.0
+    deadline_s: float = 300.0
+    attempts: int = 3
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """No server gave an answer that can be used; `reason` is one line without secrets."""
+
+    reason: str
+
+
+Check = Callable[[Mapping[str, Any], Any], None]
+"""Raises ValueError for an answer that does not fit its request; another server may do better."""
+
+
+def _accept(request: Mapping[str, Any], answer: Any) -> None:
+    """Any JSON will do."""
+
+
+def read_key(variable: str | None, file: str | None) -> str | None:
+    """The key that a variable or file holds; None where neither is named. Raises InputError where it is not there."""
+    if variable and file:
+        raise InputError("api_key_env and api_key_file are both given; keep one")
+    if variable:
+        key, place = os.environ.get(variable, ""), f"the environment variable {variable}"
+    elif file:
+        place = f"the file {file}"
+        try:
+            key = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"api_key_file: {place} cannot be read: {type(error).__name__}") from None
+    else:
+        return None
+    key = key.strip()
+    if not key:
+        raise InputError(f"{place} holds no key; set it, or leave out api_key_env and api_key_file")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"the key in {place} has characters that no key has, such as spaces")
+    return key
+
+
+@dataclass
+class _Health:
+    """What this process knows about its servers."""
+
+    failures: Counter[str] = field(default_factory=Counter)
+    in_flight: Counter[str] = field(default_factory=Counter)
+
+
+class Endpoints:
+    """Servers that answer the same requests. Raises InputError for a bad URL or key."""
+
+    def __init__(self, settings: EndpointSettings, path: str = "", check: Check = _accept) -> None:
+        """`path` is added to each URL that does not end with it."""
+        self._check = check
+        if not settings.urls:
+            raise InputError("urls is empty; give at least one")
+        for number, url in enumerate(settings.urls):
+            if problem := url_problem(url):
+                raise InputError(f"urls[{number}] {problem}")
+        self._urls = [_with_path(url, path) for url in settings.urls]
+        self._settings = settings
+        self._key = read_key(settings.api_key_env, settings.api_key_file)
+        self._health = _Health()
+
+    def post_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any | Unanswered]:
+        """The servers' answers as parsed JSON, in order."""
+        if not bodies:
+            return []
+        return asyncio.run(self._post_all(bodies))
+
+    async def _post_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any | Unanswered]:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._free = asyncio.Semaphore(self._settings.concurrency)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            tasks = [asyncio.create_task(self._post(session, body)) for body in bodies]
+            await asyncio.wait(tasks, timeout=self._settings.deadline_s)
+            for task in tasks:
+                task.cancel()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+        return [self._after_deadline(answer) for answer in answers]
+
+    def _after_deadline(self, answer: Any) -> Any:
+        if isinstance(answer, asyncio.CancelledError):
+            return Unanswered(f"not answered within deadline_s={self._settings.deadline_s:g}")
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _post(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Any | Unanswered:
+        tried: list[str] = []
+        refused: set[str] = set()
+        reason = ""
+        for attempt in range(self._settings.attempts):
+            urls = [url for url in self._urls if url not in refused]
+            if not urls:
+                break
+            if attempt >= len(urls):
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - len(urls)), _LONGEST_PAUSE_S))
+            async with self._free:
+                # Not one that failed for this request while there is another; then what works, and has least to do.
+                health = self._health
+                url = min(urls, key=lambda url: (tried.count(url), health.failures[url] > 0, health.in_flight[url]))
+                tried.append(url)
+                try:
+                    return await self._attempt(session, url, body)
+                except _AttemptFailed as failure:
+                    reason = self._clean(f"{_shown(url)}: {failure}")
+                    if failure.is_final:
+                        refused.add(url)
+        times = f" (after {len(tried)} attempts)" if len(tried) > 1 else ""
+        return Unanswered(reason + times)
+
+    async def _attempt(self, session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:
+        content = json.dumps(plain(body)).encode()
+        limits = aiohttp.ClientTimeout(total=self._settings.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        async with (
+            self._counted(url),
+            session.post(url, data=content, timeout=limits, allow_redirects=False) as response,
+        ):
+            received = bytearray()
+            async for chunk in response.content.iter_chunked(2**16):
+                received += chunk
+                if len(received) > _MAX_ANSWER_BYTES:
+                    raise _AttemptFailed(f"the answer is longer than {_MAX_ANSWER_BYTES:,} bytes")
+            if response.status != HTTPStatus.OK:
+                excerpt = received[:2000].decode(errors="replace")
+                is_final = response.status < HTTPStatus.INTERNAL_SERVER_ERROR and response.status not in _BUSY
+                raise _AttemptFailed(f"HTTP {response.status}: {excerpt}", is_final)
+            try:
+                answer = json.loads(received)
+            except (ValueError, RecursionError):
+                excerpt = received[:200].decode(errors="replace")
+                raise _AttemptFailed(f"the answer is not JSON: {excerpt}") from None
+            try:
+                self._check(body, answer)
+            except ValueError as error:
+                raise _AttemptFailed(str(error)) from None
+            return answer
+
+    @asynccontextmanager
+    async def _counted(self, url: str) -> AsyncIterator[None]:
+        """Keeps the server's health, and turns what aiohttp raises into _AttemptFailed."""
+        health = self._health
+        health.in_flight[url] += 1
+        try:
+            try:
+                yield
+            except aiohttp.ClientSSLError as error:
+                raise _AttemptFailed(f"no TLS connection: {error}") from None
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise _AttemptFailed(f"no connection: {error}") from None
+            except TimeoutError:
+                raise _AttemptFailed(f"no complete answer within timeout_s={self._settings.timeout_s:g}") from None
+            except aiohttp.ClientResponseError as error:
+                raise _AttemptFailed(f"the answer is not HTTP: {error.message}") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise _AttemptFailed(f"the connection broke: {error!r}") from None
+        except _AttemptFailed:
+            health.failures[url] += 1
+            raise
+        else:
+            health.failures[url] = 0
+        finally:
+            health.in_flight[url] -= 1
+
+    def _clean(self, text: str) -> str:
+        """One printable line without the key, which a server may have sent back."""
+        if self._key:
+            text = text.replace(self._key, "<key>")
+        return one_line(text)
+
+
+class _AttemptFailed(Exception):
+    """One server did not answer one request. `is_final`: it would not the next time either."""
+
+    def __init__(self, reason: str, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+def one_line(text: str) -> str:
+    """A text of limited length as one printable line."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[:5000]).split())
+    return line if len(line) <= _MAX_REASON_CHARACTERS else line[: _MAX_REASON_CHARACTERS - 3] + "..."
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: arrays as lists, numbers that JSON does not have as null, all else as text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def _with_path(url: str, path: str) -> str:
+    head, question, query = url.partition("?")
+    head = head.rstrip("/")
+    return head + ("" if head.endswith(path) else path) + question + query
+
+
+def _shown(url: str) -> str:
+    return url.partition("?")[0]

@@ -1,0 +1,338 @@
+r"""Find the answer in a response that keeps to no format, and say by which of its statements it was found.
+
+One response makes one statement of its answer, the last one: answer tags, else whichever comes later of an answer line
+(`Answer: 5`, `the final answer is 5`) and the last box, else the last formula or number. Boxes of one sentence are one
+list, so that stating several values never counts as stating the right one. What stands inside of a thought, and a box
+or thought that never ends, states nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+_BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])[ \t]*")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
+_MATH_TOKEN = re.compile(r"\\\\|\\\$|\$\$|\$|\\[\[\]()]|\n")
+_CLOSING: Final = {"$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
+
+# The words between two boxes of one sentence: short, and no second thought.
+_LONGEST_LINK: Final = 70
+_LINK_WORD = re.compile(r"(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])|[,;&]")
+_SECOND_THOUGHT = re.compile(
+    r"(?i)(?<![a-z])(?:wait|actually|hmm|but|not|no|instead|rather|correct(?:ion|ed)?|so|hence|thus|therefore|then|sorry"
+    r"|which|where|since|because|i\.?e|simplif\w*|approx\w*|check|let|if|means|gives?|yields?)(?![a-z])|=>|\\implies|≈"
+    r"|\\approx|\\Rightarrow|\\to(?![a-z])|→"
+)
+_SENTENCE_END = re.compile(r"[.!?](?=\s)|\n[ \t]*\n")
+_LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s${}~]")
+
+# `Answer:`, `**Final answer**`, `the answer is`.
+_CUE = re.compile(
+    r"(?i)(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|ответ)(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
+    r"(?P<mark>[:=]|(?<![a-z])(?:is|are|was)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
+    r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
+    r"|(?P<chinese>答案[ \t]*(?:是|为|:|：))"
+)
+_MARKUP = "*_#`> \t"
+_UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
+_DIGIT = re.compile(r"[0-9]")
+_PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
+_COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[a-z*]+\}|\\[a-zA-Z]+")
+
+_PERCENT = re.compile(r"[ \t]*(?:\\?%|(?:percent(?:age)?|pct)(?![a-zA-Z]))", re.IGNORECASE)
+_FORMULA_LINK = re.compile(
+    r"(?:\s|[,;&]|(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])"
+    r"|(?<![a-zA-Z])(?!(?:and|or|und|et)(?![a-zA-Z]))[a-zA-Z]{1,12}(?=\s(?:and|or)\s))*"
+)
+_AMOUNT = (
+    r"(?:[0-9]{1,3}(?:[ \u00a0\u202f,][0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)*|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]+)?"
+)
+_NUMBER = re.compile(
+    rf"(?<![0-9a-zA-Z_.,])[+\-\u2212]?[ \t]?(?:[$€£¥₹]|\\\$)?[ \t]?(?:\\[dt]?frac\s?\{{[+-]?[0-9]+\}}\{{[0-9]+\}}"
+    rf"|{_AMOUNT}(?:[ \t]{{0,2}}[/:^][ \t]{{0,2}}{_AMOUNT}|[ ][0-9]+/[0-9]+)?)"
+)
+_SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{_NUMBER.pattern})")
+_CONCLUSION = re.compile(
+    r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which)(?![a-z])|[.!?]\s"
+)
+_LAST_WORDS: Final = 4_000
+_CHOICE = re.compile(
+    r"\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?]|\s*$|\s+(?:is|must)\s)"
+)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Part of a text: where it starts, where the text goes on after it, and what it holds."""
+
+    start: int
+    end: int
+    content: str
+
+
+def spoken(response: str) -> str:
+    """The response after its thoughts; of a thought that never ends, what comes before it."""
+    for name in ("think", "thinking"):
+        _, closed, rest = response.rpartition(f"</{name}>")
+        response = (rest if closed else response).partition(f"<{name}>")[0]
+    return response
+
+
+def tagged(text: str, *, must_close: bool) -> str | None:
+    """Content of the last `<answer>` tags. One that was opened last may lack its end where it need not close."""
+    start = text.rfind("<answer>")
+    if start < 0:
+        return None
+    content, closed, _ = text[start + len("<answer>") :].partition("</answer>")
+    return content if closed or not must_close else None
+
+
+def find_answer(response: str) -> str | None:
+    """The answer that a response states, as it is written there; None where there is none."""
+    text = spoken(response)
+    content = tagged(text, must_close=False)
+    if content is not None:
+        return _inside(content)
+    return _stated(text) or (_last_value(text) if not _BOX.search(text) else None)
+
+
+def _inside(content: str) -> str | None:
+    """The answer in a tag: what it states, else all of it."""
+    content = content.strip()
+    if len(content) <= 300 and not _PROSE.search(_COMMAND.sub("", content)) and "\\box" not in content:
+        return content or None
+    return _stated(content) or (content if len(content) <= 300 and not _formulas(content) else _last_value(content))
+
+
+def _stated(text: str) -> str | None:
+    boxes = _boxes(text)
+    if boxes is None:
+        # The last box never ends: the response was cut off in its answer.
+        return None
+    last_box = boxes[-1].start if boxes else -1
+    for cue in reversed(list(_CUE.finditer(text))):
+        if cue.start() < last_box:
+            break
+        answer = _after_cue(text, cue, has_box=bool(boxes))
+        if answer:
+            return answer
+    if not boxes:
+        return None
+    return _listed([box.content for box in _last_sentence(text, boxes)]) or None
+
+
+def _listed(contents: list[str]) -> str:
+    return ", ".join(dict.fromkeys(content.strip() for content in contents if content.strip()))
+
+
+# Boxes.
+
+
+def _boxes(text: str) -> list[_Span] | None:
+    r"""All outermost `\boxed{...}`; None where the last one never closes."""
+    boxes: list[_Span] = []
+    position = 0
+    while match := _BOX.search(text, position):
+        if match.end() < len(text) and text[match.end()] == "{":
+            close = _closing_brace(text, match.end())
+            if close < 0:
+                return None
+            end, content = close + 1, text[match.end() + 1 : close]
+        elif bare := _BARE_BOX.match(text, match.end()):
+            end, content = bare.end(), bare.group()
+        else:
+            end, content = match.end(), ""
+        boxes.append(_Span(match.start(), end, content))
+        position = max(end, match.end())
+    return boxes
+
+
+def _closing_brace(text: str, opening: int) -> int:
+    depth = 0
+    for brace in _BRACES.finditer(text, opening):
+        if brace.group() == "{":
+            depth += 1
+        elif brace.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return brace.start()
+    return -1
+
+
+def _last_sentence(text: str, boxes: list[_Span]) -> list[_Span]:
+    """The boxes at the end that one sentence lists."""
+    first = len(boxes) - 1
+    while first > 0 and _linked(text[boxes[first - 1].end : boxes[first].start]):
+        first -= 1
+    group = boxes[first:]
+    percent = [
+        _PERCENT.match(text, box.end) or _PERCENT.match(text[box.end : box.end + 20].lstrip("$ )\\")) for box in group
+    ]
+    return [
+        _Span(box.start, box.end, box.content + "\\%") if match and "%" not in box.content else box
+        for box, match in zip(group, percent, strict=True)
+    ]
+
+
+def _linked(between: str) -> bool:
+    if len(between) > _LONGEST_LINK or _SENTENCE_END.search(between) or _SECOND_THOUGHT.search(between):
+        return False
+    words = _LAYOUT.sub("", between)
+    return len(words) <= 8 or _LINK_WORD.search(between) is not None
+
+
+# Answer lines. No answer needs a line as long as a hostile one.
+_LONGEST_LINE: Final = 2_000
+
+
+def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
+    start = cue.end()
+    while start < len(text) and (text[start] in _MARKUP or text[start] in "\r\n:："):
+        start += 1
+    line = _line(text, start)[:_LONGEST_LINE]
+    sentence = _first_sentence(line)
+    if not sentence.strip(_MARKUP + ".,;:"):
+        return None
+    formulas = _formulas(sentence)
+    if formulas:
+        return _joined_formulas(sentence, formulas)
+    plain = sentence.strip(_MARKUP).rstrip(".,;: ").strip(_MARKUP)
+    is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
+    if _DIGIT.search(plain) or (not _PROSE.search(plain) and not has_box):
+        return _plain_value(plain)
+    if _UNDECIDED.match(plain) or (not is_certain and (has_box or len(plain) > 60)):
+        return None
+    return plain if len(plain) <= 300 else None
+
+
+def _line(text: str, start: int, *, may_go_on: bool = True) -> str:
+    """The line from there on; a displayed formula belongs to it as a whole, and what follows a colon at its end."""
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$"), ("\\begin{", "\\end{")):
+        if text.startswith(opening, start):
+            end = text.find(closing, start + len(opening))
+            end = len(text) if end < 0 else end + len(closing)
+            rest = text.find("\n", end)
+            return text[start : len(text) if rest < 0 else rest]
+    end = text.find("\n", start)
+    line = text[start : len(text) if end < 0 else end]
+    if may_go_on and line.rstrip().endswith((":", " is", " are")) and len(line) < 300 and end >= 0:
+        following = end
+        while following < len(text) and text[following].isspace():
+            following += 1
+        if following < len(text):
+            return line + " " + _line(text, following, may_go_on=False)
+    return line
+
+
+def _first_sentence(line: str) -> str:
+    formulas = _formulas(line)
+    for stop in re.finditer(r"[.!?](?=\s+[A-Z(\[]|\s*$)|\s(?=(?:I hope|because|since)\s)", line):
+        if not any(formula.start <= stop.start() < formula.end for formula in formulas) and not (
+            stop.start() <= 2 and line[: stop.start()].strip("(*").isalpha()
+        ):
+            return line[: stop.start()]
+    return line
+
+
+def _plain_value(text: str) -> str:
+    """A text without formulas: after its last equals sign where there is one."""
+    return text if len(text) <= 300 else text[:300]
+
+
+# Formulas and numbers.
+
+
+def _formulas(text: str) -> list[_Span]:
+    """Everything between math delimiters, in order, in one pass. Inline formulas end with their line."""
+    spans: list[_Span] = []
+    opening: re.Match[str] | None = None
+    for token in _MATH_TOKEN.finditer(text):
+        mark = token.group()
+        if mark in ("\\\\", "\\$"):
+            continue
+        if opening is None:
+            if mark in _CLOSING:
+                opening = token
+        elif mark == "\n":
+            if opening.group() in ("$", "\\("):
+                opening = None
+        elif mark == _CLOSING[opening.group()]:
+            content = text[opening.end() : token.start()]
+            if mark == "$" and _DIGIT.match(text, token.end()):
+                # The sign of money: `$5 and $7`.
+                opening = token
+            elif content.strip():
+                spans.append(_Span(opening.start(), token.end(), content))
+                opening = None
+            else:
+                opening = None
+    return spans
+
+
+def _joined_formulas(text: str, formulas: list[_Span]) -> str:
+    """The last formula, with those before it that are listed with it, and with a percent sign behind it.
+
+    `The value of $x$ is 5` names its value after the last formula.
+    """
+    if said := _SAID_AFTER.search(text, formulas[-1].end):
+        return said["value"].strip()
+    first = len(formulas) - 1
+    while first > 0:
+        between = text[formulas[first - 1].end : formulas[first].start]
+        if len(between) > _LONGEST_LINK or not _FORMULA_LINK.fullmatch(between):
+            break
+        first -= 1
+    group = formulas[first:]
+    values = []
+    for formula in group:
+        value = formula.content.strip()
+        if boxes := _boxes(value):
+            value = _listed([box.content for box in boxes])
+        if "%" not in value and _PERCENT.match(text, formula.end):
+            value += "\\%"
+        values.append(value.rstrip(".,; "))
+    if touching := re.search(r"[0-9)]$", text[: group[0].start]):
+        # `2$\sqrt{3}$`: the number outside belongs to the value.
+        number = re.search(r"[0-9.]{0,20}$", text[: group[0].start])
+        values[0] = (number.group() if number and touching else "") + values[0]
+    return _listed(values)
+
+
+def _result(text: str) -> re.Match[str] | None:
+    """What the last line computes: 26 of `it grows 13 * 2 = 26 inches in 13 years`."""
+    line = len(text.rstrip()) - len(text.rstrip().rpartition("\n")[2])
+    equals = text.rfind("=", line)
+    if equals < 0 or _CONCLUSION.search(text, equals):
+        return None
+    return _NUMBER.match(text, equals + 1 + len(text[equals + 1 :]) - len(text[equals + 1 :].lstrip()))
+
+
+def _last_value(text: str) -> str | None:
+    """The last formula or number, whichever comes later; else a choice's letter."""
+    whole = text.strip().strip("*")
+    if whole and len(whole) <= 100 and "\n" not in whole and not _PROSE.search(_COMMAND.sub("", whole)):
+        formulas = _formulas(whole)
+        if not formulas:
+            return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
+    formulas = _formulas(text)
+    numbers = list(_NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
+    last_number = next(
+        (
+            n
+            for n in reversed(numbers)
+            if not any(f.start <= n.start() + len(n.group()) - 1 < f.end for f in formulas[-50:])
+        ),
+        None,
+    )
+    if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
+        return _joined_formulas(text, formulas)
+    if last_number is not None:
+        last_number = _result(text) or last_number
+        percent = _PERCENT.match(text, last_number.end())
+        return last_number.group().strip() + ("%" if percent else "")
+    choices = list(_CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS)))
+    return choices[-1][choices[-1].lastgroup or 0] if choices else None

@@ -1,0 +1,246 @@
+"""The program of a process that calls a reward function: loads it, then scores one batch at a time.
+
+It is started by `WorkerProcess` with the numbers of two pipes: the connection for batches, and a lifeline whose end
+means that the trainer is gone. Batches arrive pickled, results leave as JSON. Standard output and error belong to the
+function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import numbers
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from dapo_mega.rewards.processes import MisuseError, end_tree
+from dapo_mega.rewards.worker import limit_memory
+
+RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
+_PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_SHOWN_CHARACTERS: Final = 200
+_MAX_ANSWER_CHARACTERS: Final = 10_000
+
+Function = Callable[[list[dict[str, Any]]], Any]
+
+
+def main(connection_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int, time_limit_s: float) -> None:
+    """Serve until the trainer closes the connection."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _adopt_orphans()
+    threading.Thread(target=_die_with_trainer, args=(lifeline_fd,), daemon=True).start()
+    connection = Connection(connection_fd)
+    own_pid = os.getpid()
+    with asyncio.Runner() as runner:
+        try:
+            function = load_function(path)
+            limit_memory(memory_limit_mib)
+            answer: dict[str, Any] = {"ready": True}
+        except MisuseError as error:
+            answer = {"misuse": str(error)}
+        connection.send_bytes(json.dumps(answer).encode())
+        while "ready" in answer:
+            try:
+                records = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                break
+            # Beyond any limit of the trainer's: for a call that hangs when nobody is left to end it.
+            signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 60)
+            answer = {**_answer(function, records, runner), "ready": True}
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != own_pid:
+                break  # A fork of the function's that came back: its answer would be taken for that of the next call.
+            connection.send_bytes(json.dumps(answer).encode())
+    end_tree(os.getpid())  # With the threads and processes of the function.
+
+
+def _adopt_orphans() -> None:
+    """Make processes that descend from this one stay its children, so that they can be found and ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _die_with_trainer(lifeline_fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(lifeline_fd, 1)
+    end_tree(os.getpid())
+
+
+def load_function(path: str) -> Function:
+    """The function of FILE.py:NAME or package.module:NAME. Raises MisuseError if there is none that takes a list."""
+    place, _, name = path.rpartition(":")
+    module = _load_module(place)
+    function = getattr(module, name, None)
+    if function is None:
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = get_close_matches(name, own, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
+        raise MisuseError(f"there is no {name!r}; {hint}")
+    if not callable(function):
+        raise MisuseError(f"it is {type(function).__name__}, not a function")
+    with contextlib.suppress(ValueError):  # Some built-in functions have no signature to ask for.
+        signature = inspect.signature(function)
+        try:
+            signature.bind([])
+        except TypeError:
+            raise MisuseError(
+                f"{name}{signature} cannot be called with one argument; it must take the list of records, as in "
+                f"def {name}(records)"
+            ) from None
+    return function  # type: ignore[no-any-return]
+
+
+def _load_module(place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            sys.path.append(os.getcwd())  # For a module that lies where the run is started.
+            return importlib.import_module(place)
+        file = Path(place).absolute()
+        if not file.is_file():
+            raise MisuseError(
+                "the file does not exist; its path is looked for beside the run's file, then in the working directory"
+            )
+        sys.path.insert(0, str(file.parent))
+        # By its own name, so that processes that the function starts can import it, unless another module has it.
+        found = importlib.util.find_spec(file.stem)
+        is_own = found is not None and found.origin is not None and Path(found.origin) == file
+        spec = importlib.util.spec_from_file_location(file.stem if is_own else f"{file.stem}_of_reward", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    except MisuseError:
+        raise
+    except BaseException as error:  # SystemExit too: a script without a guard.
+        raise MisuseError(f"it cannot be imported: {_described(error, place)}") from error
+
+
+def _described(error: BaseException, place: str) -> str:
+    """One line: the exception, and where in the user's file it came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(place)]
+    where = f" (line {frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        where = ""  # Its own text says so.
+    text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def _answer(function: Function, records: list[dict[str, Any]], runner: asyncio.Runner) -> dict[str, Any]:
+    """`scores`, or `misuse`, or `failure` with `detail`."""
+    for record in records:
+        record["token_ids"] = record["token_ids"].tolist()
+    try:
+        returned = function(records)
+        if inspect.isawaitable(returned):
+            returned = runner.run(_wait_for(returned))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the function too.
+        file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+        return {
+            "failure": _described(error, file or "") + _absent_field(error, records),
+            "detail": "".join(traceback.format_exception(error)),
+        }
+    try:
+        return {"scores": checked(returned, len(records))}
+    except MisuseError as error:
+        return {"misuse": str(error)}
+
+
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _absent_field(error: BaseException, records: Sequence[Mapping[str, Any]]) -> str:
+    """What a KeyError may mean to say: a column that the data lacks."""
+    if not isinstance(error, KeyError) or not error.args or not records:
+        return ""
+    key, record = error.args[0], records[0]
+    if key in record["fields"]:
+        return f"; {key!r} is a column of the row, so it is in record['fields']"
+    columns = ", ".join(record["fields"]) or "none"
+    return f"; record['fields'], the row's other columns, has: {columns}"
+
+
+def checked(returned: Any, expected: int) -> list[list[Any]]:
+    """[score, correct, parts, answer] of every record. Raises MisuseError for anything but one result per record."""
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()  # An array or tensor.
+    if not isinstance(returned, list | tuple):
+        raise MisuseError(
+            f"it returned {_shown(returned)}; it must return a list with one result per record, {expected} here"
+        )
+    if len(returned) != expected:
+        raise MisuseError(f"it returned {len(returned)} results for {expected} records; return one per record")
+    return [_checked_result(result) for result in returned]
+
+
+def _checked_result(result: Any) -> list[Any]:
+    if not isinstance(result, Mapping):
+        return [_number(result, "a score"), None, {}, None]
+    if "score" not in result:
+        raise MisuseError(f"it returned a result without 'score': {_shown(result)}; keys are {', '.join(RESULT_KEYS)}")
+    if unknown := [key for key in result if key not in RESULT_KEYS]:
+        raise MisuseError(
+            f"it returned a result with the unknown key {unknown[0]!r}; keys are {', '.join(RESULT_KEYS)}, and numbers "
+            f"of your own go into parts"
+        )
+    correct, parts, answer = (result.get(key) for key in RESULT_KEYS[1:])
+    if correct is not None and type(correct).__name__ not in ("bool", "bool_"):
+        raise MisuseError(f"it returned correct={_shown(correct)}; it must be True, False or None")
+    if not (parts is None or isinstance(parts, Mapping)):
+        raise MisuseError(f"it returned parts={_shown(parts)}; they must be a dict of names and numbers")
+    if not (answer is None or isinstance(answer, str)):
+        raise MisuseError(f"it returned answer={_shown(answer)}; it must be text or None")
+    named = {_name(name): _number(value, f"parts[{name!r}]") for name, value in (parts or {}).items()}
+    if answer is not None:
+        # Half of a surrogate pair is text that no file can hold.
+        answer = answer[:_MAX_ANSWER_CHARACTERS].encode("utf-8", "replace").decode()
+    return [_number(result["score"], "score"), None if correct is None else bool(correct), named, answer]
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not _PART_NAME.fullmatch(name):
+        raise MisuseError(
+            f"it returned a part called {_shown(name)}; names have letters, digits and any of '_.@-' only"
+        )
+    return name
+
+
+def _number(value: Any, what: str) -> float:
+    """The value as a float, which may be NaN or infinite."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # A number of numpy or torch.
+    if isinstance(value, numbers.Number) and not isinstance(value, complex):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (OverflowError, ValueError):
+            return math.inf
+    raise MisuseError(f"it returned {what}={_shown(value)}; it must be a number")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "?"
+    text = text if len(text) <= 60 else text[:60] + "..."
+    return text if value is None else f"{text} ({type(value).__name__})"

@@ -1,0 +1,359 @@
+"""Decides whether an answer is the right one by its structure; single values go to a comparison that is given.
+
+Every decision is true, false or open. The same walk decides cheaply in the caller's process (open: ask computer
+algebra) and finally in a worker, with computer algebra at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final
+
+from dapo_mega.rewards.algebra import latex_equal, relations_equal, values_equal
+from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
+from dapo_mega.rewards.expressions import compare_expressions
+from dapo_mega.rewards.free_text import find_answer
+from dapo_mega.rewards.normalization import compact
+from dapo_mega.rewards.numerals import Numeral, numerals_equal
+from dapo_mega.rewards.structure import (
+    Items,
+    Matrix,
+    Named,
+    Node,
+    Relation,
+    Union,
+    Value,
+    base,
+    clean,
+    readings,
+    variables,
+)
+
+_MAX_ITEMS: Final = 64
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Compares answers with a ground truth, exactly or within a relative tolerance.
+
+    `algebra`: decide everything, with computer algebra where needed. Otherwise what needs it stays open (None).
+    """
+
+    tolerance: float = 0.0
+    algebra: bool = False
+
+    def grade(self, candidate: str, truth: str) -> bool | None:
+        """Whether the candidate is the truth. Both must be of bounded length."""
+        if not candidate.strip():
+            return False
+        if compact(clean(candidate)) == compact(clean(truth)) != "":
+            return True
+        theirs, ours = _readings(candidate), _truth_readings(truth)
+        return _any(self._same(a, b) for b in ours for a in theirs)
+
+    def _same(self, a: Node, b: Node) -> bool | None:
+        """The candidate's node against the truth's."""
+        if a == b:
+            return True
+        match a, b:
+            case (Named(), Named()):
+                return self._same_named(a, b)
+            case (Named(), Relation()):
+                return self._same_relation(a.text, b.text)
+            case (Relation(), Named()):
+                return self._same_relation(a.text, b.text)
+            case (Relation(), Relation()):
+                return self._same_relation(a.text, b.text)
+            case (Relation(), _):
+                return self._last_side(a, b)
+            case (_, Relation()):
+                return self._same_set(a, b) if isinstance(a, Items | Union) else False
+            case (_, Named()):
+                return self._same(a, b.value)
+            case (Named(), _):
+                return self._same(a.value, b)
+            case (Items(), Items()):
+                return self._same_items(a, b)
+            case (Union(), Union()):
+                return self._unordered(_united(a), _united(b))
+            case (Items(), Union()) if a.is_list:
+                return self._unordered(a.items, _united(b))
+            case (Union(), Items()) if b.is_list or b.is_set:
+                return self._unordered(_united(a), b.items)
+            case (Items(), Union()) if a.is_set:
+                return self._unordered(a.items, _united(b))
+            case (Matrix(), Matrix()):
+                return self._same_matrix(a, b)
+            case (Items(), Value()) if a.is_list:
+                return self._concluded(a, b)
+            case (Items(), Value()) if len(a.items) == 1 and a.is_set:
+                return self._same(a.items[0], b)
+            case (Value(), Items()) if len(b.items) == 1 and b.is_set:
+                return self._same(a, b.items[0])
+            case (Value(), Value()):
+                return self._same_value(a, b)
+            case (Value(), Matrix()) | (Matrix(), Value()):
+                return latex_equal(_latex(a), _latex(b)) if self.algebra else None
+        return False
+
+    def _same_named(self, a: Named, b: Named) -> bool | None:
+        same = self._same(a.value, b.value)
+        if same is not False or _is_number(a.value) or not isinstance(a.value, Value) or not isinstance(b.value, Value):
+            return same
+        # `x = 2y` and `y = x/2`: the same equation in other words.
+        return self._same_relation(a.text, b.text)
+
+    def _same_relation(self, a: str, b: str) -> bool | None:
+        return relations_equal(a, b) if self.algebra else None
+
+    def _same_set(self, a: Node, b: Relation) -> bool | None:
+        return None if not self.algebra else latex_equal(_latex(a), b.text)
+
+    def _last_side(self, a: Relation, b: Node) -> bool | None:
+        """Of `2 + 3 = 5`, a value is 5."""
+        if any(sign != "=" for sign in a.signs):
+            return False
+        return _any(self._same(node, b) for node in readings(a.sides[-1]))
+
+    def _concluded(self, a: Items, b: Value) -> bool | None:
+        """Of `m = 40, n = 2, m + n = 42`, the value is 42: the last equation is about those before it."""
+        *before, last = a.items
+        names = [node.name for node in before if isinstance(node, Named)]
+        if isinstance(last, Relation) and len(names) == len(before) and all(name in last.sides[0] for name in names):
+            return self._last_side(last, b)
+        return False
+
+    def _same_items(self, a: Items, b: Items) -> bool | None:
+        first, second = a.items, b.items
+        if max(len(first), len(second)) > _MAX_ITEMS:
+            return False
+        if b.is_list or b.is_set:
+            if a.is_list or (a.is_set and b.is_set) or (a.is_set and not _names(second)):
+                return self._same_list(first, second)
+            return self._ordered(first, second) if b.is_list and a.opening == "(" and a.closing == ")" else False
+        if a.is_list:
+            return self._ordered_values(first, second) if (b.opening, b.closing) == ("(", ")") else False
+        if (a.opening, a.closing) != (b.opening, b.closing):
+            return False
+        return self._ordered(first, second)
+
+    def _same_list(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
+        """Lists and sets: the same values in any order, except that values of different names keep to their names."""
+        ours, theirs = _names(second), _names(first)
+        if not ours or (len({_stem(name) for name in ours}) == 1 and len(ours) == len(second)):
+            return self._unordered(_deduplicated(first), _deduplicated(second))
+        if sorted(ours) == sorted(theirs) and len(ours) == len(second) == len(first):
+            by_name = {node.name: node for node in first if isinstance(node, Named)}
+            named = [node for node in second if isinstance(node, Named)]
+            return (
+                _every(self._same(by_name[node.name].value, node.value) for node in named)
+                if len(by_name) == len(named)
+                else (self._unordered(first, second))
+            )
+        return self._ordered(first, second)
+
+    def _ordered_values(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
+        names = _names(first)
+        if len(names) > 1 and names != sorted(names):
+            return False
+        return self._ordered(first, second)
+
+    def _ordered(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
+        if len(first) != len(second):
+            return False
+        return _every(self._same(a, b) for a, b in zip(first, second, strict=True))
+
+    def _unordered(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
+        if len(first) != len(second) or len(first) > _MAX_ITEMS:
+            return False
+        rest, is_open = list(first), False
+        for b in second:
+            verdicts = [self._same(a, b) for a in rest]
+            if True in verdicts:
+                del rest[verdicts.index(True)]
+            elif None in verdicts:
+                is_open = True
+            else:
+                return False
+        return None if is_open else True
+
+    def _same_matrix(self, a: Matrix, b: Matrix) -> bool | None:
+        if len(a.rows) != len(b.rows):
+            return False
+        return _every(self._ordered(first, second) for first, second in zip(a.rows, b.rows, strict=True))
+
+    # Single values.
+
+    def _same_value(self, a: Value, b: Value) -> bool | None:
+        if b.letter is not None and b.named is None:
+            return (a.letter or a.key.upper()) == b.letter
+        if a.letter is not None:
+            if b.letter is not None:
+                return a.letter == b.letter
+            return self._same(a.named, b) if a.named is not None else None
+        if b.named is not None:
+            return self._same(a, b.named)
+        if a.is_word or b.is_word:
+            return _same_words(a, b)
+        if a.unit is not None and b.unit is not None and a.unit.dimension != b.unit.dimension:
+            return False
+        if a.numeral is not None and b.numeral is not None:
+            return self._same_number(a, b)
+        if a.unit is not None and b.unit is not None and a.unit.size != b.unit.size:
+            return False
+        if a.key == b.key:
+            return True
+        if b.numeral is not None and not any(character.isdigit() for character in a.key):
+            return False
+        if base(a) is not None and base(b) is not None and base(a) != base(b):
+            return False
+        if self._clock(a) or self._clock(b):
+            return False
+        decided = compare_expressions(a.text, b.text, self.tolerance)
+        if decided is not None:
+            return decided
+        if self.algebra:
+            return values_equal(a.text, b.text, self.tolerance)
+        # Expressions in different letters are not worth asking an algebra system.
+        letters = variables(a), variables(b)
+        return False if None not in letters and letters[0] != letters[1] else None
+
+    @staticmethod
+    def _clock(a: Value) -> bool:
+        hours, colon, minutes = a.key.partition(":")
+        return bool(colon) and hours.isdecimal() and len(minutes) == 2 and minutes.isdecimal()
+
+    def _same_number(self, a: Value, b: Value) -> bool:
+        assert a.numeral is not None
+        assert b.numeral is not None
+        if a.unit is not None and b.unit is not None and a.unit.power == b.unit.power and a.unit.size != b.unit.size:
+            return self._near(_scaled(a.numeral, a.unit.size), _scaled(b.numeral, b.unit.size))
+        if self._near(a.numeral, b.numeral):
+            return True
+        if a.is_percent == b.is_percent:
+            return False
+        # 28 % is 0.28, and 28 where the question asks for percent.
+        percent = Fraction(1, 100)
+        return self._near(
+            _scaled(a.numeral, percent) if a.is_percent else a.numeral,
+            _scaled(b.numeral, percent) if b.is_percent else b.numeral,
+        )
+
+    def _near(self, a: Numeral, b: Numeral) -> bool:
+        return numerals_equal(a, b) or abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
+
+
+def _scaled(numeral: Numeral, factor: Fraction) -> Numeral:
+    return Numeral(numeral.value * factor, numeral.is_decimal)
+
+
+def _every(decisions: Iterable[bool | None]) -> bool | None:
+    is_open = False
+    for decision in decisions:
+        if decision is False:
+            return False
+        is_open = is_open or decision is None
+    return None if is_open else True
+
+
+def _any(decisions: Iterable[bool | None]) -> bool | None:
+    is_open = False
+    for decision in decisions:
+        if decision:
+            return True
+        is_open = is_open or decision is None
+    return None if is_open else False
+
+
+def _names(nodes: Sequence[Node]) -> list[str]:
+    names = [node.name for node in nodes if isinstance(node, Named)]
+    # `n = 1, 2, 3` names all of them at once.
+    return names if len(names) != 1 else []
+
+
+def _stem(name: str) -> str:
+    """`x_1` and `x_{2}` are both values of x."""
+    return name.partition("_")[0].rstrip("'")
+
+
+def _deduplicated(nodes: Sequence[Node]) -> list[Node]:
+    seen: dict[Node, Node] = {}
+    for node in nodes:
+        seen.setdefault(node.value if isinstance(node, Named) else node, node)
+    return list(seen.values())
+
+
+def _united(union: Union) -> list[Node]:
+    """What a union unites; finite sets count by their elements."""
+    nodes: list[Node] = []
+    for item in union.items:
+        nodes += item.items if isinstance(item, Items) and item.is_set else [item]
+    return nodes
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node, Value) and node.numeral is not None
+
+
+def _same_words(a: Value, b: Value) -> bool:
+    return _words(a) == _words(b) != ""
+
+
+def _words(value: Value) -> str:
+    return "".join(character for character in value.key.casefold() if character.isalnum())
+
+
+def _latex(node: Node) -> str:
+    match node:
+        case Value():
+            return node.text
+        case Named():
+            return f"{node.name}={_latex(node.value)}"
+        case Items():
+            return f"{node.opening}{','.join(map(_latex, node.items))}{node.closing}"
+        case Union():
+            return "\\cup ".join(map(_latex, node.items))
+        case Relation():
+            return node.text
+        case Matrix():
+            return "\\begin{pmatrix}" + "\\\\".join("&".join(map(_latex, row)) for row in node.rows) + "\\end{pmatrix}"
+
+
+def gold_answers(truth: str | Sequence[str]) -> tuple[str, ...]:
+    """The right answers of a ground truth, any of which will do: those of a list, or of a JSON list of texts."""
+    if not isinstance(truth, str):
+        return tuple(truth)
+    if not truth.lstrip().startswith('["'):
+        return (truth,)
+    try:
+        answers = json.loads(truth)
+    except ValueError:
+        return (truth,)
+    return tuple(answers) if all(isinstance(answer, str) for answer in answers) else (truth,)
+
+
+@lru_cache(maxsize=8192)
+def stated_truth(truth: str) -> str:
+    """The answer of a ground truth that is a whole solution; any other is the answer itself."""
+    if len(truth) > MAX_ANSWER_CHARACTERS or "\\box" in truth:
+        return find_answer(truth) or truth
+    return truth
+
+
+def graded(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
+    """The final decision, with computer algebra: what a worker runs."""
+    return bool(Grader(tolerance, algebra=True).grade(candidate, truth))
+
+
+@lru_cache(maxsize=4096)
+def _readings(text: str) -> tuple[Node, ...]:
+    return readings(text)
+
+
+@lru_cache(maxsize=8192)
+def _truth_readings(truth: str) -> tuple[Node, ...]:
+    return readings(truth)

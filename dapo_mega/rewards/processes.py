@@ -1,0 +1,218 @@
+"""A process that calls a reward function, with limits of time and memory, and without anything that outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import logging.handlers
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+START_LIMIT_S: Final = 300.0
+"""Seconds that importing a reward function may take."""
+
+_PROGRAM: Final = (
+    "import json, sys\n"
+    "arguments = json.loads(sys.argv[1])\n"
+    "sys.path[:] = arguments.pop('sys_path')\n"
+    "from dapo_mega.rewards.function_worker import main\n"
+    "main(**arguments)\n"
+)
+_LOG_BYTES: Final = 5 * 2**20
+_TAIL_LINES: Final = 20
+
+
+class CallError(Exception):
+    """A call that gave no results: the function raised, hung or died. `detail` are lines that tell more."""
+
+    def __init__(self, reason: str, detail: str = "", *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.detail = detail
+        self.hung = hung
+
+
+class MisuseError(Exception):
+    """What trying again cannot mend: the function is not there, or what it returns has another form. One line."""
+
+
+class OutputLog:
+    """Takes what all processes of a function print, away from the trainer's own output.
+
+    Keeps the last lines, and writes all into the rotating file `path` once there is one.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._handler: logging.Handler | None = None
+        read_fd, self.write_fd = os.pipe()
+        self._thread = threading.Thread(target=self._read, args=(read_fd,), daemon=True)
+        self._thread.start()
+
+    def write_to(self, path: Path) -> None:
+        """Also write into this file from now on: at most two files of 5 MiB."""
+        self._handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8"
+        )
+
+    def tail(self) -> str:
+        """The last lines that were printed."""
+        return "\n".join(self._lines)
+
+    def _read(self, read_fd: int) -> None:
+        with open(read_fd, encoding="utf-8", errors="replace", newline=None) as stream:
+            # Bounded, as a line may have no end.
+            while line := stream.readline(2**16):
+                text = line.rstrip("\n")
+                self._lines.append(text[:1000])
+                if self._handler is not None:
+                    with contextlib.suppress(OSError):
+                        self._handler.emit(logging.makeLogRecord({"msg": text}))
+
+    def close(self) -> None:
+        if self.write_fd < 0:
+            return
+        os.close(self.write_fd)
+        self.write_fd = -1
+        # Ends when all processes have closed their ends, which they have unless one escaped.
+        self._thread.join(timeout=1)
+        if self._handler is not None:
+            self._handler.close()
+
+
+class WorkerProcess:
+    """One process with the function `path`, started when needed and again after it was ended. Not thread-safe."""
+
+    def __init__(self, path: str, memory_limit_mib: int, time_limit_s: float, output: OutputLog) -> None:
+        self._path = path
+        self._memory_limit_mib = memory_limit_mib
+        self._time_limit_s = time_limit_s
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._lifeline: int | None = None
+
+    def start(self) -> None:
+        """Start the process and import the function, unless that is done. Raises as `call`."""
+        if self._process is not None:
+            return
+        own, others = Pipe()
+        read_fd, self._lifeline = os.pipe()
+        arguments = {
+            "sys_path": sys.path,
+            "connection_fd": others.fileno(),
+            "lifeline_fd": read_fd,
+            "path": self._path,
+            "memory_limit_mib": self._memory_limit_mib,
+            "time_limit_s": self._time_limit_s,
+        }
+        self._connection = own
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output.write_fd,
+            stderr=self._output.write_fd,
+            pass_fds=(others.fileno(), read_fd),
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends this process.
+        )
+        others.close()
+        os.close(read_fd)
+        self._receive(START_LIMIT_S, "importing it")
+
+    def call(self, records: Sequence[dict[str, Any]]) -> list[list[Any]]:
+        """[score, correct, parts, answer] of every record. Raises CallError, and MisuseError."""
+        self.start()
+        assert self._connection
+        with contextlib.suppress(OSError):  # It has died, which the answer will say.
+            self._connection.send_bytes(pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL))
+        scores: list[list[Any]] = self._receive(self._time_limit_s, f"a call with {len(records)} responses")["scores"]
+        return scores
+
+    def _receive(self, limit_s: float, what: str) -> dict[str, Any]:
+        assert self._connection
+        assert self._process
+        try:
+            if not self._connection.poll(limit_s):
+                self.stop()
+                raise CallError(f"{what} took longer than {limit_s:g} s and was ended", self._printed(), hung=True)
+            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1)  # Its connection closes a little before it has ended.
+            status = self.stop()
+            raise CallError(f"the process died in {what} ({_ending(status)})", self._printed()) from None
+        if "misuse" in answer:
+            raise MisuseError(answer["misuse"])
+        if "failure" in answer:
+            raise CallError(answer["failure"], answer["detail"])
+        return answer
+
+    def _printed(self) -> str:
+        tail = self._output.tail()
+        return f"its last output:\n{tail}" if tail else ""
+
+    def kill(self) -> None:
+        """End the process with all that it has started, from any thread."""
+        if (process := self._process) is not None:
+            end_tree(process.pid)
+
+    def stop(self) -> int | None:
+        """End the process with all that it has started; returns its exit status if it had ended by itself."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        status = process.poll()
+        end_tree(process.pid)
+        process.wait()
+        if self._connection:
+            self._connection.close()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+        self._connection = self._lifeline = None
+        return status
+
+
+def end_tree(pid: int) -> None:
+    """Kill the leader of a process group, its group and its descendants."""
+    kill_descendants(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill all descendants of a process, also those that they start meanwhile."""
+    for _ in range(20):
+        with contextlib.suppress(psutil.Error):
+            alive = [
+                child
+                for child in psutil.Process(pid).children(recursive=True)
+                if child.status() != psutil.STATUS_ZOMBIE
+            ]
+            for child in alive:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            if alive:
+                psutil.wait_procs(alive, timeout=0.05)
+                continue
+        return
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "it closed its connection"
+    if status < 0:
+        reason = f"signal {signal.Signals(-status).name}"
+        return f"{reason}: memory perhaps" if status == -signal.SIGKILL else reason
+    return f"exit status {status}"

@@ -1,0 +1,109 @@
+"""A reward that a server of the user's own computes, asked over HTTP in batches.
+
+Request, POST: `{"records": [{"prompt", "messages", "response", "token_ids", "finish_reason", "ground_truth",
+"data_source", "fields"}, ...]}`. Answer: `{"scores": [...]}` with one entry per record, in order: a number, or
+`{"score": number, "correct": bool or null, "parts": {name: number}, "answer": text or null}`, or `{"error": text}` for
+a record that could not be scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+
+_MAX_PARTS = 100
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """`batch_size` records travel in one request."""
+
+    endpoints: EndpointSettings
+    batch_size: int = 32
+
+
+class RemoteReward:
+    """Asks servers for scores. What cannot be had from any of them within the limits is a failure with its reason."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        """Raises InputError for a bad URL or key."""
+        self._settings = settings
+        self._endpoints = Endpoints(settings.endpoints, check=_check_answer)
+
+    def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
+        """One result per record, in order."""
+        size = self._settings.batch_size
+        batches = [records[start : start + size] for start in range(0, len(records), size)]
+        answers = self._endpoints.post_all([{"records": [_record(each) for each in batch]} for batch in batches])
+        return [
+            result for batch, answer in zip(batches, answers, strict=True) for result in _results(answer, len(batch))
+        ]
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _record(record: RewardRecord) -> dict[str, Any]:
+    return {
+        "prompt": record.prompt,
+        "messages": record.messages,
+        "response": record.response,
+        "token_ids": record.token_ids,
+        "finish_reason": record.finish_reason,
+        "ground_truth": record.ground_truth,
+        "data_source": record.data_source,
+        "fields": record.fields,
+    }
+
+
+def _check_answer(request: Mapping[str, Any], answer: Any) -> None:
+    """Raises ValueError for an answer that does not fit the request."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+        raise ValueError(f'the answer is not {{"scores": [...]}}: {answer!r}')
+    wanted, given = len(request["records"]), len(answer["scores"])
+    if given != wanted:
+        raise ValueError(f"{given} scores for {wanted} records")
+    for number, score in enumerate(answer["scores"]):
+        try:
+            _result(score)
+        except ValueError as error:
+            raise ValueError(f"score {number}: {error}") from None
+
+
+def _results(answer: Any, count: int) -> list[Score | ScoringFailure]:
+    if isinstance(answer, Unanswered):
+        return [ScoringFailure(answer.reason)] * count
+    return [_result(score) for score in answer["scores"]]
+
+
+def _result(given: Any) -> Score | ScoringFailure:
+    """One entry of an answer. Raises ValueError."""
+    if not isinstance(given, dict):
+        return Score(_number(given, "a score"))
+    if given.get("error"):
+        return ScoringFailure(one_line(f"the server says: {given['error']}"))
+    if unknown := sorted(map(str, given.keys() - {"score", "correct", "parts", "answer", "error"})):
+        raise ValueError(f"unknown keys {unknown}; known are score, correct, parts, answer, error")
+    correct, answer, parts = given.get("correct"), given.get("answer"), given.get("parts") or {}
+    if correct is not None and not isinstance(correct, bool):
+        raise ValueError(f"correct is {correct!r}; give true, false or null")
+    if answer is not None and not isinstance(answer, str):
+        raise ValueError(f"answer is {answer!r}; give text or null")
+    if not isinstance(parts, dict) or len(parts) > _MAX_PARTS:
+        raise ValueError(f"parts is {parts!r}; give at most {_MAX_PARTS} named numbers")
+    numbers = {name: _number(value, f"part {name!r}") for name, value in parts.items()}
+    return Score(_number(given.get("score"), "score"), correct, numbers, answer)
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    except OverflowError:
+        pass
+    raise ValueError(f"{what} is {repr(value)[:80]}; give a finite number")

@@ -1,0 +1,270 @@
+"""Lets tests use the functions and objects of a solution that runs in another process.
+
+Plain data crosses as data. An object of the solution stays there, and the tests hold a `Remote` in its place. What a
+test X cannot be calculated with one, as the solution would otherwise be told the expected value and asked for the
+verdict. Two objects of the solution are compared by the solution.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .frames import FrameError, read_frame, write_frame
+from .plain import decode, encode
+
+_MAX_ERROR_CHARACTERS = 500
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "set attribute": setattr,
+    "item": operator.getitem,
+    "set item": operator.setitem,
+    "delete item": operator.delitem,
+    "length": len,
+    "iterate": iter,
+    "next": next,
+    "text": str,
+    "repr": repr,
+    "truth": bool,
+    "absolute": abs,
+    "equal": operator.eq,
+    "less": operator.lt,
+    "less or equal": operator.le,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+}
+# Methods of plain data that give a verdict on their argument.
+_VERDICTS = frozenset(
+    {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "is_integer", "equals"}
+    | {"isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable"}
+    | {"isspace", "istitle", "isupper"}
+)
+
+
+class SolutionError(Exception):
+    """An exception in the solution whose class the tests do not have, or the solution's end."""
+
+
+class Peer:
+    """One side of the connection: asks the other side, and serves it meanwhile."""
+
+    def __init__(self, reading: int, writing: int, serves: frozenset[str], exports: Callable[[Any], bool]) -> None:
+        """`serves`: the operations that the other side may ask for; `exports`: which objects it may hold."""
+        self._reading = reading
+        self._writing = writing
+        self._serves = serves
+        self._exports = exports
+        self._objects: list[Any] = []
+        self.num_asked = 0
+        """Operations that the other side was asked for."""
+
+    def ask(self, operation: str, *arguments: Any, named: dict[str, Any] | None = None) -> Any:
+        """The result of an operation on the other side. Lists, sets and dictionaries among `arguments` get the content
+        that they have there afterwards."""
+        message = {"do": operation, "arguments": self._encoded(list(arguments)), "named": self._encoded(named or {})}
+        self.num_asked += 1
+        write_frame(self._writing, message)
+        while True:
+            answer = read_frame(self._reading)
+            if not isinstance(answer, dict):
+                raise SolutionError("the solution ended its process")
+            if "do" not in answer:
+                break
+            self._serve(answer)
+        if "error" in answer:
+            error = _exception(*answer["error"])
+            if isinstance(error, StopIteration) and operation != "next":
+                raise SolutionError("StopIteration")  # It would end all(map(f, ...)) of a test as if all were true.
+            raise error
+        for argument, content in zip(arguments, self._decoded(answer["contents"]), strict=True):
+            _refill(argument, content)
+        return self._decoded(answer["value"])
+
+    def serve(self, lookup: Callable[[str], Any]) -> None:
+        """Answer until the other side closes. `lookup` finds what has a name."""
+        self._lookup = lookup
+        while (message := read_frame(self._reading)) is not None:
+            self._serve(message)
+
+    def _serve(self, message: dict[str, Any]) -> None:
+        try:
+            answer = self._done(message)
+        except BaseException as error:
+            answer = {"error": [type(error).__name__, _described(error)]}
+        try:
+            write_frame(self._writing, answer)
+        except FrameError as error:
+            write_frame(self._writing, {"error": ["ValueError", str(error)]})
+
+    def _done(self, message: dict[str, Any]) -> dict[str, Any]:
+        operation = message["do"]
+        arguments = self._decoded(message["arguments"])
+        named = self._decoded(message["named"])
+        if operation not in self._serves:
+            raise TypeError(f"the tests allow no {operation}")
+        if operation == "name":
+            return {"value": self._encoded(self._lookup(*arguments)), "contents": self._encoded([None])}
+        if operation == "call":
+            value = arguments[0](*arguments[1:], **named)
+        else:
+            value = _OPERATIONS[operation](*arguments)
+        contents = [item if type(item) in (list, dict, set, bytearray) else None for item in arguments]
+        return {"value": self._encoded(value), "contents": self._encoded(contents)}
+
+    def _encoded(self, value: Any) -> Any:
+        return encode(value, self._handle)
+
+    def _decoded(self, value: Any) -> Any:
+        return decode(value, self._held)
+
+    def _handle(self, value: Any) -> dict[str, int]:
+        if isinstance(value, Remote):
+            return {"yours": object.__getattribute__(value, "_handle")}
+        if not self._exports(value):
+            raise TypeError(f"tests cannot hand an object of {type(value).__name__} to a solution, only plain data")
+        self._objects.append(value)
+        return {"mine": len(self._objects) - 1}
+
+    def _held(self, value: dict[str, Any]) -> Any:
+        ((kind, number),) = value.items()
+        if kind == "mine" and type(number) is int:
+            return Remote(self, number)
+        if kind == "yours" and type(number) is int and 0 <= number < len(self._objects):
+            return self._objects[number]
+        raise ValueError("not an encoded object")
+
+
+def serving_all(reading: int, writing: int) -> Peer:
+    """The solution's side."""
+    return Peer(reading, writing, frozenset({"name", "call", *_OPERATIONS}), exports=lambda value: True)
+
+
+def serving_calls(reading: int, writing: int) -> Peer:
+    """The tests' side: the solution may call functions that were given to it as arguments."""
+    return Peer(reading, writing, frozenset({"call"}), exports=callable)
+
+
+class Remote:
+    """An object of the other side."""
+
+    __slots__ = ("_handle", "_peer")
+
+    def __init__(self, peer: Peer, handle: int) -> None:
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_handle", handle)
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        return object.__getattribute__(self, "_peer").ask(operation, self, *arguments)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return object.__getattribute__(self, "_peer").ask("call", self, *arguments, named=named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _VERDICTS or name.startswith("__"):
+            raise AttributeError(f"an object of the solution has no {name!r} that tests believe; return plain data")
+        return self._ask("attribute", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set attribute", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("set item", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("delete item", key)
+
+    def __len__(self) -> int:
+        return int(self._ask("length"))
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._ask("iterate")
+        while True:
+            try:
+                yield iterator._ask("next")
+            except StopIteration:
+                return
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __contains__(self, value: Any) -> bool:
+        return any(item is value or item == value for item in self)
+
+    def __str__(self) -> str:
+        return str(self._ask("text"))
+
+    def __repr__(self) -> str:
+        return str(self._ask("repr"))
+
+    def __bool__(self) -> bool:
+        return self._ask("truth") is True
+
+    def __abs__(self) -> Any:
+        return self._ask("absolute")
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_handle"))
+
+    def _with(self, operation: str, other: object) -> Any:
+        return self._ask(operation, other) if isinstance(other, Remote) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and self._ask("equal", other) is True
+
+    def __lt__(self, other: object) -> Any:
+        return self._with("less", other)
+
+    def __le__(self, other: object) -> Any:
+        return self._with("less or equal", other)
+
+    def __add__(self, other: object) -> Any:
+        return self._with("add", other)
+
+    def __sub__(self, other: object) -> Any:
+        return self._with("subtract", other)
+
+    def __mul__(self, other: object) -> Any:
+        return self._with("multiply", other)
+
+
+def _exception(name: object, text: object) -> Exception:
+    """The exception of the other side: of a class that Python has, or a SolutionError."""
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        return kind(str(text))
+    return SolutionError(f"{name}: {text}")
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_ERROR_CHARACTERS]
+    except BaseException:  # `__str__` may be the solution's.
+        return "no message"
+
+
+def last_line(error: BaseException) -> str:
+    """An exception as one line."""
+    try:
+        text = "".join(traceback.format_exception_only(type(error), error))
+    except BaseException:
+        text = type(error).__name__
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]
+
+
+def _refill(argument: Any, content: Any) -> None:
+    """Give a list, set, dictionary or bytearray of ours the content that a call left in its copy."""
+    if type(argument) is not type(content) or argument == content:
+        return
+    if isinstance(argument, list | bytearray):
+        argument[:] = content
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(content)

@@ -1,0 +1,73 @@
+"""The recipes for own rewards, with the commands of their pages: valid, tried on their data, and one is run."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.commands import prepare
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.metrics import read_metrics
+from dapo_mega.planning.dry_run import print_dry_run
+from dapo_mega.training.run import run_training
+
+from .runs import REPOSITORY
+
+pytestmark = pytest.mark.integration
+
+TRIED = {
+    "own_reward": ["function (weight 1): 0"],
+    "composite": [
+        "answer (weight 1): 1, correct=True",
+        "repetition (weight 0.5)",
+        "length_dapo (weight 0.5)",
+        "digits",
+    ],
+    "multiple_choice": ["function (weight 1): 1, correct=True, chose=1"],
+}
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """`commands(recipe)` runs what the page of a recipe shows before its training."""
+    for folder in ("configs", "launch", "tools", "dapo_mega"):
+        (tmp_path / folder).symlink_to(REPOSITORY / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(recipe):
+        page = (REPOSITORY / "configs" / "recipes" / recipe / "README.md").read_text()
+        for line in re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["dapo-mega", "prepare"]:
+                prepare.main(words[2:])
+            elif words[:1] == ["python"]:
+                monkeypatch.setattr("sys.argv", words[1:])
+                runpy.run_path(words[1], run_name="__main__")
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", TRIED)
+def test_a_recipes_reward_scores_its_first_row(recipe, commands, capsys):
+    commands(recipe)
+    print_dry_run(load_config(RunConfig, Path("configs") / "recipes" / recipe / "run.yaml"))
+    printed = capsys.readouterr().out
+    tried = re.findall(r"made-up response to the first prompt: (.*)", printed)
+    assert [line.startswith(expected) for line, expected in zip(tried, TRIED[recipe], strict=True)] == [True] * len(
+        tried
+    )
+    assert "note: the reward was not tried" not in printed
+
+
+def test_a_run_learns_from_a_function_that_judges_nothing(commands):
+    commands("own_reward")
+    file = Path("configs") / "recipes" / "own_reward" / "run.yaml"
+    run_training(load_config(RunConfig, file, ["num_steps=6", "checkpoint={every: 0, save_hf_at_end: false}"]))
+    first, *_, last = read_metrics(Path("runs") / "recipes" / "own_reward" / "metrics.jsonl")
+    assert last["evaluation/reward_mean"] > 3 * first["evaluation/reward_mean"]
+    assert last["reward/part_function"] == pytest.approx(last["rollout/reward_mean"])
+    assert last["reward/num_failed"] == 0
+    assert {name for name in last if "accuracy_mean" in name or "_at_" in name} == set()

@@ -1,0 +1,226 @@
+"""Unit tests as a reward: what passes, what cannot pass, and what a solution cannot do."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.errors import InputError
+from dapo_mega.rewards.code import CodeReward, CodeSettings, extract_code
+from dapo_mega.rewards.code_tests import prints_the_same, read_cases, returns_the_same
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.sandbox import seccomp
+from tests.unit.rewards import hostile_code
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not seccomp.is_supported(), reason="solutions run on Linux on x86_64 and aarch64 only"),
+]
+DOUBLES = json.dumps({"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]})
+DOUBLE = "print(2 * int(input()))"
+
+
+def record(code: str, tests: str, **fields: object) -> RewardRecord:
+    return RewardRecord("", (), f"So:\n```python\n{code}\n```\n", (), "stop", tests, fields=fields)
+
+
+@pytest.fixture(scope="module", params=["namespaces", "filter"])
+def reward(request):
+    """With the isolation that the kernel allows at best, and with what is left where it allows no namespaces."""
+    settings = CodeSettings(time_limit_s=0.5, memory_limit_mib=256, partial_credit=True)
+    try:
+        reward = CodeReward(settings, request.param)
+    except InputError as error:
+        if request.param == "namespaces":
+            pytest.skip(f"this machine allows no namespaces: {error}")
+        raise
+    yield reward
+    reward.close()
+
+
+def test_solutions_pass_by_what_they_do(reward):
+    call = json.dumps({"fn_name": "f", "inputs": [[21], [4]], "outputs": [42, [8]]})
+    solution = "class Solution:\n    def f(self, x: List[int]):\n        return 2 * x"
+    asserts = json.dumps(["assert f(21) == 42", "assert f(4) == 8"])
+    function = "def f(x):\n    return 2 * x"
+    check = "def check(candidate):\n    assert candidate(21) == 42"
+    module = "from solution import f\ndef test_double():\n    assert f(4) == 8"
+    in_place = "values = [3, 1]\nsort(values)\nassert values == [1, 3]"
+    raises = "try:\n    f('x')\n    assert False\nexcept TypeError:\n    pass"
+    objects = "class C:\n    def put(self, x): self.x = x\n    def get(self): return self.x"
+    in_thread = f"import threading\nthreading.stack_size(2**26)\nthreading.Thread(target=lambda: {DOUBLE}).start()"
+    at_exit = "import atexit, sys\nx = 2 * int(input())\natexit.register(lambda: sys.stdout.write(str(x)))"
+    cases = [
+        (record(DOUBLE, DOUBLES), 1.0),
+        (record(f"{DOUBLE}\nimport sys\nsys.exit()", DOUBLES), 1.0),
+        (record(in_thread, DOUBLES), 1.0),
+        (record(at_exit, DOUBLES), 1.0),
+        (record("print(42)", DOUBLES), 0.5),
+        (record(f"{DOUBLE}\n1 / 0", DOUBLES), 0.0),
+        (record("x = ", DOUBLES), 0.0),
+        (record(solution, call), 1.0),
+        (record(function, call), 1.0),
+        (record(function, asserts), 1.0),
+        (record("def f(x):\n    return 42", asserts), 0.5),
+        (record(function, check, entry_point="f"), 1.0),
+        (record(function.replace("2", "3"), check, entry_point="f"), 0.0),
+        (record(function, module), 1.0),
+        (record("def sort(x):\n    x.sort()", in_place), 1.0),
+        (record("def sort(x):\n    return sorted(x)", in_place), 0.0),
+        (record("def f(x):\n    return x + 1", raises), 1.0),
+        (record("def f(x):\n    return x", raises), 0.0),
+        (record(objects, "c = C()\nc.put(3)\nassert c.get() == 3"), 1.0),
+        (record("def f(x):\n    yield from x", "assert list(f([1, 2])) == [1, 2]"), 1.0),
+        (record("def f(g, x):\n    return g(x)", "assert f(lambda y: y + 1, 2) == 3"), 1.0),
+        (RewardRecord("", (), "I do not know.", (), "stop", DOUBLES), 0.0),
+    ]
+    scores = reward.score([case for case, _ in cases])
+    wrong = [
+        (case.response, score, value)
+        for (case, value), score in zip(cases, scores, strict=True)
+        if not isinstance(score, Score) or (score.value, score.correct) != (value, value == 1.0)
+    ]
+    assert wrong == []
+
+
+def test_no_hostile_program_passes_or_harms(reward, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("victim")
+    folder.chmod(0o777)
+    (folder / "secret").write_text("42")
+    (folder / "secret").chmod(0o644)
+    written = [Path(top) / "written" for top in ("/", "/etc", "/usr/lib", "/dev/shm", folder)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        programs = hostile_code.programs(str(folder), os.getpid(), server.getsockname()[1])
+        tests = json.dumps({"inputs": ["21\n"], "outputs": ["42\n"]})
+        scores = reward.score([record(code, tests) for code in programs.values()])
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    failed = [
+        (name, score)
+        for name, score in zip(programs, scores, strict=True)
+        if not isinstance(score, Score) or score.value != 0 or score.correct is not False
+    ]
+    assert failed == []
+    assert [path for path in written if path.exists()] == []
+    assert processes_of_sandboxes(reward) == []
+    assert [score.value for score in reward.score([record(DOUBLE, DOUBLES)])] == [1.0]
+
+
+@pytest.mark.parametrize("reward", ["filter"], indirect=True)  # Verdicts are made in the same way with namespaces.
+def test_no_hostile_function_passes_any_assertion(reward):
+    tests = json.dumps(hostile_code.ASSERTIONS)
+    scores = reward.score([record(code, tests) for code in hostile_code.FUNCTIONS.values()])
+    failed = [
+        (name, score)
+        for name, score in zip(hostile_code.FUNCTIONS, scores, strict=True)
+        if not isinstance(score, Score) or score.value != 0
+    ]
+    assert failed == []
+    # The assertions can be passed, but for the one on a text.
+    (score,) = reward.score([record("def f(x):\n    return 2 * x", tests)])
+    assert score.value == (len(hostile_code.ASSERTIONS) - 1) / len(hostile_code.ASSERTIONS)
+
+
+def processes_of_sandboxes(reward):
+    """Command lines of processes below the sandboxes, but for the sandboxes themselves."""
+    own, parents = set(), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(fields[1])
+        if b"from sandbox import worker" in command and fields[0] != "Z":
+            own.add(int(folder.name))
+    mine = [pid for pid in own if any(ancestor == os.getpid() for ancestor in _ancestors(pid, parents))]
+    per_sandbox = 2 if reward.held.isolation == "namespaces" else 1
+    return mine if len(mine) > 2 * per_sandbox else []
+
+
+def _ancestors(pid, parents):
+    while pid in parents:
+        pid = parents[pid]
+        yield pid
+
+
+def test_a_sandbox_that_dies_is_replaced_and_the_solution_scored(reward):
+    reward.score([record(DOUBLE, DOUBLES)] * 2)
+    for sandbox in list(reward._open):
+        os.kill(sandbox.pid, 9)
+    assert [score.value for score in reward.score([record(DOUBLE, DOUBLES)])] == [1.0]
+
+
+def test_rows_without_usable_tests_are_failures_and_never_zero(reward):
+    columns = [
+        "",
+        "[]",
+        "x = 1",
+        '"""Tests."""',
+        "assert True",
+        "class TestF:\n    pass",
+        "assert f(",
+        json.dumps({"inputs": ["1"], "outputs": []}),
+        json.dumps([{"input": "1", "output": "2", "testtype": "functional"}]),
+        json.dumps([1, 2]),
+        "def check(candidate):\n    assert candidate(1) == 2",
+    ]
+    results = reward.score([record("def f(x):\n    return 2", column) for column in columns])
+    assert [type(result) for result in results] == [ScoringFailure] * len(columns)
+    (absent,) = CodeReward.score(reward, [RewardRecord("", (), "", (), "stop", "")])
+    assert "ground_truth" in absent.reason
+
+
+def test_modules_beyond_the_library_are_imported_only_if_named():
+    code = "import numpy\nprint(int(numpy.sum([20, 22])))"
+    tests = json.dumps({"inputs": [""], "outputs": ["42"]})
+    values = []
+    for modules in ((), ("numpy",)):
+        reward = CodeReward(CodeSettings(memory_limit_mib=1024, modules=modules))
+        values += [score.value for score in reward.score([record(code, tests)])]
+        reward.close()
+    assert values == [0.0, 1.0]
+    with pytest.raises(InputError, match="cannot be run safely"):
+        CodeReward(CodeSettings(modules=("no_such_module_anywhere",)))
+
+
+def test_the_last_python_block_after_the_thoughts_is_the_solution():
+    assert extract_code("```python\na\n```\nor\n```python\nb\n```\noutput:\n```\nc\n```") == "b\n"
+    assert extract_code("```\nc\n```") == "c\n"
+    assert extract_code("<think>```python\na\n```</think>no") is None
+    assert extract_code("```python\nunclosed") is None
+    assert extract_code("```json\n{}\n```") is None
+    assert extract_code("1. so\n   ```python\n   a\n   ```") == "   a\n"
+
+
+def test_outputs_agree_but_for_white_space_and_rounding():
+    assert prints_the_same("1 2 \n3\n\n", "1 2\n3", 0.0)
+    assert prints_the_same("0.3333333\n", "0.33333333", 1e-6)
+    assert prints_the_same("1.0", "1", 0.0)
+    assert not prints_the_same("0.34", "0.33", 1e-6)
+    assert not prints_the_same("1\n2", "1 2", 1e-6)
+    assert not prints_the_same("1.0000001", "1", 1e-6)
+    assert not prints_the_same("9" * 5000, "9" * 4999 + "8", 1e-6)
+
+
+def test_returned_values_agree_with_json():
+    assert returns_the_same([{"tuple": [1, 2]}], [[1, 2]], 0.0)
+    assert returns_the_same({"dict": [[1, "a"]]}, {"1": "a"}, 0.0)
+    assert returns_the_same({"int": hex(2**70)}, 2**70, 0.0)
+    assert returns_the_same(3, [3], 0.0)
+    assert returns_the_same(0.1, 0.10000001, 1e-6)
+    for returned, expected in ((1, True), (True, 1), (None, 0), ({"set": [1]}, [1]), ("1", 1), ({}, None), ([], 0)):
+        assert not returns_the_same(returned, expected, 1e-6), (returned, expected)
+
+
+def test_public_forms_of_tests_are_read():
+    live = json.dumps([{"input": "[1, 2]\n3", "output": "4", "testtype": "functional"}])
+    (case,) = read_cases(live, function="f")
+    assert (case.arguments, case.expected) == (([1, 2], 3), 4)
+    (case,) = read_cases([{"input": "1\n", "output": "2\n"}])
+    assert (case.stdin, case.expected) == ("1\n", "2\n")
+    (case,) = read_cases({"inputs": [["1", "2"]], "outputs": ["3"]})
+    assert case.stdin == "1\n2"
