@@ -35,9 +35,10 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """One question of a dataset, rendered and tokenised.
 
-    `index` is the row in the dataset after deduplication: the prompt's identity within a run.
-    `token_ids` [P] int32 already contain the chat or bare template. `fields` are the row's other columns, read-only,
-    for rewards that want more than the ground truth; they are not part of the prompt's identity.
+    `index` is the row in the dataset after deduplication: the prompt's identity within a run. `text` and `token_ids`
+    [P] int32 already contain the chat or bare template. The rest is for rewards, and not part of the prompt's
+    identity: `problem` is the text without the template, `messages` are the turns with it, as {role, content},
+    `data_source` says where the row comes from, and `fields` are its other columns, read-only.
     """
 
     index: int
@@ -45,6 +46,9 @@ class Prompt:
     token_ids: TokenIds
     ground_truth: str
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    problem: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
+    data_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,17 +111,19 @@ Answer = Response | GenerationFailure
 class ScoredResponse:
     """A response with its verdict.
 
-    `correct` decides dynamic sampling; `accuracy_reward` is the rule reward before shaping and `reward` the
-    one trained on (after the overlong punishment). `answer` is what was found in the text and compared with the ground
-    truth; None where nothing was, or nothing was looked for. Checkpoints do not hold it.
+    `correct` is None where the reward does not judge that. `accuracy_reward` is the reward before shaping by length and
+    `reward` the one trained on (after the overlong punishment). `answer` is what was found in the text and compared
+    with the ground truth; None where nothing was, or nothing was looked for. `parts` are the named numbers that
+    `reward` is made of, before their weights.
     """
 
     response: Response
     text: str
-    correct: bool
+    correct: bool | None
     accuracy_reward: float
     reward: float
     answer: str | None = None
+    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +137,23 @@ class Group:
     responses: tuple[ScoredResponse, ...]
     weight_version: int
     greedy: ScoredResponse | None = None
+
+
+GroupOutcome = Literal["trained", "surplus", "all_right", "all_wrong", "no_signal", "stale", "dropped", "expired"]
+"""Where a group went in a step. `surplus`: kept, and still in the buffer; `no_signal`: filtered out, neither all right
+nor all wrong; `stale`: kept, and grown too old in the buffer; `dropped`: one of its requests failed, or it could not be
+scored; `expired`: its tokens grew too old before it was complete."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupFate:
+    """Where one group went in a step. `group` is None for one that was given up before it was complete and scored:
+    `unscored` has those of its responses that were there."""
+
+    outcome: GroupOutcome
+    prompt: Prompt
+    group: Group | None = None
+    unscored: tuple[Response, ...] = ()
 
 
 @dataclass(frozen=True)

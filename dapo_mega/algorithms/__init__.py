@@ -7,6 +7,7 @@ from dapo_mega.algorithms.advantages import group_advantages, whitened
 from dapo_mega.algorithms.aggregation import response_weight
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.algorithms.ratios import (
+    effective_share,
     importance_weights,
     kl_estimate,
     mean_over,
@@ -18,6 +19,7 @@ from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 
 __all__ = [
     "EntropyControl",
+    "effective_share",
     "explained_variance",
     "group_advantages",
     "importance_weights",

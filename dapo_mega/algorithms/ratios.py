@@ -39,6 +39,11 @@ def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:
     return (means >= low) & (means <= high)
 
 
+def effective_share(weight: float, squared_weight: float, count: float) -> float:
+    """(sum w)^2 / (n sum w^2) of n weights, from their sums: the share of samples that equal weights would need."""
+    return weight**2 / (count * squared_weight)
+
+
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> Tensor:
     """Estimate of KL(pi_theta || pi_ref) per token [T], in nats, from tokens sampled by the policy.
 

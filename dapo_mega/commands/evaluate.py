@@ -20,12 +20,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate a Hugging Face checkpoint on held-out prompts.")
     add_run_file(parser)
     parser.add_argument("--output", type=Path, help="also write the metrics to this JSON file")
+    parser.add_argument(
+        "--samples", type=Path, metavar="FOLDER", help="also write all responses, for dapo-mega show-samples FOLDER"
+    )
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
 
-    metrics = evaluate_checkpoint(load_config(RunConfig, arguments.config, arguments.overrides))
+    metrics = evaluate_checkpoint(load_config(RunConfig, arguments.config, arguments.overrides), arguments.samples)
     for name, value in metrics.items():
         print(f"{name.removeprefix('evaluation/'):24s} {value:.4f}")
     if arguments.output:

@@ -18,10 +18,12 @@ COMMANDS = {
     "train": "train a policy with DAPO",
     "ablate": "repeat the paper's Table 1 and compare all methods",
     "plot": "draw the curves of runs",
+    "show-samples": "make a page of what the model said",
+    "replay-step": "train on a recorded step again and say what differs",
     "evaluate": "avg@k, pass@k and maj@k of a checkpoint",
     "convert": "convert, reshard, verify and inspect checkpoints",
 }
-_STARTS_PROCESSES = ("train", "sft")
+_STARTS_PROCESSES = ("train", "sft", "replay-step")
 
 
 def main() -> None:
@@ -31,11 +33,11 @@ def main() -> None:
 
 def usage() -> str:
     """What `dapo-mega --help` prints."""
-    listed = "\n".join(f"  {name:10s}{text}" for name, text in COMMANDS.items())
+    listed = "\n".join(f"  {name:14s}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: dapo-mega COMMAND ...\n\n{listed}\n\n"
-        "dapo-mega COMMAND --help lists a command's arguments. train and sft run in one process, with --processes N\n"
-        "as their first argument in N processes of this machine, and on several machines under torchrun:\n"
+        "dapo-mega COMMAND --help lists a command's arguments. train, sft and replay-step run in one process, with\n"
+        "--processes N as their first argument in N processes of this machine, on several machines under torchrun:\n"
         "  torchrun --nnodes M --nproc-per-node N --node-rank R --master-addr A --master-port P \\\n"
         "    -m dapo_mega train ...\n"
     )
@@ -55,7 +57,7 @@ def _main() -> None:
         _start_processes(name, arguments[1:])
         return
     sys.argv = [f"dapo-mega {name}", *arguments]
-    importlib.import_module(f"dapo_mega.commands.{name}").main()
+    importlib.import_module(f"dapo_mega.commands.{name.replace('-', '_')}").main()
 
 
 def _start_processes(name: str, arguments: list[str]) -> None:

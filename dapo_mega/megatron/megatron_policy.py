@@ -131,7 +131,12 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         )
 
     def update(
-        self, batches: Sequence[TokenBatch], objective: Objective, *, scores: list[TokenScores] | None = None
+        self,
+        batches: Sequence[TokenBatch],
+        objective: Objective,
+        *,
+        scores: list[TokenScores] | None = None,
+        score_entropy: bool = True,
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
 
@@ -140,7 +145,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
 
         `scores`, an empty list if given, gets the scores of each micro-batch's response tokens under the weights
-        before the step.
+        before the step; without `score_entropy` their entropies are 0 unless the objective needs them.
         """
 
         def make_loss(batch: TokenBatch) -> Any:
@@ -152,7 +157,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
 
             return loss
 
-        with_entropy = "entropy" in objective.needs or scores is not None
+        with_entropy = "entropy" in objective.needs or (scores is not None and score_entropy)
         update = self._step(batches, make_loss, partial(chosen_tokens, with_entropy=with_entropy), objective.sum_names)
         if scores is not None and not self.processes.is_last_stage:
             scores += _no_scores(len(batches))

@@ -26,6 +26,7 @@ from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings
 from dapo_mega.megatron.mismatch import sum_engine_ratios
+from dapo_mega.megatron.ratio_counts import RatioCounts
 from dapo_mega.megatron.segments import sums_by_segment
 
 Need = Literal["entropy", "reference"]
@@ -88,11 +89,13 @@ class PolicyGradient:
 
     Tokens and responses that `token_mask` and `sequence_mask` leave out have weight 0 in every term but stay in the
     denominator: masking a bad response must not raise the weight of the others. `context_group` has the ranks that
-    share a micro-batch's tokens under context parallelism.
+    share a micro-batch's tokens under context parallelism. `ratios`, if given, counts pi_theta / pi_old of the tokens
+    in the loss.
     """
 
     settings: LossSettings
     context_group: dist.ProcessGroup | None = None
+    ratios: RatioCounts | None = None
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -129,6 +132,8 @@ class PolicyGradient:
         if settings.entropy_coefficient > 0:
             token_loss = token_loss - settings.entropy_coefficient * outputs.entropy
         total = (token_loss * weights).sum()
+        if self.ratios is not None:
+            self.ratios.add(logprobs - old_logprobs, in_loss)
         with torch.no_grad():
             sums = {
                 "loss": total.detach(),

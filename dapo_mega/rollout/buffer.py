@@ -7,16 +7,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dapo_mega.types import Group
+from dapo_mega.config.algorithm import OTHER_FILTERS, DynamicSamplingOn
+from dapo_mega.errors import InputError
+from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredResponse
 
 
 @dataclass
 class GroupCounts:
-    """Counts of offered groups by outcome. `stale` counts complete groups that were kept and grew too old; groups given
-    up before they were complete are not counted here."""
+    """Counts of offered groups by outcome. `judged` are those whose responses pass or fail by themselves, which
+    `all_right` and `all_wrong` are of; `stale` counts complete groups that were kept and grew too old. Groups given up
+    before they were complete are not counted here."""
 
     offered: int = 0
     kept: int = 0
+    judged: int = 0
     all_right: int = 0
     all_wrong: int = 0
     stale: int = 0
@@ -29,15 +33,19 @@ class GroupCounts:
 class GroupBuffer:
     """Holds groups that carry a learning signal; the oldest are taken first.
 
-    With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1. Correctness decides, not
-    the shaped reward: a group of wrong answers with different length penalties teaches nothing. A surplus group may
-    wait for `max_staleness` weight versions.
+    With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1; or, for rewards that
+    judge nothing right or wrong, when some scores reach `score_threshold` and some do not, or not all are equal
+    (`dynamic_sampling_on`). The shaped reward does not decide: a group of wrong answers with different length penalties
+    teaches nothing. A surplus group may wait for `max_staleness` weight versions.
     """
 
     dynamic_sampling: bool = True
     max_staleness: int = 1
+    dynamic_sampling_on: DynamicSamplingOn = "correctness"
+    score_threshold: float | None = None
     groups: list[Group] = field(default_factory=list)
     counts: GroupCounts = field(default_factory=GroupCounts)
+    _fates: dict[int, GroupFate] = field(default_factory=dict)
     # Exponential averages over earlier steps; each step weighs half as much as the next.
     _recent_offered: float = 0.0
     _recent_kept: float = 0.0
@@ -46,21 +54,46 @@ class GroupBuffer:
         return len(self.groups)
 
     def offer(self, group: Group) -> bool:
-        """Count the group and keep it if it passes the filter; returns whether it was kept."""
+        """Count the group and keep it if it passes the filter; returns whether it was kept.
+
+        Raises InputError where correctness decides and a response has none.
+        """
         self.counts.offered += 1
-        num_correct = sum(scored.correct for scored in group.responses)
-        self.counts.all_right += num_correct == len(group.responses)
-        self.counts.all_wrong += num_correct == 0
-        keep = not self.dynamic_sampling or 0 < num_correct < len(group.responses)
+        passed = [self._passes(scored) for scored in group.responses]
+        if None not in passed:
+            self.counts.judged += 1
+            self.counts.all_right += all(passed)
+            self.counts.all_wrong += not any(passed)
+        if not self.dynamic_sampling:
+            keep = True
+        elif self.dynamic_sampling_on == "unequal_scores":
+            keep = len({scored.accuracy_reward for scored in group.responses}) > 1
+        elif None in passed:
+            raise InputError(
+                f"algorithm.dynamic_sampling_on=correctness, but the reward did not say of every response whether it "
+                f"is correct; {OTHER_FILTERS}"
+            )
+        else:
+            keep = any(passed) and not all(passed)
         if keep:
             self.groups.append(group)
             self.counts.kept += 1
+        self._note(group, "surplus" if keep else _reason(passed))
         return keep
+
+    def _passes(self, scored: ScoredResponse) -> bool | None:
+        """Whether a response is right by itself; None where nothing says so."""
+        if self.dynamic_sampling_on == "score_threshold" and self.score_threshold is not None:
+            return scored.accuracy_reward >= self.score_threshold
+        return scored.correct
 
     def evict_stale(self, current_version: int) -> int:
         """Drop and count groups sampled more than `max_staleness` versions ago; returns their number."""
         fresh = [g for g in self.groups if current_version - g.weight_version <= self.max_staleness]
         dropped = len(self.groups) - len(fresh)
+        for group in self.groups:
+            if current_version - group.weight_version > self.max_staleness:
+                self._note(group, "stale")
         self.groups = fresh
         self.counts.stale += dropped
         return dropped
@@ -72,7 +105,21 @@ class GroupBuffer:
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
         by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.responses[0].response.request_id))
         taken, self.groups = by_age[:num_groups], by_age[num_groups:]
+        for group in taken:
+            self._fates.pop(_id_of(group), None)  # Notes of taken groups come last, in their order.
+            self._note(group, "trained")
         return taken
+
+    def pop_fates(self) -> list[GroupFate]:
+        """Where the groups went that were offered, taken or dropped since the last call: in the order in which they
+        were taken, then the others by request id. Those of them that are still held are `surplus`."""
+        fates, self._fates = self._fates, {}
+        taken = [fate for fate in fates.values() if fate.outcome == "trained"]
+        others = [key for key, fate in fates.items() if fate.outcome != "trained"]
+        return [*taken, *(fates[key] for key in sorted(others))]
+
+    def _note(self, group: Group, outcome: GroupOutcome) -> None:
+        self._fates[_id_of(group)] = GroupFate(outcome, group.prompt, group)
 
     def pop_counts(self) -> GroupCounts:
         """Counts since the last call."""
@@ -85,6 +132,17 @@ class GroupBuffer:
         """The share of recently offered groups that was kept; 1 before the first offer."""
         kept = self._recent_kept + self.counts.kept
         return (kept + 1) / (self._recent_offered + self.counts.offered + 1)
+
+
+def _id_of(group: Group) -> int:
+    return group.responses[0].response.request_id
+
+
+def _reason(passed: Sequence[bool | None]) -> GroupOutcome:
+    """Why a group was filtered out whose responses pass or fail so."""
+    if None in passed:
+        return "no_signal"
+    return "all_right" if all(passed) else "no_signal" if any(passed) else "all_wrong"
 
 
 def max_offered(num_kept: int, kept_share: float) -> int:

@@ -18,11 +18,12 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
+from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
-from dapo_mega.rollout.scoring import ResponseScorer
-from dapo_mega.types import GenerationRequest, Group, Prompt, Response, SamplingParams, ScoredResponse
+from dapo_mega.rollout.scoring import ResponseScorer, parts_of
+from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
 
 _NUM_RECENT = 32
 
@@ -31,14 +32,16 @@ _NUM_RECENT = 32
 class RolloutStats:
     """What one step generated, before filtering.
 
-    Every group ends in one of three ways. Complete groups are offered to the buffer. A group is `dropped` when one of
-    its requests failed, and `expired` when its tokens became too old before it was complete.
+    Every group ends in one of four ways. Complete groups are offered to the buffer. A group is `dropped` when one of
+    its requests failed, `unscored` when one of its responses could not be scored, and `expired` when its tokens became
+    too old before it was complete.
     """
 
     scored: list[ScoredResponse] = field(default_factory=list)
     greedy: list[ScoredResponse] = field(default_factory=list)
     asked_prompts: int = 0
     dropped_groups: int = 0
+    unscored: list[GroupFate] = field(default_factory=list)
     expired_groups: int = 0
     seconds: float = 0.0
 
@@ -54,7 +57,7 @@ class Collector:
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """`recent` holds the responses that were scored last, kept or not."""
+        """`recent` holds the responses that were scored last, kept or not; `pop_fates` says where groups went."""
         self._config = config
         self.prompts = prompts
         self._engine = engine
@@ -69,9 +72,17 @@ class Collector:
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._has_greedy = config.algorithm.advantage == "greedy_baseline"
         self.cursor = PromptCursor(len(prompts), config.seed)
-        self.buffer = GroupBuffer(config.algorithm.dynamic_sampling, config.algorithm.max_staleness)
+        self.buffer = GroupBuffer(
+            config.algorithm.dynamic_sampling,
+            config.algorithm.max_staleness,
+            config.algorithm.dynamic_sampling_on,
+            config.algorithm.score_threshold,
+        )
         self.next_request_id = 0
         self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
+        self._last_scored: list[ScoredResponse] = []
+        self._last_staleness: list[int] = []
+        self._unscored: list[GroupFate] = []
         self._in_flight = GroupsInFlight(engine)
         self._beginning: tuple[Any, int, list[Group]] = (self.cursor.state(), 0, [])
 
@@ -83,6 +94,7 @@ class Collector:
         requests and answers since then.
         """
         self._beginning = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
+        self.pop_fates()  # Nobody asked for those of the step before.
         try:
             return self._collect(version)
         except StopRequested:
@@ -104,7 +116,7 @@ class Collector:
         are too old for this step are given up. Rounds leave nothing in flight.
         """
         config, in_flight = self._config, self._in_flight
-        stats = RolloutStats()
+        stats = RolloutStats(unscored=self._unscored)
         started = time.perf_counter()
         self._add_ended(in_flight.arrived(), version, stats)
         stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
@@ -119,6 +131,7 @@ class Collector:
             self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
         stats.seconds = time.perf_counter() - started
         groups = list(self.buffer.take(config.batch.groups_per_step))
+        self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
         return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
 
     def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
@@ -160,11 +173,31 @@ class Collector:
         missing = max(config.batch.groups_per_step - len(self.buffer), 0)
         return -(-config.generation_groups * missing // config.batch.groups_per_step)
 
+    def pop_fates(self) -> list[GroupFate]:
+        """Where the groups of the last `collect` went, also of one that failed: those for its step first, in their
+        order. Empty at a second call."""
+        unscored, self._unscored = self._unscored, []
+        return [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *unscored]
+
+    def num_in_flight(self) -> int:
+        """Groups that the engines still work on."""
+        return len(self._in_flight)
+
     def _max_in_flight(self) -> int:
         """The most groups in flight such that this step leaves, in flight and in the buffer, at most what the next step
         takes. Groups left longer could be complete and grow too old."""
         room = 2 * self._config.batch.groups_per_step - len(self.buffer)
         return max_offered(room, self.buffer.recent_kept_share())
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
+        returned."""
+        found = {
+            "rollout/response_length": Histogram.of_values([len(s.response.token_ids) for s in self._last_scored]),
+            "rollout/reward": Histogram.of_values([s.reward for s in self._last_scored]),
+            "buffer/staleness": Histogram.of_values(self._last_staleness),
+        }
+        return {name: histogram for name, histogram in found.items() if histogram is not None}
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
@@ -216,11 +249,16 @@ class Collector:
         return requests
 
     def _score(self, complete: Sequence[CompleteGroup], version: int, stats: RolloutStats) -> list[Group]:
-        """Groups of scored responses; `version` is that of the weights that the step starts from."""
-        scored = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
+        """Groups of scored responses, without those that could not be scored as a whole; `version` is that of the
+        weights that the step starts from."""
+        results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
         groups = []
         for prompt, responses in complete:
-            members = [next(scored) for _ in responses]
+            of_group = [next(results) for _ in responses]
+            members = [scored for scored in of_group if isinstance(scored, ScoredResponse)]
+            if len(members) < len(responses):
+                stats.unscored.append(GroupFate("dropped", prompt, unscored=tuple(responses)))
+                continue
             greedy = members.pop() if self._has_greedy else None
             members = self._scorer.compare(members, step=version + 1)
             self.recent.extend((prompt, member.response) for member in members)
@@ -230,26 +268,35 @@ class Collector:
         return groups
 
     def _starvation(self, stats: RolloutStats) -> str:
-        counts = self.buffer.counts
+        counts, num_failed = self.buffer.counts, stats.dropped_groups + len(stats.unscored)
         return (
             f"dynamic sampling is starved: after {self._num_rounds(stats)} generation rounds of up to "
             f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
-            f"({counts.all_right} all right, {counts.all_wrong} all wrong, {stats.dropped_groups} failed of "
-            f"{counts.offered + stats.dropped_groups}). Use prompts of another difficulty, raise batch.group_size, "
-            f"batch.generation_groups or algorithm.max_generation_rounds, or set algorithm.dynamic_sampling=false"
+            f"({self._outcomes()}, {num_failed} failed of {counts.offered + num_failed}). Use prompts of another "
+            f"difficulty, raise batch.group_size, batch.generation_groups or algorithm.max_generation_rounds, or set "
+            f"algorithm.dynamic_sampling=false"
         )
+
+    def _outcomes(self) -> str:
+        counts = self.buffer.counts
+        if self._config.algorithm.dynamic_sampling_on == "unequal_scores":
+            return f"{counts.offered - counts.kept} with equal scores"
+        return f"{counts.all_right} all right, {counts.all_wrong} all wrong"
 
     def _rollout_metrics(self, stats: RolloutStats) -> dict[str, float]:
         metrics = {
             "rollout/generation_rounds": float(self._num_rounds(stats)),
             "rollout/dropped_groups": float(stats.dropped_groups),
+            "rollout/unscored_groups": float(len(stats.unscored)),
             "rollout/groups_in_flight": float(len(self._in_flight)),
             "rollout/groups_expired_in_flight": float(stats.expired_groups),
         }
-        outcomes = self._scorer.pop_outcomes()
+        counts = self._scorer.pop_counts()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
-            metrics[f"reward/num_{outcome}"] = float(outcomes[outcome])
+            metrics[f"reward/num_{outcome}"] = float(counts.outcomes[outcome])
+        metrics["reward/num_failed"] = float(counts.failed)
+        metrics["reward/failed_share"] = counts.failed / max(counts.asked, 1)
         if stats.greedy:
             metrics["rollout/greedy_reward_mean"] = float(np.mean([s.reward for s in stats.greedy]))
         if not stats.scored:
@@ -259,11 +306,15 @@ class Collector:
         lengths = np.array([len(s.response.token_ids) for s in scored])
         logprobs = np.concatenate([s.response.logprobs for s in scored])
         num_tokens = lengths.sum() + sum(len(s.response.token_ids) for s in stats.greedy)
+        verdicts = [s.correct for s in scored if s.correct is not None]
+        if verdicts:
+            metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
+        for name, values in parts_of(scored).items():
+            metrics[f"reward/part_{name}"] = float(np.mean(values))
         return {
             **metrics,
             "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
             "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in scored])),
-            "rollout/accuracy_mean": float(np.mean([s.correct for s in scored])),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
@@ -285,6 +336,7 @@ class Collector:
         }
         if counts.offered:
             metrics["groups/kept_share"] = counts.kept_share()
-            metrics["groups/all_right_share"] = counts.all_right / counts.offered
-            metrics["groups/all_wrong_share"] = counts.all_wrong / counts.offered
+        if counts.judged:
+            metrics["groups/all_right_share"] = counts.all_right / counts.judged
+            metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
         return metrics

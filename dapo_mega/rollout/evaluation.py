@@ -1,4 +1,4 @@
-"""Held-out evaluation: avg@k, pass@k and maj@k over k sampled responses per prompt."""
+"""Held-out evaluation: mean reward, and avg@k, pass@k and maj@k over k sampled responses per prompt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import numpy as np
 
 from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
-from dapo_mega.rewards import AnswerVerifier
-from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.metrics import Example
+from dapo_mega.rewards import ComposedReward
+from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
 
 # Evaluation requests have ids apart from training's, and the same ids (so the same seeds) in every evaluation: two
 # evaluations differ by the weights only.
 _FIRST_REQUEST_ID = 1 << 62
+
+
+EvaluatedResponse = tuple[Prompt, Response, ScoredResponse | None]
+"""None: it could not be scored."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -32,19 +37,18 @@ def majority_is_correct(scored: Sequence[ScoredResponse]) -> bool:
     if not votes:
         return False
     winner = votes.most_common(1)[0][0]
-    return any(response.correct for response in scored if response.answer == winner)
+    return any(bool(response.correct) for response in scored if response.answer == winner)
 
 
 def make_evaluator(
     config: RunConfig,
     prompts: Sequence[Prompt],
-    verifier: AnswerVerifier,
+    reward: ComposedReward,
     decode: Decode,
     stop_token_ids: tuple[int, ...],
 ) -> Evaluator:
-    """The run's evaluator. Scores like training, but with the verifier even if `reward.source=random`."""
-    reward = config.reward.model_copy(update={"source": "verifier"})
-    scorer = ResponseScorer(reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
+    """The run's evaluator, which scores by `reward`."""
+    scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
     return Evaluator(
         config.evaluation,
         prompts,
@@ -52,7 +56,12 @@ def make_evaluator(
         stop_token_ids=stop_token_ids,
         max_response_tokens=config.rollout.max_response_tokens,
         seed=config.seed,
+        num_examples=config.tracking.samples_per_evaluation,
     )
+
+
+def _example(prompt: Prompt, scored: ScoredResponse) -> Example:
+    return Example(prompt.text, scored.text, prompt.ground_truth, scored.correct, scored.answer)
 
 
 class Evaluator:
@@ -67,18 +76,24 @@ class Evaluator:
         stop_token_ids: tuple[int, ...],
         max_response_tokens: int,
         seed: int,
+        num_examples: int = 0,
     ) -> None:
+        """`examples` are the first responses to `num_examples` prompts in the last evaluation."""
+        self.examples: list[Example] = []
+        self._num_examples = num_examples
         self._config = config
         self._prompts = prompts
         self._scorer = scorer
         self._seed = seed
+        self._results: list[EvaluatedResponse] = []
         self._sampling = SamplingParams(
             config.temperature, config.top_p, config.top_k, max_response_tokens, stop_token_ids
         )
 
     def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
-        """Returns the metrics. `generate` answers requests in the order given. Failed generations are left out of every
-        mean and counted in `evaluation/failed`."""
+        """Returns the metrics. `generate` answers requests in the order given. Responses that could not be generated or
+        scored are left out of every mean and counted in `evaluation/failed` and `evaluation/unscored`. Metrics of
+        correctness are left out where the reward does not judge it."""
         k = self._config.samples_per_prompt
         requests = []
         for i, prompt in enumerate(self._prompts):
@@ -91,9 +106,17 @@ class Evaluator:
         scored = self._scorer.score([(self._prompts[i], response) for i, response in answered])
         by_prompt: list[list[ScoredResponse]] = [[] for _ in self._prompts]
         for (i, _), response in zip(answered, scored, strict=True):
-            by_prompt[i].append(response)
+            if isinstance(response, ScoredResponse):
+                by_prompt[i].append(response)
+        self._scorer.pop_counts()
+        self.examples = self._examples(by_prompt)
+        self._results = [
+            (self._prompts[i], response, result if isinstance(result, ScoredResponse) else None)
+            for (i, response), result in zip(answered, scored, strict=True)
+        ]
         metrics = self._summary([responses for responses in by_prompt if responses])
         metrics["evaluation/failed"] = float(len(requests) - len(answered))
+        metrics["evaluation/unscored"] = float(len(answered) - sum(map(len, by_prompt)))
         if answered:
             lengths = [len(response.token_ids) for _, response in answered]
             metrics["evaluation/response_length_mean"] = float(np.mean(lengths))
@@ -102,14 +125,32 @@ class Evaluator:
             )
         return metrics
 
+    def _examples(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> list[Example]:
+        """Of prompts all over the data set, the same ones in every evaluation."""
+        spacing = max(len(self._prompts) / max(self._num_examples, 1), 1.0)
+        chosen = [int(i * spacing) for i in range(min(self._num_examples, len(self._prompts)))]
+        return [_example(self._prompts[i], by_prompt[i][0]) for i in chosen if by_prompt[i]]
+
+    def pop_results(self) -> list[EvaluatedResponse]:
+        """The responses of the last evaluation, in the order of requests; empty at a second call."""
+        results, self._results = self._results, []
+        return results
+
     def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
         metrics = {"evaluation/k": float(self._config.samples_per_prompt)}
         if not by_prompt:
             return metrics
-        correct = [sum(response.correct for response in responses) for responses in by_prompt]
+        everything = [response for responses in by_prompt for response in responses]
+        metrics["evaluation/reward_mean"] = float(np.mean([response.reward for response in everything]))
+        for name, values in parts_of(everything).items():
+            metrics[f"evaluation/part_{name}"] = float(np.mean(values))
+        if any(response.correct is None for response in everything):
+            return metrics
+        correct = [sum(bool(response.correct) for response in responses) for responses in by_prompt]
         sizes = [len(responses) for responses in by_prompt]
         metrics["evaluation/avg_at_k"] = float(np.mean([c / n for c, n in zip(correct, sizes, strict=True)]))
-        metrics["evaluation/maj_at_k"] = float(np.mean([majority_is_correct(responses) for responses in by_prompt]))
+        if self._scorer.reads_answers:
+            metrics["evaluation/maj_at_k"] = float(np.mean([majority_is_correct(responses) for responses in by_prompt]))
         metrics["evaluation/pass_at_k"] = float(np.mean([c > 0 for c in correct]))
         power = 2
         while power < min(sizes):

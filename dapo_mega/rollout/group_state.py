@@ -31,6 +31,8 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
                     "correct": scored.correct,
                     "accuracy_reward": scored.accuracy_reward,
                     "reward": scored.reward,
+                    "answer": scored.answer,
+                    "parts": dict(scored.parts),
                 }
                 for scored in _members(group)
             ],
@@ -47,13 +49,23 @@ def unpack_groups(
     responses = iter(unpack_responses([saved for record in records for saved in record["responses"]], arrays, "buffer"))
     groups = []
     for record in records:
-        members = [
-            ScoredResponse(next(responses), saved["text"], saved["correct"], saved["accuracy_reward"], saved["reward"])
-            for saved in record["responses"]
-        ]
+        members = [_unpack_scored(saved, next(responses)) for saved in record["responses"]]
         greedy = members.pop() if record.get("last_is_greedy") else None
         groups.append(Group(prompts[record["prompt"]], tuple(members), record["weight_version"], greedy))
     return groups
+
+
+def _unpack_scored(saved: Mapping[str, Any], response: Response) -> ScoredResponse:
+    """Older checkpoints lack `answer` and `parts`."""
+    return ScoredResponse(
+        response,
+        saved["text"],
+        saved["correct"],
+        saved["accuracy_reward"],
+        saved["reward"],
+        saved.get("answer"),
+        saved.get("parts", {}),
+    )
 
 
 def _members(group: Group) -> tuple[ScoredResponse, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.rollout.group_state import Arrays, Record, pack_responses, unpack_responses
-from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Prompt, Response
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, GroupFate, GroupOutcome, Prompt, Response
 
 CompleteGroup = tuple[Prompt, list[Response]]
 
@@ -38,6 +38,7 @@ class GroupsInFlight:
         self._waiting: dict[int, PendingGroup] = {}
         # Complete or given up, but not yet returned to the caller.
         self._ended: deque[PendingGroup] = deque()
+        self._fates: list[GroupFate] = []
 
     def __len__(self) -> int:
         return len(self._groups) + len(self._ended)
@@ -80,7 +81,7 @@ class GroupsInFlight:
             if versions and min(versions) < version:
                 stale.append(group)
         for group in stale:
-            self._give_up(group)
+            self._give_up(group, "expired")
         return len(stale)
 
     def state(self) -> tuple[list[Record], Arrays]:
@@ -139,7 +140,7 @@ class GroupsInFlight:
         if group is None:
             return  # Its request was cancelled meanwhile.
         if isinstance(answer, GenerationFailure):
-            self._give_up(group)
+            self._give_up(group, "dropped")
             self._ended.append(group)
             return
         group.responses[answer.request_id] = answer
@@ -150,11 +151,17 @@ class GroupsInFlight:
     def cancel_all(self) -> None:
         """Give up all groups."""
         for group in list(self._groups):
-            self._give_up(group)
+            self._give_up(group, "dropped")
         self._ended.clear()
 
-    def _give_up(self, group: PendingGroup) -> None:
+    def pop_fates(self) -> list[GroupFate]:
+        """The groups given up since the last call, with the responses that they had."""
+        fates, self._fates = self._fates, []
+        return fates
+
+    def _give_up(self, group: PendingGroup, outcome: GroupOutcome) -> None:
         self._groups.remove(group)
+        self._fates.append(GroupFate(outcome, group.prompt, unscored=tuple(group.responses.values())))
         waiting = self._waited_for(group)
         for request_id in waiting:
             del self._waiting[request_id]

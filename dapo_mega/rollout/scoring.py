@@ -1,77 +1,150 @@
-"""Turns responses into rewards: verdict, rule reward, overlong punishment (DAPO sections 2.4 and 3.4)."""
+"""Turns responses into rewards: the run's reward, then what compares the responses of a group."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from dapo_mega.config import RewardConfig
+from dapo_mega.config.components import LengthKimiComponent
 from dapo_mega.data.tokenizer import Decode
-from dapo_mega.rewards import AnswerVerifier, accuracy_reward, length_rewards, soft_overlong_punishment
+from dapo_mega.errors import InputError
+from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
+from dapo_mega.rewards.trial import made_up_record
 from dapo_mega.types import Prompt, Response, ScoredResponse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ScoringCounts:
+    """How scoring went: `outcomes` of judgements (correct, wrong, no_answer, timeout, crash, refused; see `Verdict`),
+    and responses that were asked for and that could not be scored."""
+
+    outcomes: Counter[str]
+    asked: int = 0
+    failed: int = 0
 
 
 class ResponseScorer:
-    """Scores responses with the verifier, or with a fair coin as a control experiment (`reward.source=random`)."""
+    """Scores responses by `reward`, which others may use too.
 
-    def __init__(
-        self, config: RewardConfig, verifier: AnswerVerifier, decode: Decode, max_response_tokens: int, seed: int
-    ) -> None:
-        self._config = config
-        self._verifier = verifier
+    Raises InputError when more than `reward.max_failed_share` of `usual_responses` (or of those scored since
+    `pop_counts`, if they are more) could not be scored; the first failure is logged in full.
+    """
+
+    def __init__(self, config: RewardConfig, reward: ComposedReward, decode: Decode, usual_responses: int = 1) -> None:
+        self._reward = reward
         self._decode = decode
-        self._max_response_tokens = max_response_tokens
-        self._seed = seed
-        self.outcomes: Counter[str] = Counter()
-        """Verification outcomes (correct, wrong, no_answer, timeout, crash, refused) since `pop_outcomes`."""
+        self._max_failed_share = config.max_failed_share
+        self._usual_responses = usual_responses
+        self._comparison = next((part for part in config.parts if isinstance(part, LengthKimiComponent)), None)
+        self._reads_answers = any(p.label == config.deciding and p.reads_answers for p in config.parts)
+        self._first_failure: ScoringFailure | None = None
+        self.counts = ScoringCounts(Counter())
 
-    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:
-        """One scored response per pair, in order."""
+    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse | ScoringFailure]:
+        """One result per pair, in order."""
         if not asked:
             return []  # Tokenizers decode an empty batch to one empty text.
         texts = self._decode([response.token_ids for _, response in asked])
-        if self._config.source == "random":
-            verdicts: list[tuple[bool, str | None]] = [(self._coin(response.request_id), None) for _, response in asked]
-        else:
-            truths = [prompt.ground_truth for prompt, _ in asked]
-            verified = self._verifier.verify(list(zip(texts, truths, strict=True)))
-            self.outcomes.update(verdict.outcome for verdict in verified)
-            verdicts = [(verdict.correct, verdict.answer) for verdict in verified]
-        return [
-            self._reward(response, text, correct, answer)
-            for (_, response), text, (correct, answer) in zip(asked, texts, verdicts, strict=True)
-        ]
+        records = [record_of(prompt, response, text) for (prompt, response), text in zip(asked, texts, strict=True)]
+        results: list[ScoredResponse | ScoringFailure] = []
+        failures = []
+        for (_, response), text, score in zip(asked, texts, self._reward.score(records), strict=True):
+            if isinstance(score, ScoringFailure):
+                failures.append(score)
+                results.append(score)
+                continue
+            if score.outcome:
+                self.counts.outcomes[score.outcome] += 1
+            results.append(
+                ScoredResponse(response, text, score.correct, score.score, score.reward, score.answer, score.parts)
+            )
+        self._count(len(asked), failures)
+        return results
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the reward may say which answer a response gave."""
+        return self._reads_answers
 
     def compare(self, members: Sequence[ScoredResponse], step: int) -> list[ScoredResponse]:
         """The responses of one group, with what depends on the others added to their rewards: the length reward, as it
         counts in this step."""
-        weight = self._config.length_weight_at(step)
+        weight = self._comparison.weight_at(step) if self._comparison else 0.0
         if not weight:
             return list(members)
-        lengths = [len(member.response.token_ids) for member in members]
-        rewards = length_rewards(lengths, [member.correct for member in members])
+        assert self._comparison
+        verdicts = [member.correct for member in members if member.correct is not None]
+        if len(verdicts) < len(members):
+            raise InputError(
+                "the length reward (reward.length_weight, kind length_kimi) needs to know which responses are correct, "
+                "but the reward did not say so of all; leave the length reward out, or return correct=True or False"
+            )
+        rewards = length_rewards([len(member.response.token_ids) for member in members], verdicts)
+        name = self._comparison.label
         return [
-            replace(member, reward=member.reward + weight * reward)
+            replace(member, reward=member.reward + weight * reward, parts={**member.parts, name: reward})
             for member, reward in zip(members, rewards, strict=True)
         ]
 
-    def pop_outcomes(self) -> Counter[str]:
-        """Outcomes since the last call."""
-        outcomes, self.outcomes = self.outcomes, Counter()
-        return outcomes
+    def pop_counts(self) -> ScoringCounts:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, ScoringCounts(Counter())
+        return counts
 
-    def _coin(self, request_id: int) -> bool:
-        return bool(np.random.Philox(key=[self._seed, request_id]).random_raw() & 1)
-
-    def _reward(self, response: Response, text: str, correct: bool, answer: str | None) -> ScoredResponse:
-        config = self._config
-        base = accuracy_reward(correct, config.correct, config.incorrect)
-        punishment = 0.0
-        if config.overlong_punishment:
-            punishment = soft_overlong_punishment(
-                len(response.token_ids), self._max_response_tokens, config.overlong_cache_tokens
+    def _count(self, num_asked: int, failures: Sequence[ScoringFailure]) -> None:
+        self.counts.asked += num_asked
+        self.counts.failed += len(failures)
+        if not failures:
+            return
+        if self._first_failure is None:
+            self._first_failure = failures[0]
+            detail = f"\n{failures[0].detail.rstrip()}" if failures[0].detail else ""
+            logger.warning(
+                "a response could not be scored, and its group is dropped; further ones are only counted "
+                "(reward/num_failed): %s%s",
+                failures[0].reason,
+                detail,
             )
-        return ScoredResponse(response, text, correct, base, base + punishment, answer)
+        total = max(self.counts.asked, self._usual_responses)
+        if self.counts.failed > self._max_failed_share * total:
+            raise InputError(
+                f"{self.counts.failed} of {total} responses of a step could not be scored, more than "
+                f"reward.max_failed_share={self._max_failed_share:g} allows; the first failure, whose traceback is "
+                f"above: {self._first_failure.reason}"
+            )
+
+
+def record_of(prompt: Prompt, response: Response, text: str) -> RewardRecord:
+    """What a reward is given for a response whose text is `text`."""
+    return RewardRecord(
+        prompt=prompt.problem or prompt.text,
+        messages=prompt.messages,
+        response=text,
+        token_ids=response.token_ids,
+        finish_reason=response.finish_reason,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        fields=prompt.fields,
+        request_id=response.request_id,
+    )
+
+
+def trial_record(prompt: Prompt) -> RewardRecord:
+    """What a reward is given for a made-up response to a prompt."""
+    return made_up_record(
+        prompt.problem or prompt.text, prompt.messages, prompt.ground_truth, prompt.data_source, prompt.fields
+    )
+
+
+def parts_of(scored: Sequence[ScoredResponse]) -> dict[str, list[float]]:
+    """The values of every part that any of the responses has, by name."""
+    values: dict[str, list[float]] = {}
+    for response in scored:
+        for name, value in response.parts.items():
+            values.setdefault(name, []).append(value)
+    return values

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,6 +20,7 @@ from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.config import RunConfig, TrainingConfig, dump_config
+from dapo_mega.config.base import flat
 from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -30,13 +33,20 @@ from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.value_model import ValueModel
-from dapo_mega.metrics import MetricsWriter, ProgressDisplay, StageTimers
+from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, RunDescription, StageTimers
+from dapo_mega.metrics.run_text import without_credentials
+from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
 from dapo_mega.models import Architecture, load_architecture
-from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rewards import ComposedReward
+from dapo_mega.rewards.build import make_reward, needed_correctness
+from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.evaluation import Evaluator, make_evaluator
 from dapo_mega.rollout.group_state import dataset_fingerprint
-from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.rollout.scoring import ResponseScorer, trial_record
+from dapo_mega.samples.recorder import SampleRecorder
+from dapo_mega.training.histograms import StepCounts
+from dapo_mega.training.resume import is_free
 from dapo_mega.types import Prompt
 from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
 
@@ -52,23 +62,39 @@ class RunInputs:
     evaluation_prompts: PromptDataset | None
 
 
+@dataclass(frozen=True)
+class RunRewards:
+    """The rewards of training and of held-out evaluations, which are one if nothing tells them apart."""
+
+    training: ComposedReward
+    evaluation: ComposedReward
+
+    def close(self) -> None:
+        self.training.close()
+        if self.evaluation is not self.training:
+            self.evaluation.close()
+
+
 @dataclass
 class Controller:
-    """The parts that only rank 0 has: data, rewards, metrics and progress display. `writer` is opened when training
-    begins, because opening it removes an earlier run's records of the steps to come."""
+    """The parts that only rank 0 has: data, rewards, metrics, samples and progress display. `writer` and `recorder` are
+    opened when training begins, because opening them removes an earlier run's records of the steps to come."""
 
     collector: Collector
     evaluator: Evaluator | None
-    verifier: AnswerVerifier
+    rewards: RunRewards
     progress: ProgressDisplay
     dataset_fingerprint: str
+    tokenizer: Any
     writer: MetricsWriter | None = None
+    recorder: SampleRecorder | None = None
 
 
 @dataclass
 class TrainingRun:
     """All parts of a run. `controller` is None except on rank 0. `unrecorded` holds the last step's metrics until they
-    are recorded. `stop_requested()` tells whether the run shall end before its last step."""
+    are recorded, and `histograms` its histograms; `counts` is what the step under way counts for these, if it has any.
+    `stop_requested()` tells whether the run shall end before its last step."""
 
     config: RunConfig
     policy: MegatronPolicy
@@ -82,6 +108,8 @@ class TrainingRun:
     entropy: EntropyControl
     step: int = 0
     unrecorded: dict[str, float] | None = None
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    counts: StepCounts | None = None
     timers: StageTimers = field(default_factory=StageTimers)
 
 
@@ -100,22 +128,73 @@ def read_inputs(config: RunConfig) -> RunInputs:
     return RunInputs(tokenizer, train_prompts, evaluation_prompts)
 
 
+def make_rewards(config: RunConfig) -> RunRewards:
+    """The run's rewards, not yet tried. Their processes start when they are needed."""
+    training = make_reward(config)
+    is_same = config.reward.for_evaluation() == config.reward
+    return RunRewards(training, training if is_same else make_reward(config, for_evaluation=True))
+
+
+def try_rewards(config: RunConfig, rewards: RunRewards, prompt: Prompt) -> None:
+    """Score a made-up response to this prompt and log what came out, unless the reward is the rule.
+
+    Raises InputError for a reward that cannot be used.
+    """
+    if not config.reward.is_own:
+        return
+    for line in try_reward(rewards.training, trial_record(prompt), needs_correctness=needed_correctness(config)):
+        logger.info("reward of a made-up response to the first prompt: %s", line)
+
+
 def build_run(
     config: RunConfig,
     start_step: int = 0,
     *,
     inputs: RunInputs | None = None,
     processes: Processes | None = None,
+    rewards: RunRewards | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> TrainingRun:
     """Load the model and build the run. `start_step` is the last completed step.
 
-    Reads the inputs unless they are given, and starts the process groups unless `processes` is given.
+    Reads the inputs unless they are given, and starts the process groups unless `processes` is given. `rewards` are for
+    rank 0, and made unless they are given.
     """
     inputs = inputs or read_inputs(config)
     processes = processes or start_processes(config.parallel, config.seed)
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
+    policy, reference, critic = build_models(config, processes)
+
+    def check_stop() -> None:
+        if stop_requested():
+            raise StopRequested("the run was asked to stop")
+
+    rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
+    controller = None
+    with raise_on_all_ranks(processes.control):
+        if processes.rank == 0:
+            controller = _controller(config, rollouts, inputs, rewards or make_rewards(config), start_step)
+    run = TrainingRun(
+        config=config,
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        fleet=rollouts.fleet,
+        weight_sync=rollouts.weight_sync,
+        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
+        controller=controller,
+        stop_requested=stop_requested,
+        entropy=entropy_control(config),
+    )
+    rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
+    return run
+
+
+def build_models(
+    config: RunConfig, processes: Processes
+) -> tuple[MegatronPolicy, ScoringModel | None, ValueModel | None]:
+    """The policy, the reference of a KL penalty and the critic of PPO, as the run begins with them."""
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -141,32 +220,13 @@ def build_run(
             num_steps=config.num_steps,
             compute=config.compute,
         )
+    return policy, reference, critic
 
-    def check_stop() -> None:
-        if stop_requested():
-            raise StopRequested("the run was asked to stop")
 
-    rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
-    controller = None
-    with raise_on_all_ranks(processes.control):
-        if processes.rank == 0:
-            controller = _controller(config, rollouts, inputs, start_step)
-    run = TrainingRun(
-        config=config,
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        fleet=rollouts.fleet,
-        weight_sync=rollouts.weight_sync,
-        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
-        controller=controller,
-        stop_requested=stop_requested,
-        entropy=EntropyControl(
-            config.algorithm.entropy_coefficient, config.algorithm.entropy_target, config.algorithm.entropy_step
-        ),
-    )
-    rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
-    return run
+def entropy_control(config: RunConfig) -> EntropyControl:
+    """The entropy bonus of a run that begins."""
+    algorithm = config.algorithm
+    return EntropyControl(algorithm.entropy_coefficient, algorithm.entropy_target, algorithm.entropy_step)
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:
@@ -184,16 +244,17 @@ def _controller(
     config: RunConfig,
     rollouts: Rollouts,
     inputs: RunInputs,
+    rewards: RunRewards,
     start_step: int,
 ) -> Controller:
     tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
-    verifier = AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction)
     decode = decoder(tokenizer)
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
-    scorer = ResponseScorer(config.reward, verifier, decode, config.rollout.max_response_tokens, config.seed)
+    responses_per_step = config.batch.groups_per_step * config.batch.group_size
+    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step)
     evaluator = None
     if evaluation_prompts:
-        evaluator = make_evaluator(config, evaluation_prompts.prompts, verifier, decode, stop_token_ids)
+        evaluator = make_evaluator(config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids)
     for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
         if dataset:
             logger.info(
@@ -207,18 +268,61 @@ def _controller(
     return Controller(
         collector=Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids),
         evaluator=evaluator,
-        verifier=verifier,
+        rewards=rewards,
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
+        tokenizer=tokenizer,
     )
 
 
 def open_writer(config: TrainingConfig, first_step: int = 0) -> MetricsWriter:
     """The metrics writer from `first_step` on. Raises InputError if the file of earlier steps is unreadable."""
+    run = describe_run(config)
     try:
-        return MetricsWriter(Path(config.output_dir), start_step=first_step)
+        return MetricsWriter(
+            Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0)
+        )
     except ValueError as error:
         raise InputError(f"{error}; move the file away, or give another output_dir") from error
+
+
+def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) -> list[BackgroundTracker]:
+    """Start what sends the run to `tracking.backends`; a run that is not new continues its runs there."""
+    tracking = config.tracking
+    if not tracking.backends:
+        return []
+    folder = Path(config.output_dir).resolve() / "tracking"
+    tracked = TrackedRun(
+        id=run_id_in(folder, is_new=is_new),
+        name=tracking.run_name or re.sub(r"[^A-Za-z0-9_.-]", "-", run.name),
+        project=tracking.project,
+        folder=str(folder),
+        trainer_pid=os.getpid(),
+        close_limit_s=tracking.close_limit_s,
+        entity=tracking.entity,
+        mlflow_uri=tracking.mlflow_uri,
+        trackio_space=tracking.trackio_space,
+        offline=tracking.offline,
+        config=run.config,
+        hyper_parameters=run.hyper_parameters,
+        versions=run.versions,
+    )
+    # Keys of engines and judges are not for trackers, which may upload what they find in their environment.
+    hidden = [str(name) for key, name in flat(config.model_dump()).items() if key.endswith("_env")]
+    return [BackgroundTracker(backend, tracked, hidden=hidden) for backend in tracking.backends]
+
+
+def describe_run(config: TrainingConfig) -> RunDescription:
+    """The run as trackers and TensorBoard show it. Hyper-parameters are the keys that may not change at a resume."""
+    values = without_credentials(config.model_dump(mode="json"))
+    decisive = {name: value for name, value in flat(values).items() if not is_free(name, config)}
+    return RunDescription(
+        name=Path(config.output_dir).resolve().name,
+        config=values,
+        config_text=without_credentials(dump_config(config)),
+        hyper_parameters={n: v if isinstance(v, bool | int | float) else str(v) for n, v in decisive.items()},
+        versions=package_versions(),
+    )
 
 
 def write_run_record(config: TrainingConfig) -> None:
@@ -226,6 +330,11 @@ def write_run_record(config: TrainingConfig) -> None:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", dump_config(config))
+    replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results, where they are installed."""
     names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
     versions = {"python": platform.python_version()}
     for name in names:
@@ -233,7 +342,7 @@ def write_run_record(config: TrainingConfig) -> None:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    replace_file(folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+    return versions
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.value_model import ValueModel
+from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock
 from dapo_mega.training.run_status import RunStatus
@@ -60,6 +61,12 @@ def require_model(config: TrainingConfig) -> None:
     """Raise InputError if the folder of the initial model does not exist."""
     if not Path(config.model.path).is_dir():
         raise InputError(f"model.path={config.model.path} does not exist; give a folder with a Hugging Face checkpoint")
+
+
+def require_trackers(config: TrainingConfig) -> None:
+    """Raise InputError if a package of `tracking.backends` is not installed."""
+    if sentence := missing_packages(config.tracking.backends):
+        raise InputError(sentence)
 
 
 def find_checkpoint(store: CheckpointStore, processes: Processes) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,10 +22,12 @@ from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.megatron.value_loss import ValueLoss
-from dapo_mega.metrics import MetricAccumulator
+from dapo_mega.metrics import Histogram, MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
+from dapo_mega.training.recording import UpdateTrace, open_recorder, record_evaluation, record_starved_step, record_step
 from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
 
@@ -43,9 +45,8 @@ def train(run: TrainingRun) -> None:
     """
     config = run.config
     with raise_on_all_ranks(run.policy.processes.control):
-        if run.controller and run.controller.writer is None:
-            num_recorded = run.step + (run.unrecorded is None)  # Step 0 included.
-            run.controller.writer = open_writer(config, num_recorded if run.step else 0)
+        if run.controller:
+            open_records(run, run.controller)
     if run.unrecorded is not None:
         complete_step(run, run.unrecorded)
     else:
@@ -54,6 +55,7 @@ def train(run: TrainingRun) -> None:
             report(run, 0, evaluate(run))
     while run.step < config.num_steps:
         stop_if_requested(run)
+        run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
         with run.timers.stage("rollout"):
             groups, collected = collect(run)
         with run.timers.stage("pack"):
@@ -61,13 +63,27 @@ def train(run: TrainingRun) -> None:
         with run.timers.stage("score"):
             scored = score(run, batch, groups)
         with run.timers.stage("update"):
-            updates = update(run, scored, batch.engines)
+            trace = UpdateTrace() if config.samples.enabled else None
+            updates = update(run, scored, batch.engines, trace)
+            run.histograms = gather_histograms(run, scored)
         run.step += 1
+        if trace:
+            with run.timers.stage("samples"):
+                record_step(run, groups, trace)
         metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
         if config.algorithm.entropy_target is not None:
             metrics["policy/entropy_coefficient"] = run.entropy.current()
         run.entropy.observe(metrics["policy/entropy"])
         complete_step(run, metrics)
+
+
+def open_records(run: TrainingRun, controller: Controller) -> None:
+    """Open what the run's metrics and samples are written to."""
+    if controller.writer is None:
+        num_recorded = run.step + (run.unrecorded is None)  # Step 0 included.
+        controller.writer = open_writer(run.config, num_recorded if run.step else 0)
+    if controller.recorder is None:
+        controller.recorder = open_recorder(run.config, controller.tokenizer, run.step)
 
 
 def stop_if_requested(run: TrainingRun) -> None:
@@ -117,6 +133,7 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     try:
         return drive(run, work) or ([], {})
     except StarvedError as starved:
+        record_starved_step(run)
         if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
         raise
@@ -171,27 +188,51 @@ def packing_metrics(stats: PackingStats) -> Metrics:
     }
 
 
-def update(run: TrainingRun, scored: ScoredStep, engines: Sequence[str] = ()) -> Metrics:
+def update(
+    run: TrainingRun, scored: ScoredStep, engines: Sequence[str] = (), trace: UpdateTrace | None = None
+) -> Metrics:
     """mu passes with one optimizer update per mini-batch, of the policy and of the critic if there is one; metrics are
-    means over the updates. `engines[i]` is the URL of the step's engine i."""
+    means over the updates. `engines[i]` is the URL of the step's engine i. `trace` gets what each update computed."""
     config = run.config
     settings = replace(config.loss_settings, entropy_coefficient=run.entropy.current())
-    objective = PolicyGradient(settings, run.policy.processes.context)
+    objective = PolicyGradient(settings, run.policy.processes.context, run.counts.ratios if run.counts else None)
     if not config.scores_before_updates:
         scores: list[TokenScores] = []
         metrics = run.policy.update(scored.mini_batches[0], objective, scores=scores)
         batches = [batch.micro_batch for batch in scored.mini_batches[0]]
+        if trace:
+            trace.add_start(batches, [score.logprobs for score in scores])
+            trace.updates.append(metrics)
         return {**check_scores(run, batches, scores, engines), **metrics}
+    if trace:
+        trace.add_scored(scored)
     means = MetricAccumulator()
     trains_policy = not config.uses_critic or run.step >= config.critic.pretraining_steps
-    for _ in range(config.batch.epochs):
+    for epoch in range(config.batch.epochs):
         for i, mini_batch in enumerate(scored.mini_batches):
-            metrics = run.policy.update(mini_batch, objective) if trains_policy else {}
+            # The first update starts from the weights that the tokens were scored with.
+            own: list[TokenScores] | None = [] if trace and (epoch or i) else None
+            metrics = run.policy.update(mini_batch, objective, scores=own, score_entropy=False) if trains_policy else {}
             if run.critic:
                 metrics |= run.critic.update(scored.critic_batches[i], ValueLoss(config.critic.value_clip))
+            if trace:
+                trace.add_update(metrics, mini_batch, own or [])
             for name, value in metrics.items():
                 means.add(name, value)
     return means.summary()
+
+
+def gets_histograms(config: RunConfig, step: int) -> bool:
+    every = config.tracking.histograms_every
+    return bool(every and step % every == 0)
+
+
+def gather_histograms(run: TrainingRun, scored: ScoredStep) -> dict[str, Histogram]:
+    """The step's histograms, on rank 0 also those of its responses. Collective where the step gets any."""
+    if run.counts is None:
+        return {}
+    counted = run.counts.histograms(scored.mini_batches, run.policy.processes)
+    return {**counted, **run.controller.collector.histograms()} if run.controller else counted
 
 
 def evaluation_is_due(config: RunConfig, step: int) -> bool:
@@ -204,7 +245,9 @@ def evaluate(run: TrainingRun) -> Metrics:
 
     def work(controller: Controller) -> Metrics:
         assert controller.evaluator
-        return controller.evaluator.run(run.fleet.generate)
+        metrics = controller.evaluator.run(run.fleet.generate)
+        record_evaluation(run, controller.evaluator.pop_results())
+        return metrics
 
     return drive(run, work) or {}
 
@@ -218,9 +261,11 @@ def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
         tokens = metrics.get("rollout/tokens", 0.0)
         if tokens and times.get("time/step_s"):
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
-        run.controller.writer.write(step, {**metrics, **times})
+        evaluator = run.controller.evaluator
+        examples = evaluator.examples if evaluator and "evaluation/k" in metrics else ()
+        run.controller.writer.write(step, {**metrics, **times}, run.histograms, examples)
         run.controller.progress.update(step, metrics)
-        if "evaluation/avg_at_k" in metrics:
+        if "evaluation/reward_mean" in metrics:
             run.controller.progress.message(_evaluation_line(step, metrics))
 
 
@@ -230,9 +275,11 @@ def _evaluation_line(step: int, metrics: Metrics) -> str:
         f"avg@{k}": "avg_at_k",
         f"pass@{k}": "pass_at_k",
         f"maj@{k}": "maj_at_k",
+        "reward": "reward_mean",
         "length": "response_length_mean",
     }
-    text = "  ".join(f"{label}={metrics[f'evaluation/{name}']:.3f}" for label, name in values.items())
+    recorded = {label: metrics.get(f"evaluation/{name}") for label, name in values.items()}
+    text = "  ".join(f"{label}={value:.3f}" for label, value in recorded.items() if value is not None)
     return f"held-out evaluation after step {step}: {text}"
 
 
@@ -244,10 +291,13 @@ def saving(run: TrainingRun) -> Saving:
 def loop_state(run: TrainingRun) -> LoopState:
     controller = run.controller
     assert controller
+    if controller.recorder:
+        controller.recorder.flush()  # A run that continues from this state does not write them again.
     values, arrays = controller.collector.state()
     own = {
         "dataset_fingerprint": controller.dataset_fingerprint,
         "unrecorded": run.unrecorded,
+        "unrecorded_histograms": {name: asdict(h) for name, h in run.histograms.items()} if run.unrecorded else {},
         "entropy_control": run.entropy.state(),
     }
     return LoopState(run.step, {**values, **own}, arrays)
@@ -257,10 +307,17 @@ def restore(run: TrainingRun, state: LoopState) -> None:
     """Continue from a loaded checkpoint's loop state. Raises InputError, on all ranks, if the prompts have changed."""
     run.step = state.step
     run.unrecorded = state.values.get("unrecorded")
-    if "entropy_control" in state.values:  # Checkpoints of earlier versions lack it.
-        run.entropy.load_state(state.values["entropy_control"])
+    histograms = state.values.get("unrecorded_histograms", {})
+    run.histograms = {n: Histogram(h["low"], h["high"], tuple(h["counts"])) for n, h in histograms.items()}
+    restore_entropy(run, state)
     with raise_on_all_ranks(run.policy.processes.control):
         _restore_controller(run, state)
+
+
+def restore_entropy(run: TrainingRun, state: LoopState) -> None:
+    """Continue the entropy bonus of a loaded checkpoint."""
+    if "entropy_control" in state.values:  # Checkpoints of earlier versions lack it.
+        run.entropy.load_state(state.values["entropy_control"])
 
 
 def _restore_controller(run: TrainingRun, state: LoopState) -> None:

@@ -17,8 +17,16 @@ from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
-from dapo_mega.training.build import TrainingRun, build_run, read_inputs, write_run_record
-from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, watched
+from dapo_mega.rewards.build import log_functions
+from dapo_mega.training.build import (
+    TrainingRun,
+    build_run,
+    make_rewards,
+    read_inputs,
+    try_rewards,
+    write_run_record,
+)
+from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, require_trackers, watched
 from dapo_mega.training.loop import restore, saving, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
@@ -43,6 +51,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     folder = Path(config.output_dir)
     describe_run(config, world_size_from_environment())
     require_model(config)
+    require_trackers(config)
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
@@ -73,9 +82,14 @@ def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
 def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     inputs = read_inputs(config)
-    processes = start_processes(config.parallel, config.seed)
-    watch.follow_peers(group_is_up=True)
     with contextlib.ExitStack() as stack:
+        rewards = None
+        if is_rank_zero():
+            rewards = make_rewards(config)
+            stack.callback(rewards.close)
+            try_rewards(config, rewards, inputs.train_prompts.prompts[0])
+        processes = start_processes(config.parallel, config.seed)
+        watch.follow_peers(group_is_up=True)
         stack.enter_context(held_folder(folder, status, processes))
         store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
         newest = find_checkpoint(store, processes)
@@ -84,7 +98,14 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         status.completed_step = lambda: start_step
         if processes.rank == 0:
             status.running()
-        run = build_run(config, start_step, inputs=inputs, processes=processes, stop_requested=watch.stop_requested)
+        run = build_run(
+            config,
+            start_step,
+            inputs=inputs,
+            processes=processes,
+            rewards=rewards,
+            stop_requested=watch.stop_requested,
+        )
         stack.callback(close, run)
         if newest:
             restore(run, run.store.load(run.policy, newest, run.critic))
@@ -92,6 +113,7 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         with raise_on_all_ranks(processes.control):
             if run.controller:
                 write_run_record(config)
+                log_functions(run.controller.rewards.training, folder / "reward_output.log")
                 stack.enter_context(run.controller.progress)
                 if newest:
                     run.controller.progress.message(f"resuming {folder} after step {start_step}")
@@ -122,10 +144,13 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
 
 
 def close(run: TrainingRun) -> None:
-    """Close the weight sync, the fleet, and rank 0's verifier and writer."""
+    """Close the weight sync, the fleet, and rank 0's rewards, writer and recorder."""
     run.weight_sync.close()
     run.fleet.close()
     if run.controller:
-        run.controller.verifier.close()
-        if run.controller.writer:
-            run.controller.writer.close()
+        run.controller.rewards.close()
+        if run.controller.recorder:
+            run.controller.recorder.close()
+        if run.controller.writer:  # Last, as it may wait for trackers.
+            is_finished = run.step >= run.config.num_steps and run.unrecorded is None
+            run.controller.writer.close(is_finished=is_finished)

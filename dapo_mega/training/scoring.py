@@ -153,6 +153,10 @@ def measure_scores(
     processes = run.policy.processes
     counted = zip(batches, scores, strict=True) if processes.counts_outputs else ()
     scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
+    if run.counts is not None:
+        for micro_batch, logprobs in scored:
+            rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask]
+            run.counts.importance_weights.add(logprobs - rollout_logprobs.to(logprobs.device))
     metrics = measure_mismatch(
         scored, run.config.loss_settings, control=processes.control, context_group=processes.context
     )

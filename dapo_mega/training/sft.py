@@ -33,6 +33,7 @@ from dapo_mega.training.lifecycle import (
     held_folder,
     refuse_other_data,
     require_model,
+    require_trackers,
     watched,
 )
 from dapo_mega.training.process_watch import ProcessWatch, stop_together
@@ -68,6 +69,7 @@ def _is_finished(config: SftConfig, accept_changes: bool) -> bool:
         print_once(f"{folder} already holds a model fine-tuned for {step or config.num_steps} steps; nothing to do")
         return True
     require_model(config)
+    require_trackers(config)
     return False
 
 

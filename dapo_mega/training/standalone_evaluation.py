@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -13,12 +14,19 @@ from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed import accelerator
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
-from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rewards.build import make_reward
+from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.evaluation import make_evaluator
+from dapo_mega.rollout.scoring import trial_record
+from dapo_mega.samples.files import file_of, samples_folder, write_table
+from dapo_mega.samples.pieces import TokenPieces
+from dapo_mega.samples.rows import SampleFile, rows_of_evaluation
+from dapo_mega.samples.table import to_table
 
 
-def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
-    """`evaluation/...` metrics of the checkpoint `model.path` on `data.evaluation`, as training would report them."""
+def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[str, float]:
+    """`evaluation/...` metrics of the checkpoint `model.path` on `data.evaluation`, as training would report them. If
+    `samples` is given, writes all responses to the folder `samples/` in it, as a run does."""
     if config.data.evaluation is None:
         raise InputError("data.evaluation names no dataset; add data.evaluation.path=FILE")
     path = Path(config.model.path)
@@ -33,6 +41,12 @@ def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
     engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows, device=device)
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
     engine.load_weights([list(weights.items())], 0)
-    with AnswerVerifier(config.reward.num_workers, config.reward.time_limit_s, config.reward.extraction) as verifier:
-        evaluator = make_evaluator(config, prompts.prompts, verifier, decoder(tokenizer), stop_tokens(path, tokenizer))
-        return evaluator.run(engine.generate)
+    with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
+        if config.reward.is_own:
+            try_reward(reward, trial_record(prompts.prompts[0]))
+        evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
+        metrics = evaluator.run(engine.generate)
+    if samples:
+        file = SampleFile(0, "evaluation", rows_of_evaluation(evaluator.pop_results()))
+        write_table(file_of(samples_folder(samples), "evaluation", 0), to_table(file, TokenPieces(tokenizer)))
+    return metrics

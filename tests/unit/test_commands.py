@@ -18,6 +18,8 @@ SCRIPTS = {
     "plan": "tools/plan_run.py",
     "plot": "tools/plot_run.py",
     "prepare": "tools/prepare_data.py",
+    "show-samples": "tools/show_samples.py",
+    "replay-step": "tools/replay_step.py",
     "serve": "launch/serve_rollouts.py",
     "sft": "launch/train_sft.py",
     "train": "launch/train_dapo.py",
@@ -32,7 +34,7 @@ def run(*arguments):
 
 
 def test_help_lists_every_command():
-    modules = {path.stem for path in (PROJECT / "dapo_mega" / "commands").glob("[!_]*.py")} - {"main"}
+    modules = {path.stem.replace("_", "-") for path in (PROJECT / "dapo_mega" / "commands").glob("[!_]*.py")} - {"main"}
     assert modules == set(COMMANDS) == set(SCRIPTS)
     listed = [line.split()[0] for line in usage().splitlines() if line.startswith("  ")]
     assert listed[: len(COMMANDS)] == list(COMMANDS)
@@ -41,7 +43,7 @@ def test_help_lists_every_command():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_calls_its_command(name):
     source = (PROJECT / SCRIPTS[name]).read_text()
-    assert f"from dapo_mega.commands.{name} import main" in source
+    assert f"from dapo_mega.commands.{name.replace('-', '_')} import main" in source
     assert len(source.splitlines()) < 15
 
 
@@ -49,7 +51,7 @@ def test_a_script_calls_its_command(name):
 def test_a_command_explains_its_arguments(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"dapo-mega {name}", "--help"])
     with pytest.raises(SystemExit) as left:
-        importlib.import_module(f"dapo_mega.commands.{name}").main()
+        importlib.import_module(f"dapo_mega.commands.{name.replace('-', '_')}").main()
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: dapo-mega {name}")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dapo_mega.algorithms import importance_weights, kl_estimate, segment_sums, within_bounds
+from dapo_mega.algorithms import effective_share, importance_weights, kl_estimate, segment_sums, within_bounds
 from dapo_mega.algorithms.policy_losses.clip import clipped_loss
 
 
@@ -104,3 +104,10 @@ def test_k1_and_k3_are_unbiased_for_a_known_pair_of_distributions():
     for kind in ("k1", "k3"):
         expectation = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum()
         torch.testing.assert_close(expectation, true_kl)
+
+
+def test_unequal_weights_leave_a_share_of_the_samples():
+    weights = [1.0, 1.0, 4.0]
+    share = effective_share(sum(weights), sum(w * w for w in weights), len(weights))
+    assert share == 36 / (3 * 18)
+    assert effective_share(5.0, 5.0, 5) == 1.0

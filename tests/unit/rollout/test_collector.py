@@ -1,7 +1,7 @@
 """Dynamic sampling's loop: groups arrive in order, failures are counted, starvation says why, state continues."""
 
 import json
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rewards.build import make_reward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationFailure, Prompt, Response
@@ -123,9 +123,8 @@ def collector(engine, run, prompts=PROMPTS, before_scoring=None):
         # Integers: a comparison that needs no worker, as nothing closes the verifier.
         return [f"Answer: {1 if tokens[0] == 1 else 0}" for tokens in responses]
 
-    verifier = AnswerVerifier(1, 5.0)
     prompts = [replace(prompt, ground_truth="1") for prompt in prompts]
-    scorer = HookedScorer(run.reward, verifier, decode, run.rollout.max_response_tokens, run.seed)
+    scorer = HookedScorer(run.reward, make_reward(run), decode, run.batch.groups_per_step * run.batch.group_size)
     scorer.before = before_scoring or scorer.before
     return Collector(run, prompts, engine, scorer, (2,))
 
@@ -167,12 +166,52 @@ def test_a_group_whose_request_fails_is_dropped_counted_and_never_scored():
     assert all(r.response.request_id >= 4 for g in [*groups, *subject.buffer.groups] for r in g.responses)
 
 
+def test_every_group_of_a_step_went_to_exactly_one_place():
+    # Prompts 0 to 3 are mixed, 4 to 11 all right, the others all wrong; one request fails.
+    engine = ScriptedEngine(
+        lambda prompt, request_id: prompt < 12 and (prompt > 3 or request_id % 2 == 0),
+        fails=lambda request: request.request_id == 33,
+    )
+    subject = collector(engine, config(algorithm={"max_generation_rounds": 9}, batch={"groups_per_step": 2}))
+    seen, fates = set(), []
+    for version in range(2):
+        groups, metrics = subject.collect(version)
+        engine.version = version + 1
+        fates = subject.pop_fates()
+        assert [fate.group for fate in fates if fate.outcome == "trained"] == groups == [f.group for f in fates[:2]]
+        counts = Counter(fate.outcome for fate in fates)
+        offered = len(
+            [fate for fate in fates if fate.group and fate.group.responses[0].response.request_id not in seen]
+        )
+        assert offered == metrics["groups/offered"]
+        assert counts["all_right"] == round(metrics["groups/all_right_share"] * offered)
+        assert counts["all_wrong"] == round(metrics["groups/all_wrong_share"] * offered)
+        assert counts["dropped"] == metrics["rollout/dropped_groups"]
+        seen |= {fate.group.responses[0].response.request_id for fate in fates if fate.group}
+    assert subject.pop_fates() == []
+    dropped = next(fate for fate in fates if fate.outcome == "dropped") if counts["dropped"] else None
+    assert dropped is None or (dropped.group is None and len(dropped.unscored) < 4)
+
+
+def test_stale_surplus_is_recorded_as_stale():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, config(algorithm={"max_staleness": 1}))
+    subject.collect(0)
+    surplus = [fate.prompt.index for fate in subject.pop_fates() if fate.outcome == "surplus"]
+    engine.version = 5
+    subject.collect(5)
+    assert [fate.prompt.index for fate in subject.pop_fates() if fate.outcome == "stale"] == surplus
+    assert len(surplus) == 2
+
+
 def test_starvation_names_the_acceptance_rate():
     # Only prompt 0 is ever mixed.
     engine = ScriptedEngine(lambda prompt, request_id: prompt == 0 and request_id % 2 == 0)
     subject = collector(engine, config())
     with pytest.raises(StarvedError, match=r"after 3 generation rounds.*acceptance rate \d+\.\d%.*all wrong"):
         subject.collect(0)
+    fates = Counter(fate.outcome for fate in subject.pop_fates())
+    assert fates == {"surplus": 1, "all_wrong": subject.buffer.counts.all_wrong}
 
 
 def test_stale_surplus_is_dropped_and_counted():
@@ -477,4 +516,4 @@ def test_the_length_reward_counts_as_much_as_the_step_says():
     assert [member.reward for member in first.responses] == pytest.approx([1 + 0.1, -1, 1 - 0.2 / 6, -1 - 0.1])
     assert [member.accuracy_reward for member in first.responses] == [1, -1, 1, -1]
     for version, weight in ((0, 0.0), (3, 0.6), (9, 0.6)):
-        assert run.reward.length_weight_at(version + 1) == pytest.approx(weight)
+        assert run.reward.parts[-1].weight_at(version + 1) == pytest.approx(weight)

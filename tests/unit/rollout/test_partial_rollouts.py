@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from dapo_mega.rewards.built_in import CoinReward
 from tests.unit.rollout.test_collector import ScriptedEngine, collector, every_other, partial
 
 N, SIZE = 8, 4
@@ -185,11 +186,11 @@ def test_a_step_whose_groups_have_all_arrived_asks_nothing():
 
 
 @pytest.mark.parametrize("generation_groups", [12, 24])
-def test_engines_are_kept_as_busy_as_asked_when_most_groups_are_of_no_use(generation_groups):
+def test_engines_are_kept_as_busy_as_asked_when_most_groups_are_of_no_use(generation_groups, monkeypatch):
     engines = Engines(every_other, random.Random(0))
     subject = collector(engines, run_of(generation_groups, dynamic_sampling=True))
     # In two of three groups all responses are wrong.
-    subject._scorer._coin = lambda request_id: request_id // SIZE % 3 == 0 and request_id % 2 == 0
+    monkeypatch.setattr(CoinReward, "is_heads", lambda _, number: number // SIZE % 3 == 0 and number % 2 == 0)
     account = Account()
     simulate(subject, engines, [0.3] * 3, account)
     engines.most_groups = 0

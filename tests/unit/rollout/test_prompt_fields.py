@@ -1,6 +1,7 @@
 """What a dataset says of a prompt beside problem and answer arrives wherever responses are scored."""
 
 import json
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ import pytest
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.prompts import load_prompts
 from dapo_mega.data.tokenizer import build_byte_tokenizer
-from dapo_mega.rewards import AnswerVerifier
+from dapo_mega.rewards.build import make_reward
 from dapo_mega.rollout.evaluation import Evaluator
 from tests.unit.rollout.test_collector import HookedScorer, ScriptedEngine, collector, config, every_other, partial
 
@@ -75,8 +76,8 @@ def test_after_a_restart_with_groups_in_flight(prompts):
 
 def test_in_an_evaluation(prompts):
     run, seen = config(evaluation={"samples_per_prompt": 2}), Seen()
-    with AnswerVerifier(1, 5.0) as verifier:
-        scorer = HookedScorer(run.reward, verifier, lambda responses: ["Answer: T"] * len(responses), 16, 0)
+    with closing(make_reward(run)) as reward:
+        scorer = HookedScorer(run.reward, reward, lambda responses: ["Answer: T"] * len(responses))
         scorer.before = seen
         evaluator = Evaluator(
             run.evaluation, prompts, scorer, stop_token_ids=(2,), max_response_tokens=16, seed=run.seed

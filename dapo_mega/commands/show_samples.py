@@ -1,0 +1,95 @@
+"""Show what a run's model said: one HTML page that needs no server and no network.
+
+dapo-mega show-samples runs/dapo-7b
+dapo-mega show-samples runs/dapo-7b --steps 100:120 --output step-100.html
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from dapo_mega.commands._arguments import at_least_one
+from dapo_mega.errors import InputError
+from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
+from dapo_mega.samples.page import ClipBounds, size_of, write_page
+
+_MAX_TOKENS = 20_000_000
+"""Some 100 MiB of page."""
+_CLIPPED = ("clip", "clip_cov")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page. Raises InputError if the run has no samples."""
+    parser = argparse.ArgumentParser(description="Write one HTML page that shows a run's samples.")
+    parser.add_argument("run_dir", type=Path, help="folder of the run, which holds samples/")
+    parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN_DIR/samples.html)")
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="only these steps and the evaluations among them")
+    parser.add_argument(
+        "--responses",
+        type=at_least_one,
+        default=30_000,
+        metavar="N",
+        help="leave out the oldest steps beyond so many responses, or 20 million tokens (default: %(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    files = _of_steps(_all_files(arguments.run_dir), arguments.steps)
+    chosen = _newest(files, arguments.responses)
+    notes = [f"{len(files) - len(chosen)} older ones left out"] if len(chosen) < len(files) else []
+    output = arguments.output or arguments.run_dir / "samples.html"
+    shown = write_page(
+        output, chosen, name=arguments.run_dir.resolve().name, clip=_clip_bounds(arguments.run_dir), notes=notes
+    )
+    left_out = f" ({notes[0]}: --steps or --responses)" if notes else ""
+    size = output.stat().st_size / 2**20
+    print(f"{shown} responses of {len(chosen)} steps and evaluations{left_out}: {output} ({size:.1f} MiB)")
+
+
+def _all_files(run_dir: Path) -> list[StoredFile]:
+    files = stored_files(samples_folder(run_dir))
+    if not files:
+        raise InputError(
+            f"{samples_folder(run_dir)} holds no samples; give the output_dir of a run with samples.enabled=true that "
+            f"has done a step or an evaluation"
+        )
+    return files
+
+
+def _of_steps(files: list[StoredFile], text: str | None) -> list[StoredFile]:
+    if text is None:
+        return files
+    first, colon, last = text.partition(":")
+    if not first.isdecimal() or (colon and not last.isdecimal()):
+        raise InputError(f"--steps {text!r} is not FIRST:LAST or one step, such as 100:120 or 100")
+    bounds = int(first), int(last) if colon else int(first)
+    found = [file for file in files if bounds[0] <= file.step <= bounds[1]]
+    if not found:
+        raise InputError(f"--steps {text}: there are samples of steps {files[0].step} to {files[-1].step} only")
+    return found
+
+
+def _newest(files: list[StoredFile], limit: int) -> list[StoredFile]:
+    """The newest files with so many responses in all and as many tokens as a browser takes, at least one."""
+    chosen: list[StoredFile] = []
+    responses = tokens = 0
+    for file in reversed(files):
+        more_responses, more_tokens = size_of(file)
+        responses, tokens = responses + more_responses, tokens + more_tokens
+        if chosen and (responses > limit or tokens > _MAX_TOKENS):
+            break
+        chosen.append(file)
+    return chosen[::-1]
+
+
+def _clip_bounds(run_dir: Path) -> ClipBounds | None:
+    """The bounds of the run's loss, if it clips the ratio of single tokens."""
+    try:
+        algorithm = yaml.safe_load((run_dir / "config.yaml").read_text())["algorithm"]
+        if algorithm["policy_loss"] not in _CLIPPED:
+            return None
+        return ClipBounds(algorithm["clip_low"], algorithm["clip_high"], algorithm["old_policy"] == "engine")
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None  # The page is of use without them.

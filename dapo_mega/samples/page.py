@@ -1,0 +1,234 @@
+"""Makes one HTML page of a run's samples, which needs no server and no network.
+
+No text of a model is in the page's HTML: all data are gzip and base64 in elements that are not executed, and the
+page's script puts texts into text nodes only. A content security policy admits that script and that style sheet by
+their hashes and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_mega.atomic_files import replace_file
+from dapo_mega.errors import InputError
+from dapo_mega.samples.files import StoredFile
+from dapo_mega.samples.table import account_of
+
+PageValues = dict[str, Any]
+
+_LEVEL = 5
+_ABSENT = -(2**15)
+_LOGPROB_SCALE, _DIFFERENCE_SCALE = 1000.0, 10000.0
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """What the run's loss does with ratios: tokens are clipped below 1 - low where the advantage is negative, above
+    1 + high where it is positive. `of_engine`: ratios are taken to the engine's log-probs."""
+
+    low: float
+    high: float
+    of_engine: bool = False
+
+
+@dataclass
+class _Tables:
+    """What the rows of all files refer to by number."""
+
+    prompts: dict[tuple[int, str, str, str], int] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
+
+    def prompt(self, key: tuple[int, str, str, str]) -> int:
+        return self.prompts.setdefault(key, len(self.prompts))
+
+    def piece_numbers(self, pieces: pa.Array) -> npt.NDArray[np.uint32]:
+        """The number of each piece [N]."""
+        encoded = pieces.dictionary_encode()
+        numbers = [self.pieces.setdefault(text, len(self.pieces)) for text in encoded.dictionary.to_pylist()]
+        return np.array(numbers, np.uint32)[encoded.indices.to_numpy()] if len(pieces) else np.empty(0, np.uint32)
+
+
+def size_of(file: StoredFile) -> tuple[int, int]:
+    """Responses of a file, and their tokens. Raises InputError if it is none."""
+    try:
+        lengths = pq.read_table(file.path, columns=["length"])["length"].to_numpy()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{file.path} cannot be read ({' '.join(str(error).split())}); remove it") from error
+    return len(lengths), int(lengths.sum())
+
+
+def write_page(
+    output: Path, files: Sequence[StoredFile], *, name: str, clip: ClipBounds | None, notes: Sequence[str] = ()
+) -> int:
+    """Write the page of these files; returns its number of responses. `notes` are shown at the top."""
+    tables = _Tables()
+    steps, rows, texts, chunks = [], [], [], []
+    for file in files:
+        table = _read(file)
+        steps.append(_step(table, file))
+        rows.append(_columns(table, len(steps) - 1, tables))
+        texts += table["response"].to_pylist()
+        chunks.append(_token_chunk(table, tables))
+    data: dict[str, bytes] = {
+        "meta": _json({"name": name, "notes": list(notes), "steps": steps, "clip": vars(clip) if clip else None}),
+        "rows": _json(_joined(rows)),
+        "texts": _json(texts),
+        "prompts": _json([dict(zip(("index", "text", "truth"), key, strict=False)) for key in tables.prompts]),
+        "pieces": _json(list(tables.pieces)),
+        **{f"tokens-{i}": chunk for i, chunk in enumerate(chunks)},
+    }
+    replace_file(output, _document(name, data).encode("utf-8", "replace"))
+    return len(texts)
+
+
+def _document(name: str, data: Mapping[str, bytes]) -> str:
+    assets = resources.files("dapo_mega.samples") / "viewer"
+    style, script = ((assets / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    body = (assets / "page.html").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{_hash(script)}'; style-src 'sha256-{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    elements = "\n".join(
+        f'<script type="application/octet-stream" id="{key}">{_packed(content)}</script>'
+        for key, content in data.items()
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{html.escape(name)} · samples</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n{body}\n{elements}\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, _LEVEL, mtime=0)).decode()
+
+
+def _json(values: Any) -> bytes:
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def _read(file: StoredFile) -> pa.Table:
+    try:
+        table = pq.read_table(file.path)
+        account_of(table.schema.metadata)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(
+            f"{file.path} cannot be read ({' '.join(str(error).split())}); remove it, or write it again with the run"
+        ) from error
+    return table.combine_chunks()
+
+
+def _step(table: pa.Table, file: StoredFile) -> PageValues:
+    account = account_of(table.schema.metadata)
+    wanted = ("groups", "recorded_groups", "all_recorded", "in_buffer", "in_flight")
+    return {
+        "step": file.step,
+        "kind": "evaluation" if file.is_evaluation else "training",
+        **{name: account[name] for name in wanted if name in account},
+    }
+
+
+def _columns(table: pa.Table, step: int, tables: _Tables) -> PageValues:
+    """One list per column of the page's rows; text and numbers that browsers have exactly."""
+    plain = {name: table[name].to_pylist() for name in _PLAIN}
+    keys = zip(*(table[name].to_pylist() for name in ("prompt_index", "prompt", "ground_truth", "kind")), strict=True)
+    rounded = {name: [_rounded(value) for value in table[name].to_pylist()] for name in _ROUNDED}
+    parts = [{part["name"]: _rounded(part["value"]) for part in found or ()} for found in table["parts"].to_pylist()]
+    spans = [[[s["version"], s["end"]] for s in found or ()] for found in table["version_spans"].to_pylist()]
+    engines = [[s["engine"] for s in found or ()] for found in table["engine_spans"].to_pylist()]
+    gap = _largest_differences(table)
+    # Ids of evaluations begin at 2^62, which a browser cannot hold.
+    groups = [f"{step}:{group}" for group in table["group"].to_pylist()]
+    own = {
+        "step": [step] * len(table),
+        "prompt": [tables.prompt((i, p or "", g or "", k)) for i, p, g, k in keys],
+        "group": groups,
+        "parts": parts,
+        "versions": spans,
+        "engines": engines,
+        "gap": gap,
+    }
+    return {**plain, **rounded, **own}
+
+
+_PLAIN = ("outcome", "correct", "is_greedy", "answer", "length", "finish_reason", "weight_version", "in_loss")
+_ROUNDED = ("reward", "accuracy_reward", "advantage")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(f"{value:.6g}")
+
+
+def _largest_differences(table: pa.Table) -> list[float | None]:
+    """The largest |engine's - trainer's log-prob| of each response; None where the trainer computed none."""
+    lengths = np.array(table["length"].to_pylist(), np.int64)
+    gaps = np.abs(_flat(table["trainer_logprobs"], lengths) - _flat(table["engine_logprobs"], lengths))
+    ends = np.cumsum(lengths)
+    is_known = ~np.isnan(gaps)
+    return [
+        _rounded(float(gaps[start:end][is_known[start:end]].max())) if is_known[start:end].any() else None
+        for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+    ]
+
+
+def _joined(parts: Sequence[PageValues]) -> PageValues:
+    names = parts[0] if parts else {}
+    return {name: [value for part in parts for value in part[name]] for name in names}
+
+
+def _token_chunk(table: pa.Table, tables: _Tables) -> bytes:
+    """Four arrays of all tokens of the file's rows, in order: numbers of pieces (uint32), and as int16 the engine's
+    log-probs in thousandths of a nat, the trainer's minus them, and the last update's minus the trainer's, both in
+    tenths of thousandths."""
+    lengths = np.array(table["length"].to_pylist(), np.int64)
+    engine = _flat(table["engine_logprobs"], lengths)
+    trainer, updated = _flat(table["trainer_logprobs"], lengths), _flat(table["update_logprobs"], lengths)
+    pieces = table["tokens"].combine_chunks().flatten() if len(table) else pa.array([], pa.string())
+    arrays: Iterator[npt.NDArray[Any]] = iter(
+        (
+            tables.piece_numbers(pieces),
+            _quantized(engine, _LOGPROB_SCALE),
+            _quantized(trainer - engine, _DIFFERENCE_SCALE),
+            _quantized(updated - trainer, _DIFFERENCE_SCALE),
+        )
+    )
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def _flat(column: pa.ChunkedArray, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The values of a list column, one after the other; NaN for the tokens of rows without a list."""
+    flat = np.full(int(lengths.sum()), np.nan, np.float32)
+    if not len(lengths):
+        return flat
+    lists = column.combine_chunks()
+    present = np.repeat(~np.asarray(lists.is_null()), lengths)
+    flat[present] = lists.flatten().to_numpy(zero_copy_only=False)
+    return flat
+
+
+def _quantized(values: npt.NDArray[np.float32], scale: float) -> npt.NDArray[np.int16]:
+    scaled = np.clip(np.nan_to_num(values, nan=0.0) * scale, _ABSENT + 1, -_ABSENT - 1).round().astype(np.int16)
+    scaled[np.isnan(values)] = _ABSENT
+    return scaled

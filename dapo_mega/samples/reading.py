@@ -1,0 +1,107 @@
+"""Reads a step's groups back from its file, as they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_mega.errors import InputError
+from dapo_mega.samples.rows import Floats
+from dapo_mega.samples.table import account_of
+from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSample:
+    """What training computed for one response, each [L]; None where the file has no such column for it."""
+
+    request_id: int
+    trainer_logprobs: Floats
+    update_logprobs: Floats | None
+    advantage: float
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """The groups that a step trained on, in order, and `samples`, one for each of their responses."""
+
+    step: int
+    account: Mapping[str, Any]
+    groups: tuple[Group, ...]
+    samples: tuple[RecordedSample, ...]
+
+
+def read_account(path: Path) -> dict[str, Any]:
+    """The account in a file, without its rows. Raises InputError if it is no file of samples."""
+    try:
+        return account_of(pq.read_metadata(path).metadata)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); remove it") from error
+
+
+def read_step(path: Path) -> RecordedStep:
+    """The groups of a step's file that were trained on. Raises InputError if it cannot be read."""
+    try:
+        table = pq.read_table(path, filters=[("outcome", "=", "trained")])
+        account = account_of(table.schema.metadata)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); remove it") from error
+    rows = table.to_pylist()
+    trained = sorted((row for row in rows if not row["is_greedy"]), key=lambda row: int(row["sample"]))
+    greedy = {row["group"]: _scored(row) for row in rows if row["is_greedy"]}
+    members: dict[int, list[dict[str, Any]]] = {}
+    for row in trained:
+        members.setdefault(row["group"], []).append(row)
+    groups = tuple(
+        Group(
+            _prompt(found[0]),
+            tuple(_scored(row) for row in found),
+            min(row["weight_version"] for row in found),
+            greedy.get(group),
+        )
+        for group, found in members.items()
+    )
+    return RecordedStep(account["step"], account, groups, tuple(_sample(row) for row in trained))
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    token_ids = np.array(row["prompt_ids"], np.int32)
+    return Prompt(row["prompt_index"], row["prompt"] or "", token_ids, row["ground_truth"] or "")
+
+
+def _scored(row: Mapping[str, Any]) -> ScoredResponse:
+    response = Response(
+        row["request_id"],
+        np.array(row["token_ids"], np.int32),
+        np.array(row["engine_logprobs"], np.float32),
+        row["finish_reason"],
+        row["weight_version"],
+        tuple((span["version"], span["end"]) for span in row["version_spans"]),
+        tuple((span["engine"], span["end"]) for span in row["engine_spans"]),
+    )
+    return ScoredResponse(
+        response,
+        row["response"],
+        row["correct"],
+        row["accuracy_reward"],
+        row["reward"],
+        row["answer"],
+        MappingProxyType({part["name"]: part["value"] for part in row["parts"] or ()}),
+    )
+
+
+def _sample(row: Mapping[str, Any]) -> RecordedSample:
+    updated = row["update_logprobs"]
+    return RecordedSample(
+        row["request_id"],
+        np.array(row["trainer_logprobs"], np.float32),
+        None if updated is None else np.array(updated, np.float32),
+        row["advantage"],
+    )

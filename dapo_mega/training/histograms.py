@@ -1,0 +1,62 @@
+"""The histograms of a step that all ranks count together: advantages, and importance ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.objectives import TokenBatch
+from dapo_mega.megatron.ratio_counts import HIGHEST, RatioCounts
+from dapo_mega.metrics import Histogram
+from dapo_mega.metrics.histogram import NUM_BINS, bin_range
+
+
+class StepCounts:
+    """What this rank counts during a step: ratios of the policy to that at the step's start, over all updates, and of
+    the trainer's probabilities to the engines'."""
+
+    def __init__(self) -> None:
+        self.ratios = RatioCounts()
+        self.importance_weights = RatioCounts()
+
+    def histograms(self, mini_batches: Sequence[Sequence[TokenBatch]], processes: Processes) -> dict[str, Histogram]:
+        """The histograms over all ranks, the same on each and in every layout. Collective."""
+        advantages = _advantages(mini_batches, processes)
+        low, high = _common_range(advantages, processes)
+        bins = ((advantages - low) / (high - low) * NUM_BINS).clamp(0, NUM_BINS - 1).long()
+        own = [torch.bincount(bins, minlength=NUM_BINS), self.ratios.counts(), self.importance_weights.counts()]
+        counts = torch.cat(own)
+        if not processes.counts_outputs:
+            counts.zero_()
+        dist.all_reduce(counts, group=processes.control)
+        of_advantages, of_ratios, of_weights = (tuple(part.tolist()) for part in counts.split([len(c) for c in own]))
+        found = {
+            "policy/advantage": Histogram(low, high, of_advantages),
+            "policy/ratio": Histogram(0.0, HIGHEST, of_ratios),
+            "mismatch/importance_weight": Histogram(0.0, HIGHEST, of_weights),
+        }
+        return {name: histogram for name, histogram in found.items() if histogram.total}
+
+
+def _advantages(mini_batches: Sequence[Sequence[TokenBatch]], processes: Processes) -> Tensor:
+    """Of the tokens in the loss that this rank counts, [N] float64 on the CPU."""
+    targets = [batch.micro_batch.targets for mini_batch in mini_batches for batch in mini_batch]
+    if not processes.counts_outputs or not targets:
+        return torch.empty(0, dtype=torch.float64)
+    values = torch.cat([columns.advantages[columns.loss_mask] for columns in targets]).double().cpu()
+    return values[values.isfinite()]
+
+
+def _common_range(values: Tensor, processes: Processes) -> tuple[float, float]:
+    """The range of bins for the values of all ranks. Collective."""
+    ends = torch.full((2,), -math.inf, dtype=torch.float64)
+    if len(values):
+        ends = torch.stack([-values.min(), values.max()])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=processes.control)
+    lowest, highest = (-ends[0]).item(), ends[1].item()
+    return bin_range(lowest, highest) if highest >= lowest else (0.0, 1.0)

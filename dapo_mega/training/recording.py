@@ -1,0 +1,192 @@
+"""What a run writes of its responses: the groups of every step with what training computed, and evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.batching.microbatch import MicroBatch
+from dapo_mega.batching.step_advantages import is_in_loss, step_advantages
+from dapo_mega.config import RunConfig
+from dapo_mega.megatron.megatron_policy import TokenScores
+from dapo_mega.megatron.objectives import TokenBatch
+from dapo_mega.rollout.evaluation import EvaluatedResponse
+from dapo_mega.samples.files import discard_after, samples_folder
+from dapo_mega.samples.recorder import SampleRecorder
+from dapo_mega.samples.rows import Floats, SampleFile, Training, rows_of, rows_of_evaluation
+from dapo_mega.samples.token_values import TokenRuns, by_response, gather_runs, runs_of
+from dapo_mega.training.build import Controller, TrainingRun
+from dapo_mega.training.scoring import ScoredStep
+from dapo_mega.types import Group, GroupFate
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class UpdateTrace:
+    """What a step's updates computed, on each rank: log-probs [N] of the response tokens of `batches` under the weights
+    that the step starts from, those of the tokens that later updates used, and every update's metrics in order."""
+
+    batches: list[MicroBatch] = field(default_factory=list)
+    start_logprobs: list[Tensor] = field(default_factory=list)
+    updated: dict[int, tuple[MicroBatch, Tensor]] = field(default_factory=dict)
+    updates: list[Metrics] = field(default_factory=list)
+
+    def add_start(self, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
+        """All micro-batches of the step, and their tokens' log-probs under the first weights."""
+        self.batches += batches
+        self.start_logprobs += logprobs
+
+    def add_scored(self, scored: ScoredStep) -> None:
+        """`add_start` of a step that was scored before its updates."""
+        for mini_batch in scored.mini_batches:
+            for batch in mini_batch:
+                if batch.old_logprobs is not None:
+                    self.add_start([batch.micro_batch], [batch.old_logprobs])
+
+    def add_update(self, metrics: Metrics, batches: Sequence[TokenBatch], scores: Sequence[TokenScores]) -> None:
+        """An update; of the scores of several passes over the same tokens the last count."""
+        self.updates.append(dict(metrics))
+        for batch, score in zip(batches, scores, strict=False):
+            self.updated[id(batch)] = (batch.micro_batch, score.logprobs)
+
+
+def open_recorder(config: RunConfig, tokenizer: Any, last_step: int) -> SampleRecorder | None:
+    """The recorder of a run that has done `last_step` steps, if it records."""
+    if not config.samples.enabled:
+        with contextlib.suppress(OSError):  # Of steps that an earlier process did, and that are now done again.
+            discard_after(samples_folder(config.output_dir), last_step)
+        return None
+    return SampleRecorder(config.output_dir, config.samples, tokenizer, last_step)
+
+
+def record_evaluation(run: TrainingRun, results: Sequence[EvaluatedResponse]) -> None:
+    """Write an evaluation's responses, on rank 0."""
+    assert run.controller
+    if recorder := run.controller.recorder:
+        recorder.write(SampleFile(run.step, "evaluation", rows_of_evaluation(results)))
+
+
+def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -> None:
+    """Write the groups of the step just done. Collective; only rank 0 has groups and writes."""
+    chosen = None
+    fates: list[GroupFate] = []
+    if run.controller:
+        fates = run.controller.collector.pop_fates()
+        chosen = _chosen(fates, run.config, run.step)
+    of_samples = values_of_samples(run, groups, chosen, trace)
+    if run.controller:
+        assert run.controller.recorder
+        training = dict(zip(_sample_ids(groups), _training(run.config, groups, of_samples), strict=True))
+        rows = [
+            replace(row, training=training.get(row.response.request_id)) if fates[i].outcome == "trained" else row
+            for i in (range(len(fates)) if chosen is None else chosen)
+            for row in rows_of(fates[i])
+        ]
+        account = _account(run, run.controller, fates, len(fates) if chosen is None else len(chosen), trace)
+        run.controller.recorder.write(SampleFile(run.step, "training", rows, account))
+
+
+def record_starved_step(run: TrainingRun) -> None:
+    """Write, on rank 0, the groups of a step that found too few to train on."""
+    if run.controller and run.controller.recorder:
+        fates = run.controller.collector.pop_fates()
+        chosen = _chosen(fates, run.config, run.step + 1) or range(len(fates))
+        rows = [row for i in chosen for row in rows_of(fates[i])]
+        account = _account(run, run.controller, fates, len(chosen))
+        run.controller.recorder.write(SampleFile(run.step + 1, "training", rows, account))
+        run.controller.recorder.flush()
+
+
+def _chosen(fates: Sequence[GroupFate], config: RunConfig, step: int) -> list[int] | None:
+    """The groups to write, in order; None: all."""
+    wanted = config.samples.groups_per_step
+    if wanted is None or wanted >= len(fates):
+        return None
+    return sorted(np.random.default_rng([config.seed, step]).choice(len(fates), wanted, replace=False).tolist())
+
+
+def _sample_ids(groups: Sequence[Group]) -> Iterator[int]:
+    """The request ids of the samples of a step, in order."""
+    return (scored.response.request_id for group in groups for scored in group.responses)
+
+
+def values_of_samples(
+    run: TrainingRun, groups: Sequence[Group], chosen: Sequence[int] | None, trace: UpdateTrace
+) -> list[tuple[Floats, Floats]]:
+    """On rank 0, for every sample: log-probs at the step's start with its advantages [2, L], and of the last update
+    [1, L]. NaN for samples of groups that are not chosen, and where nothing was computed."""
+    processes, size = run.policy.processes, run.config.batch.group_size
+    wanted: list[Any] = [None]
+    if run.config.samples.groups_per_step is not None:
+        if chosen is not None:
+            # Trained groups come first among the fates, in the order of their samples.
+            wanted = [[i * size + k for i in chosen if i < len(groups) for k in range(size)]]
+        dist.broadcast_object_list(wanted, src=0, group=processes.control)
+    own_start = own_update = None
+    if processes.counts_outputs:
+        advantages = [micro.targets.advantages[micro.targets.response_mask] for micro in trace.batches]
+        own_start = _only(runs_of(trace.batches, [trace.start_logprobs, advantages]), wanted[0])
+        updated = list(trace.updated.values())
+        own_update = _only(runs_of([m for m, _ in updated], [[logprobs for _, logprobs in updated]]), wanted[0])
+    starts, updates = gather_runs(own_start, 2, processes), gather_runs(own_update, 1, processes)
+    members = [(group, scored) for group in groups for scored in group.responses]
+    prompts = [len(group.prompt.token_ids) for group, _ in members]
+    responses = [len(scored.response.token_ids) for _, scored in members]
+    at_start, at_update = by_response(starts, 2, prompts, responses), by_response(updates, 1, prompts, responses)
+    return list(zip(at_start, at_update, strict=True))
+
+
+def _only(runs: TokenRuns, samples: Sequence[int] | None) -> TokenRuns:
+    """The runs of these samples; None: all."""
+    if samples is None:
+        return runs
+    keep = np.isin(runs.places[:, 0], samples)
+    return TokenRuns(runs.places[keep], np.ascontiguousarray(runs.values[:, np.repeat(keep, runs.places[:, 2])]))
+
+
+def _training(
+    config: RunConfig, groups: Sequence[Group], values: Sequence[tuple[Floats, Floats]]
+) -> Iterator[Training]:
+    """What training knows about each sample of the step, in order."""
+    has_tokens = config.algorithm.has_token_rewards
+    advantages = np.zeros(len(values)) if has_tokens else step_advantages(groups, config)
+    members = [scored for group in groups for scored in group.responses]
+    for i, (scored, (at_start, at_update)) in enumerate(zip(members, values, strict=True)):
+        of_tokens = at_start[1]
+        yield Training(
+            sample=i,
+            advantage=float(of_tokens.mean(dtype=np.float64)) if has_tokens else float(advantages[i]),
+            in_loss=is_in_loss(scored, config),
+            trainer_logprobs=at_start[0],
+            update_logprobs=None if np.isnan(at_update).all() else at_update[0],
+            advantages=of_tokens if has_tokens and (of_tokens != of_tokens[0]).any() else None,
+        )
+
+
+def _account(
+    run: TrainingRun,
+    controller: Controller,
+    fates: Sequence[GroupFate],
+    num_recorded: int,
+    trace: UpdateTrace | None = None,
+) -> Mapping[str, Any]:
+    """Where all groups of the step went, recorded or not, and what a replay compares with; nothing of the latter where
+    the step trained on none."""
+    return {
+        "groups": dict(sorted(Counter(fate.outcome for fate in fates).items())),
+        "recorded_groups": num_recorded,
+        "all_recorded": num_recorded == len(fates),
+        "in_buffer": len(controller.collector.buffer),
+        "in_flight": controller.collector.num_in_flight(),
+        "world_size": run.policy.processes.world_size,
+        "parallel": run.config.parallel.model_dump(mode="json"),
+        **({"updates": trace.updates} if trace else {}),
+    }

@@ -1,0 +1,229 @@
+"""Replays a recorded step: the same groups, trained on again from the checkpoint before it, with no engine.
+
+A step starts from the weights that the step before made. From a checkpoint that is older, the steps in between are
+replayed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo_mega.checkpoints.folders import CheckpointFolders, step_of
+from dapo_mega.checkpoints.store import CheckpointStore
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.processes import Processes, world_size_from_environment
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.metrics import read_metrics
+from dapo_mega.samples.files import file_of, samples_folder, stored_files
+from dapo_mega.samples.reading import RecordedStep, read_account, read_step
+from dapo_mega.training.build import TrainingRun, build_models, entropy_control
+from dapo_mega.training.differences import Difference, compare_numbers, compare_samples
+from dapo_mega.training.lifecycle import require_model
+from dapo_mega.training.loop import hand_over, restore_entropy, update
+from dapo_mega.training.recording import UpdateTrace, values_of_samples
+from dapo_mega.training.scoring import score
+
+_COMPARED = (
+    "policy/", "mismatch/", "critic/", "rollout/logprob_abs_diff_mean", "rollout/logprob_abs_diff_max",
+    "rollout/kl_to_policy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How to get to a step: load the checkpoint after step `start`, or the model that the run began with if that is
+    None, and replay `steps` in order, the last of which is the one asked for."""
+
+    start: Path | None
+    steps: tuple[int, ...]
+    recorded_world_size: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The outcome. `metrics` compares the step's record in metrics.jsonl, `updates` every single update, `tokens` the
+    values of tokens and responses; `earlier` has the metrics of the steps before it that had to be replayed."""
+
+    plan: ReplayPlan
+    world_size: int
+    earlier: tuple[Difference, ...]
+    metrics: tuple[Difference, ...]
+    updates: tuple[Difference, ...]
+    tokens: tuple[Difference, ...]
+
+    @property
+    def all(self) -> tuple[Difference, ...]:
+        return (*self.earlier, *self.metrics, *self.updates, *self.tokens)
+
+
+def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
+    """Raises InputError if the step cannot be replayed, naming those that can be."""
+    if not (run_dir / "config.yaml").is_file():
+        raise InputError(f"{run_dir / 'config.yaml'} does not exist; give the output_dir of a run")
+    folder = samples_folder(run_dir)
+    whole = {file.step: file for file in stored_files(folder) if not file.is_evaluation}
+    checkpoints = {step_of(path): path for path in CheckpointFolders(run_dir / "checkpoints", 1, None).complete_ones()}
+    problem = _problem(step, whole.keys(), checkpoints.keys(), folder)
+    if problem:
+        can = [s for s in sorted(whole) if not _problem(s, whole.keys(), checkpoints.keys(), folder)]
+        listed = f"steps {_as_ranges(can)} can be" if can else "no step of it can be"
+        raise InputError(f"step {step} of {run_dir} cannot be replayed: {problem}; {listed}")
+    start = _start(step, checkpoints.keys())
+    account = read_account(file_of(folder, "training", step))
+    return ReplayPlan(checkpoints.get(start), tuple(range(start + 1, step + 1)), int(account["world_size"]))
+
+
+def _start(step: int, checkpoints: Any) -> int:
+    return max((saved for saved in checkpoints if saved < step), default=0)
+
+
+def _problem(step: int, recorded: Any, checkpoints: Any, folder: Path) -> str | None:
+    """Why a step cannot be replayed, or None."""
+    start = _start(step, checkpoints)
+    needed = range(start + 1, step + 1)
+    if step < 1:
+        return "steps are counted from 1"
+    if missing := [s for s in needed if s not in recorded]:
+        after = f" (from the newest checkpoint before it, of step {start})" if start else " (from the first step on)"
+        return (
+            f"{folder} has no file of step{'s' if len(missing) > 1 else ''} {_as_ranges(missing)}, which were removed, "
+            f"not written or not done{after if len(needed) > 1 else ''}"
+        )
+    for s in needed:
+        account = read_account(file_of(folder, "training", s))
+        if "updates" not in account:
+            return f"step {s} trained on nothing: it found too few groups with a signal"
+        if not account.get("all_recorded"):
+            return f"of step {s} only some groups were written (samples.groups_per_step)"
+    return None
+
+
+def _as_ranges(steps: Sequence[int]) -> str:
+    """As in 1-3, 7."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def load_replay_config(run_dir: Path, overrides: Sequence[str], recorded_world_size: int) -> RunConfig:
+    """The run's configuration for a replay in so many processes as were started: in the run's layout if they are as
+    many as it had, else data-parallel, unless `overrides` say otherwise."""
+    config = load_config(
+        RunConfig, run_dir / "config.yaml", [*overrides, f"output_dir={run_dir}", "rollout.mismatch_stop=null"]
+    )
+    chosen = any(override.startswith("parallel.") for override in overrides)
+    if world_size_from_environment() != recorded_world_size and not chosen:
+        one = type(config.parallel)()
+        config = config.model_copy(update={"parallel": one})
+    return config
+
+
+def replay(run_dir: Path, step: int, overrides: Sequence[str] = (), tolerance: float = 1e-5) -> Replay | None:
+    """Replay a step in all processes that were started; returns what differs on rank 0, None on the others. Writes
+    nothing. Raises InputError if the step cannot be replayed."""
+    plan = plan_replay(run_dir, step)
+    config = load_replay_config(run_dir, overrides, plan.recorded_world_size)
+    require_model(config)
+    if config.threads_per_process:
+        torch.set_num_threads(config.threads_per_process)
+    processes = start_processes(config.parallel, config.seed)
+    run = _without_engines(config, processes)
+    if plan.start:
+        state = run.store.load(run.policy, plan.start, run.critic)
+        run.step = state.step
+        restore_entropy(run, state)
+    logged = _logged(run_dir)
+    earlier: list[Difference] = []
+    for s in plan.steps[:-1]:
+        recorded, metrics, _, _ = _replay_one(run, run_dir, s)
+        if recorded:
+            earlier += compare_numbers(_compared(logged, s), metrics, tolerance, f" of step {s}")
+    recorded, metrics, trace, values = _replay_one(run, run_dir, step)
+    stop_processes()
+    if recorded is None:
+        return None
+    return Replay(
+        plan,
+        processes.world_size,
+        tuple(earlier),
+        tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
+        tuple(_compare_updates(recorded.account["updates"], trace.updates, tolerance)),
+        tuple(compare_samples(recorded.samples, values, tolerance)),
+    )
+
+
+def _without_engines(config: RunConfig, processes: Processes) -> TrainingRun:
+    """The run's models. Its fleet, weight sync and data are never asked for; rank 0's controller is only looked for."""
+    policy, reference, critic = build_models(config, processes)
+    absent: Any = None
+    controller: Any = object() if processes.rank == 0 else None
+    return TrainingRun(
+        config=config,
+        policy=policy,
+        reference=reference,
+        critic=critic,
+        fleet=absent,
+        weight_sync=absent,
+        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
+        controller=controller,
+        stop_requested=lambda: False,
+        entropy=entropy_control(config),
+    )
+
+
+def _replay_one(
+    run: TrainingRun, run_dir: Path, step: int
+) -> tuple[RecordedStep | None, dict[str, float], UpdateTrace, list[Any]]:
+    """Train on a step's recorded groups. Returns, on rank 0, what was recorded and the tokens' values."""
+    assert run.step == step - 1
+    recorded = None
+    with raise_on_all_ranks(run.policy.processes.control):
+        if run.controller:
+            recorded = read_step(file_of(samples_folder(run_dir), "training", step))
+    groups = recorded.groups if recorded else ()
+    batch = hand_over(run, groups)
+    scored = score(run, batch, groups)
+    trace = UpdateTrace()
+    updates = update(run, scored, batch.engines, trace)
+    metrics = {**scored.metrics, **updates}
+    if run.config.algorithm.entropy_target is not None:
+        metrics["policy/entropy_coefficient"] = run.entropy.current()
+    run.entropy.observe(metrics["policy/entropy"])
+    run.step = step
+    return recorded, metrics, trace, values_of_samples(run, groups, None, trace)
+
+
+def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:
+    try:
+        return {int(record["step"]): record for record in read_metrics(run_dir / "metrics.jsonl")}
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _compared(logged: Mapping[int, Mapping[str, float]], step: int) -> dict[str, float]:
+    """The step's metrics that training on its groups decides."""
+    record = logged.get(step, {})
+    return {name: value for name, value in record.items() if name.startswith(_COMPARED)}
+
+
+def _compare_updates(
+    recorded: Sequence[Mapping[str, float]], replayed: Sequence[Mapping[str, float]], tolerance: float
+) -> list[Difference]:
+    return [
+        difference
+        for i, (before, after) in enumerate(zip(recorded, replayed, strict=False))
+        for difference in compare_numbers(before, after, tolerance, f" of update {i + 1}")
+    ]

@@ -1,0 +1,71 @@
+"""What trackers are told of a run, and what is refused before it starts."""
+
+import json
+
+import pytest
+import yaml
+
+from dapo_mega.config import RunConfig, TrackingConfig, load_config
+from dapo_mega.config.files import validated
+from dapo_mega.errors import InputError
+from dapo_mega.training import lifecycle
+from dapo_mega.training.build import describe_run
+from dapo_mega.training.run import run_training
+
+MODEL = {
+    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 48, "vocab_size": 40, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    values = {
+        "output_dir": str(tmp_path / "run"),
+        "num_steps": 3,
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": {"path": "https://user:secret@host/train.jsonl"}},
+        "tracking": {"backends": "wandb"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    return load_config(RunConfig, tmp_path / "run.yaml", ["optimizer.learning_rate=2e-6"])
+
+
+def test_a_run_with_a_missing_tracker_ends_before_anything_is_written(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(lifecycle, "missing_packages", lambda backends: f"{backends[0]} is missing")
+    with pytest.raises(InputError, match="wandb is missing"):
+        run_training(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run.yaml"]
+
+
+def test_a_run_is_described_by_what_decides_it_and_without_secrets(config):
+    described = describe_run(config)
+    assert described.name == "run"
+    assert described.hyper_parameters["optimizer.learning_rate"] == 2e-6
+    assert described.hyper_parameters["algorithm.dynamic_sampling"] is True
+    free = {"output_dir", "num_steps", "tracking.project", "checkpoint.every"}
+    assert not free & described.hyper_parameters.keys()
+    assert described.versions.keys() >= {"python", "torch"}
+    assert "learning_rate: 2.0e-06" in described.config_text
+    assert "secret" not in str(described)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mlflow_uri": "https://me:pw@host"}, "MLFLOW_TRACKING_USERNAME"),
+        ({"offline": True, "mlflow_uri": "http://host"}, "tracking.offline=true"),
+        ({"offline": True, "trackio_space": "me/space"}, "tracking.offline=true"),
+        ({"backends": ["wandb", "wandb"]}, "names a tracker twice"),
+        ({"backends": ["comet"]}, "'wandb', 'mlflow' or 'trackio'"),
+        ({"project": "a/b"}, "project"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(given, said):
+    with pytest.raises(InputError) as refused:
+        validated(TrackingConfig, given)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert "pw" not in str(refused.value)
