@@ -10,11 +10,21 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
+# The packages behind `tracking.backends`.
+TRACKERS = {
+    "wandb": ["wandb>=0.31,<1"],
+    # The whole mlflow would bring a server, scikit-learn and an older pyarrow. SQLAlchemy and alembic are for its local
+    # database.
+    "mlflow": ["mlflow-skinny>=3.17,<4", "sqlalchemy>=2,<3", "alembic>=1.18,<2"],
+    "trackio": ["trackio>=0.43,<1"],
+}
+
 setup(
     name="dapo_mega",
     version=VERSION,
     description="DAPO on Megatron-Core, the same code on a laptop's CPU and on a cluster",
     packages=find_packages(include=["dapo_mega", "dapo_mega.*"]),
+    package_data={"dapo_mega.samples": ["viewer/*"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.11,<2.14",
@@ -45,6 +55,10 @@ setup(
     },
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
+        "wandb": TRACKERS["wandb"],
+        "mlflow": TRACKERS["mlflow"],
+        "trackio": TRACKERS["trackio"],
+        "trackers": [package for packages in TRACKERS.values() for package in packages],
         "dev": [
             "pytest>=8.3",
             "pytest-timeout>=2.3",

@@ -1,4 +1,4 @@
-"""Plots the training curves that the DAPO paper monitors (arXiv 2503.14476, figures 2, 3 and 7)."""
+"""Plots the training curves that the DAPO paper monitors, as one PNG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.metrics import names
+from dapo_mega.metrics import figures, names
 from dapo_mega.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -15,67 +15,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Curve:
-    metric: str
-    label: str
-    is_evaluation: bool = False
-
-
-@dataclass(frozen=True)
-class _Panel:
-    title: str
-    y_label: str
-    curves: tuple[_Curve, ...]
-
-
-@dataclass(frozen=True)
 class _Run:
     label: str
     records: Sequence[Mapping[str, float]]
 
 
-_PANELS = (
-    _Panel(
-        "Reward",
-        "mean reward",
-        (
-            _Curve(names.REWARD_MEAN, "with length shaping"),
-            _Curve(names.ACCURACY_REWARD_MEAN, "correctness only"),
-        ),
-    ),
-    _Panel(
-        "Accuracy",
-        "share correct",
-        (
-            _Curve(names.ACCURACY_MEAN, "training"),
-            _Curve(names.EVALUATION_AVG_AT_K, "evaluation avg@k", is_evaluation=True),
-            _Curve(names.EVALUATION_PASS_AT_K, "evaluation pass@k", is_evaluation=True),
-        ),
-    ),
-    _Panel(
-        "Response length",
-        "mean tokens",
-        (
-            _Curve(names.RESPONSE_LENGTH_MEAN, "training"),
-            _Curve(names.EVALUATION_RESPONSE_LENGTH_MEAN, "evaluation", is_evaluation=True),
-        ),
-    ),
-    _Panel("Generation entropy", "nats per token", (_Curve(names.ENTROPY, "entropy"),)),
-    _Panel(
-        "Probability of generated tokens",
-        "mean probability",
-        (_Curve(names.MEAN_TOKEN_PROBABILITY, "probability"),),
-    ),
-    _Panel(
-        "Groups by outcome",
-        "share of groups",
-        (
-            _Curve(names.KEPT_SHARE, "kept"),
-            _Curve(names.ALL_RIGHT_SHARE, "all right"),
-            _Curve(names.ALL_WRONG_SHARE, "all wrong"),
-        ),
-    ),
-)
 _LINE_STYLES = ("-", "--", ":")
 _NOT_FINITE_COLOR = "crimson"
 _NOT_FINITE_LABEL = "not finite"
@@ -123,7 +67,7 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     records = read_metrics(path)
     if not records:
         raise ValueError(f"{path} holds no complete step yet")
-    drawn = {curve.metric for panel in _PANELS for curve in panel.curves}
+    drawn = set(figures.MAIN_METRICS)
     if not any(drawn & record.keys() for record in records):
         raise ValueError(f"{path} holds none of the metrics that are drawn, such as {names.REWARD_MEAN}")
     return records
@@ -142,7 +86,7 @@ def empty_figure(width: float, height: float) -> "Figure":
 
 def _draw(runs: Sequence[_Run]) -> "Figure":
     figure = empty_figure(15, 8)
-    for axes, panel in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
+    for axes, panel in zip(figure.subplots(2, 3).flat, figures.FIGURES, strict=True):
         _draw_panel(axes, panel, runs)
     title = f"Run {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"
     # parse_math=False: a dollar sign in a folder's name is no formula.
@@ -152,7 +96,7 @@ def _draw(runs: Sequence[_Run]) -> "Figure":
     return figure
 
 
-def _draw_panel(axes: "Axes", panel: _Panel, runs: Sequence[_Run]) -> None:
+def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[_Run]) -> None:
     axes.set_title(panel.title)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.y_label)
@@ -169,7 +113,7 @@ def _draw_panel(axes: "Axes", panel: _Panel, runs: Sequence[_Run]) -> None:
         _add_curve_legend(axes)
 
 
-def _draw_curve(axes: "Axes", curve: _Curve, run: _Run, color: str, line_style: str) -> bool:
+def _draw_curve(axes: "Axes", curve: figures.Curve, run: _Run, color: str, line_style: str) -> bool:
     """Draw one curve of one run; False if the run has no such metric."""
     points = [(record["step"], record[curve.metric]) for record in run.records if curve.metric in record]
     if not points:

@@ -1,15 +1,19 @@
-"""Writes each step's metrics to TensorBoard and to `metrics.jsonl`."""
+"""Writes each step to `metrics.jsonl`, to TensorBoard, and to the trackers that the run has."""
+
+from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.jsonl import drop_from_step, encode_line
 from dapo_mega.metrics.names import validate_metric_name
+from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, RunDescription, examples_as_markdown
+from dapo_mega.metrics.trackers import BackgroundTracker, Record, close_all
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +26,18 @@ class MetricsWriter:
     is on disk when `write` returns: a kill loses at most the record being written.
     """
 
-    def __init__(self, log_dir: Path, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        start_step: int = 0,
+        run: RunDescription | None = None,
+        trackers: Sequence[BackgroundTracker] = (),
+    ) -> None:
         """Raises ValueError if `start_step` is negative or an existing metrics.jsonl is not readable."""
         if start_step < 0:
             raise ValueError(f"start_step is {start_step}; expected a step >= 0")
         # Imported here: it takes seconds, and readers of metrics.jsonl do not need it.
-        from torch.utils.tensorboard import SummaryWriter
+        from dapo_mega.metrics.tensorboard import TensorBoardLog
 
         log_dir.mkdir(parents=True, exist_ok=True)
         self._path = log_dir / "metrics.jsonl"
@@ -39,13 +49,23 @@ class MetricsWriter:
                 start_step,
                 self._path,
             )
-        _wait_for_a_later_file_name(log_dir / "tensorboard")
-        self._tensorboard = SummaryWriter(str(log_dir / "tensorboard"), purge_step=start_step)
+        self._tensorboard = TensorBoardLog(log_dir / "tensorboard", start_step)
+        if run is not None:
+            self._tensorboard.describe_run(run)
+        self._trackers = trackers
         self._file = self._path.open("a", encoding="ascii")
         self._next_step = start_step
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        histograms: Mapping[str, Histogram] | None = None,
+        examples: Sequence[Example] = (),
+    ) -> None:
         """Write the record of one step: once per step, in rising order, steps may be left out.
+
+        Histograms and examples, of the step's evaluation, are not written to `metrics.jsonl`.
 
         Raises ValueError, and writes nothing, for a malformed name, a step before `start_step`, a step
         at or before the last one written, or after `close`.
@@ -57,20 +77,26 @@ class MetricsWriter:
                 f"step {step} is already written or before the start; the next step is {self._next_step} "
                 "or later. Put all metrics of a step in one call"
             )
-        for name in metrics:
+        histograms = histograms or {}
+        for name in (*metrics, *histograms):
             validate_metric_name(name)
         self._file.write(encode_line(step, metrics))
         self._file.flush()
         os.fsync(self._file.fileno())
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, float(value), step)
-        self._tensorboard.flush()
+        texts = {EXAMPLES_TAG: examples_as_markdown(examples)} if examples else {}
+        self._tensorboard.write(step, metrics, histograms, texts)
         self._next_step = step + 1
+        if self._trackers:
+            record = Record(step, {n: float(v) for n, v in metrics.items()}, histograms, tuple(examples))
+            for tracker in self._trackers:
+                tracker.log(record)
 
-    def close(self) -> None:
-        """Close both outputs; a second call does nothing."""
-        self._file.close()
-        self._tensorboard.close()
+    def close(self, *, is_finished: bool = False) -> None:
+        """Close all outputs; a second call does nothing. Trackers of a run that has all its steps are waited for."""
+        if not self._file.closed:
+            self._file.close()
+            self._tensorboard.close()
+            close_all(self._trackers, is_finished=is_finished)
 
     def __enter__(self) -> Self:
         return self
@@ -81,24 +107,4 @@ class MetricsWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
-
-
-def _wait_for_a_later_file_name(tensorboard_dir: Path) -> None:
-    """Wait until a new event file sorts behind all existing ones; at most two seconds, else warn.
-
-    TensorBoard reads event files in the order of their names, `events.out.tfevents.<second>.<host>...`.
-    A resumed run's file must come last, or the steps that it purges would purge its own.
-    """
-    existing = [path.name.split(".")[3] for path in tensorboard_dir.glob("events.out.tfevents.*")]
-    newest = max((int(second) for second in existing if second.isdecimal()), default=0)
-    delay = newest + 1 - time.time()
-    if delay > 2:
-        logger.warning(
-            "event files in %s are %.0f s ahead of this machine's clock: TensorBoard may show steps of the "
-            "earlier run; metrics.jsonl is right",
-            tensorboard_dir,
-            delay,
-        )
-    elif delay > 0:
-        time.sleep(delay)
+        self.close(is_finished=exc_type is None)

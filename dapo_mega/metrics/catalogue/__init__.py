@@ -20,7 +20,9 @@ PREFIXES: Mapping[str, str] = {
     "responses to one prompt.",
     "buffer": "Groups that passed the filter and wait for a step. Staleness is the number of steps "
     "since the oldest token of a group was sampled.",
-    "reward": "Responses of this step whose verification ended in an unusual way. Each counts as wrong.",
+    "reward": "The parts of the reward, and responses of this step whose judgement ended in an unusual way. Those that "
+    "a verification could not settle count as wrong. Those that could not be scored are left out of all means, and "
+    "their groups are dropped.",
     "mismatch": "Compares the engines' log-probs with the trainer's over all response tokens that the step trains on, "
     "also those sampled from older weights. A token's importance weight is the trainer's probability, with the weights "
     "that the step starts from, over the engine's probability at sampling.",

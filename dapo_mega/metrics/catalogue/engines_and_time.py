@@ -11,6 +11,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "steady",
         "several times longer",
         'see "A step gets much slower" above',
+        better="lower",
     ),
     Metric(
         "time/rollout_s",
@@ -20,16 +21,43 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "usually the longest stage",
         "grows",
         'see "A step gets much slower" above',
+        better="lower",
     ),
-    Metric("time/pack_s", "s", "Planning micro-batches and handing samples to the ranks.", "a small part of the step"),
+    Metric(
+        "time/pack_s",
+        "s",
+        "Planning micro-batches and handing samples to the ranks.",
+        "a small part of the step",
+        "grows",
+        "use fewer, longer micro-batches: raise `batch.tokens_per_microbatch`",
+        better="lower",
+    ),
     Metric(
         "time/score_s",
         "s",
         "Log-probs of the step's tokens with the weights that it starts from, and those of the reference model.",
         "near 0 with one update per step and no KL; otherwise less than `time/update_s`",
+        "longer than `time/update_s`",
+        "raise `batch.tokens_per_microbatch`",
+        better="lower",
     ),
     Metric(
-        "time/update_s", "s", "Forward and backward passes and optimizer updates.", "grows with `policy/loss_tokens`"
+        "time/update_s",
+        "s",
+        "Forward and backward passes and optimizer updates.",
+        "grows with `policy/loss_tokens`",
+        "grows faster than `policy/loss_tokens`",
+        "read `batch/rank_imbalance`",
+        better="lower",
+    ),
+    Metric(
+        "time/samples_s",
+        "s",
+        "Gathering what `output_dir/samples` gets of the step. The files are written in the background.",
+        "below 2 % of `time/step_s`",
+        "grows: the disk is slower than the steps, which then wait for it",
+        "lower `samples.groups_per_step`, or use a faster disk",
+        better="lower",
     ),
     Metric(
         "time/weight_sync_s",
@@ -39,8 +67,17 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "steady",
         "grows: an engine does not take part",
         "read `weight_sync/attempts` and `weight_sync/engines_failed`",
+        better="lower",
     ),
-    Metric("time/evaluation_s", "s", "The held-out evaluation, if this step had one after it.", "steady"),
+    Metric(
+        "time/evaluation_s",
+        "s",
+        "The held-out evaluation, if this step had one after it.",
+        "steady",
+        "a large part of the run",
+        "raise `evaluation.every`, or lower `evaluation.samples_per_prompt`",
+        better="lower",
+    ),
     Metric(
         "time/checkpoint_s",
         "s",
@@ -49,6 +86,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "near 0 when nothing was saved",
         "long",
         "save less often; use a faster file system",
+        better="lower",
     ),
     # ---- weight_sync, fleet ----
     Metric(
@@ -56,6 +94,9 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "bytes",
         "What the trainer sent, of all pipeline stages, counted once for all engines.",
         "the size of the weights in the engines' dtype; far less between full updates of delta sync",
+        "always the full size with delta sync",
+        "no engine can decode changes: install `dapo_mega` beside SGLang",
+        better="lower",
     ),
     Metric(
         "weight_sync/bytes_per_s",
@@ -64,8 +105,16 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "steady; no general value",
         "falls",
         "check the network between trainer and engines",
+        better="higher",
     ),
-    Metric("weight_sync/engines", "engines", "Engines that took the weights.", "all engines of the fleet"),
+    Metric(
+        "weight_sync/engines",
+        "engines",
+        "Engines that took the weights.",
+        "all engines of the fleet",
+        "fewer",
+        "read `weight_sync/engines_failed` and `fleet/engines_away`",
+    ),
     Metric(
         "weight_sync/engines_failed",
         "engines",
@@ -73,6 +122,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read the trainer's warning and the engine's log",
+        better="lower",
     ),
     Metric(
         "weight_sync/attempts",
@@ -81,6 +131,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "1",
         "2 or 3",
         "read the trainer's warnings and the engines' logs",
+        better="lower",
     ),
     Metric(
         "fleet/engines_serving",
@@ -105,6 +156,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0",
         "above 0",
         "restart them, unless their launcher does",
+        better="lower",
     ),
     Metric(
         "fleet/engines_dead",
@@ -113,6 +165,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read the engine's log; often it ran out of memory",
+        better="lower",
     ),
     Metric(
         "fleet/engines_hung",
@@ -121,6 +174,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read the engine's log; if it is only busy, raise `rollout.fleet.hung_after_s`",
+        better="lower",
     ),
     Metric(
         "fleet/engines_joined",
@@ -137,6 +191,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read the trainer's warning",
+        better="lower",
     ),
     Metric(
         "fleet/pauses",
@@ -145,6 +200,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "0; 1 in the first record if engines start later than the trainer",
         "above 0 later",
         "read the trainer's warning; it names the missing engines",
+        better="lower",
     ),
     Metric(
         "fleet/probe_latency_max_s",
@@ -153,6 +209,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "far below `rollout.fleet.hung_after_s`",
         "approaches it",
         "lower `rollout.fleet.requests_per_engine`",
+        better="lower",
     ),
     Metric(
         "fleet/slowest_probe_ratio",
@@ -161,5 +218,6 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "near 1",
         "well above 1 in many steps: one engine is slower than the others",
         "look at that machine",
+        better="lower",
     ),
 )

@@ -10,6 +10,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "rises; its standard error from sampling is at most 0.5 / sqrt(prompts x k)",
         "flat or falling while `rollout/accuracy_mean` rises",
         'see "Accuracy stays flat" above',
+        better="higher",
     ),
     Metric(
         "evaluation/pass_at_k",
@@ -18,6 +19,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "at least avg@k; the distance between the two is what sampling can still find",
         "falls while avg@k rises: the policy loses variety",
         "read `policy/entropy`",
+        better="higher",
     ),
     Metric(
         "evaluation/maj_at_k",
@@ -26,6 +28,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "usually above avg@k",
         "below avg@k: the model agrees on wrong answers",
         "look at the prompts; the ground truth may be wrong or have another form",
+        better="higher",
     ),
     Metric(
         "evaluation/pass_at_<k>",
@@ -34,6 +37,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "1 - C(n-c, k) / C(n, k), mean over prompts. Recorded for powers of two "
         "below the fewest responses of a prompt.",
         "rises with k",
+        better="higher",
     ),
     Metric("evaluation/k", "responses", "The k of this evaluation: `evaluation.samples_per_prompt`.", "constant"),
     Metric(
@@ -43,6 +47,29 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0",
         "above 0: the other values are over fewer responses",
         "read `rollout/failed_calls_<cause>`",
+        better="lower",
+    ),
+    Metric(
+        "evaluation/unscored",
+        "responses",
+        "Responses that could not be scored.",
+        "0",
+        "above 0: the other values are over fewer responses",
+        "as for `reward/num_failed`",
+    ),
+    Metric(
+        "evaluation/reward_mean",
+        "reward",
+        "Mean reward of the responses, as in training but for Kimi's length reward.",
+        "rises",
+        "falls while `rollout/reward_mean` rises",
+        'see "Accuracy stays flat" above',
+    ),
+    Metric(
+        "evaluation/part_<name>",
+        "reward",
+        "Mean of one part of the reward, as `reward/part_<name>`.",
+        "as `reward/part_<name>`",
     ),
     Metric(
         "evaluation/response_length_mean",
@@ -59,6 +86,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "near 0",
         "high: accuracy is limited by the length limit",
         "raise `rollout.max_response_tokens`",
+        better="lower",
     ),
     # ---- rollout: what was generated ----
     Metric(
@@ -68,6 +96,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "rises; from `reward.incorrect` - 1 to `reward.correct` (-2 to 1 by default)",
         "far below `rollout/accuracy_reward_mean`: many responses are too long",
         "read `rollout/truncated_share`",
+        better="higher",
     ),
     Metric(
         "rollout/greedy_reward_mean",
@@ -75,21 +104,28 @@ ROLLOUTS: tuple[Metric, ...] = (
         "Mean reward of the greedy responses. Only with `algorithm.advantage=greedy_baseline`, whose baseline they "
         "are; no other metric of responses counts them, but `rollout/tokens` does.",
         "rises, usually above `rollout/reward_mean`",
+        "stays below `rollout/reward_mean`",
+        "read `rollout/truncated_share`: greedy responses often repeat themselves to the limit",
+        better="higher",
     ),
     Metric(
         "rollout/accuracy_reward_mean",
         "reward",
-        "Mean reward for correctness alone: `reward.correct` or `reward.incorrect`.",
+        "Mean reward without what shapes lengths. By default that for correctness alone: `reward.correct` or "
+        "`reward.incorrect`.",
         "rises",
+        "stays at `reward.incorrect` or `reward.correct` from the start",
         "as for `rollout/accuracy_mean`",
+        better="higher",
     ),
     Metric(
         "rollout/accuracy_mean",
         "share",
-        "Share of responses that are correct.",
+        "Share of responses that are correct; of those that were judged. Missing where the reward does not judge that.",
         "rises; the DAPO paper finds it a poor guide to held-out accuracy",
         "0 or 1 from the start",
         "0: check template, ground truth and `reward.extraction`; 1: use harder prompts",
+        better="higher",
     ),
     Metric(
         "rollout/response_length_mean",
@@ -99,7 +135,14 @@ ROLLOUTS: tuple[Metric, ...] = (
         "runs into `rollout.max_response_tokens`, or shrinks to a few tokens while accuracy falls",
         "too long: raise the limit or keep `reward.overlong_punishment`; too short: check the reward",
     ),
-    Metric("rollout/response_length_max", "tokens", "The longest response.", "at most `rollout.max_response_tokens`"),
+    Metric(
+        "rollout/response_length_max",
+        "tokens",
+        "The longest response.",
+        "at most `rollout.max_response_tokens`",
+        "at the limit in every step",
+        "read `rollout/truncated_share`",
+    ),
     Metric(
         "rollout/truncated_share",
         "share",
@@ -108,12 +151,15 @@ ROLLOUTS: tuple[Metric, ...] = (
         "grows",
         "raise `rollout.max_response_tokens`, or keep `reward.overlong_punishment` with a larger "
         "`reward.overlong_cache_tokens`; check that the model emits its end token",
+        better="lower",
     ),
     Metric(
         "rollout/partial_share",
         "share",
         "Share of responses with tokens of more than one weight version.",
         "0 unless `weight_sync.in_flight=continue`",
+        "near 1: most responses are sampled from several versions",
+        "lower `batch.generation_groups`, or set `weight_sync.in_flight=finish`",
     ),
     Metric(
         "rollout/mean_token_probability",
@@ -123,7 +169,14 @@ ROLLOUTS: tuple[Metric, ...] = (
         "near 1",
         "as for `policy/entropy`",
     ),
-    Metric("rollout/tokens", "tokens", "Generated tokens of the responses that were scored in this step."),
+    Metric(
+        "rollout/tokens",
+        "tokens",
+        "Generated tokens of the responses that were scored in this step.",
+        "no general value",
+        "0: the step used surplus groups only",
+        "nothing, if `buffer/staleness_max` is within its limit",
+    ),
     Metric(
         "rollout/tokens_per_s",
         "tokens/s",
@@ -131,6 +184,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "steady; no general value",
         "falls while lengths do not grow",
         'see "A step gets much slower" above',
+        better="higher",
     ),
     Metric(
         "rollout/end_to_end_tokens_per_s",
@@ -139,6 +193,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "steady; no general value",
         "falls",
         "compare the `time/` metrics",
+        better="higher",
     ),
     Metric(
         "rollout/generation_rounds",
@@ -148,6 +203,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "about `batch.groups_per_step` / (`batch.generation_groups` x `groups/kept_share`)",
         "near `algorithm.max_generation_rounds`: the run will end as starved",
         'see "Dynamic sampling is starved" above',
+        better="lower",
     ),
     Metric(
         "rollout/dropped_groups",
@@ -156,12 +212,23 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read `rollout/failed_calls_<cause>`",
+        better="lower",
+    ),
+    Metric(
+        "rollout/unscored_groups",
+        "groups",
+        "Groups given up because one of their responses could not be scored.",
+        "0",
+        "above 0",
+        "as for `reward/num_failed`",
     ),
     Metric(
         "rollout/groups_in_flight",
         "groups",
         "Groups still being generated when the step has all that it needs.",
         "0 without `rollout.partial`; with it at most what the next step can use",
+        "grows",
+        "lower `batch.generation_groups`",
     ),
     Metric(
         "rollout/groups_expired_in_flight",
@@ -170,6 +237,26 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0 or few",
         "a large share of `groups/offered`: generated tokens are wasted",
         "raise `algorithm.max_staleness` or lower `batch.generation_groups`",
+        better="lower",
+    ),
+    # ---- rollout: histograms ----
+    Metric(
+        "rollout/response_length",
+        "tokens",
+        "Lengths of the responses.",
+        "one hill that moves slowly",
+        "a second hill at `rollout.max_response_tokens`: responses are cut off",
+        "as for `rollout/truncated_share`",
+        is_histogram=True,
+    ),
+    Metric(
+        "rollout/reward",
+        "reward",
+        "Rewards of the responses, length punishment included.",
+        "with rule rewards two peaks, of wrong and right responses, of which the right one grows",
+        "one peak: no response is better than another",
+        "read `groups/all_right_share` and `groups/all_wrong_share`",
+        is_histogram=True,
     ),
     # ---- rollout: agreement with the trainer ----
     Metric(
@@ -180,12 +267,16 @@ ROLLOUTS: tuple[Metric, ...] = (
         "below 0.001 if both compute in fp32, else below 0.05 (the defaults of `rollout.mismatch_warning`)",
         "above the limit (the run warns), or grows; `rollout.mismatch_stop` (0.5) ends the run",
         'see "The log-prob difference rises" above',
+        better="lower",
     ),
     Metric(
         "rollout/logprob_abs_diff_max",
         "nats",
         "The largest such difference of one token.",
         "1e-6 or less in the recorded fp32 run of `tests/integration/golden/`; no general value in bf16",
+        "grows with `rollout/logprob_abs_diff_mean`",
+        'see "The log-prob difference rises" above',
+        better="lower",
     ),
     Metric(
         "rollout/kl_to_policy",
@@ -194,10 +285,18 @@ ROLLOUTS: tuple[Metric, ...] = (
         "about half the mean squared log-prob difference; near 0",
         "grows",
         "as for `rollout/logprob_abs_diff_mean`",
+        better="lower",
     ),
     # ---- rollout: the requests of a fleet ----
     Metric("rollout/requests_submitted", "requests", "New requests; one for each response."),
-    Metric("rollout/requests_answered", "requests", "Requests that ended with a response.", "most of the submitted"),
+    Metric(
+        "rollout/requests_answered",
+        "requests",
+        "Requests that ended with a response.",
+        "most of the submitted",
+        "far fewer than submitted",
+        "read `rollout/requests_failed` and `rollout/requests_cancelled`",
+    ),
     Metric(
         "rollout/requests_failed",
         "requests",
@@ -205,6 +304,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0",
         "above 0",
         "read `rollout/failed_calls_<cause>`",
+        better="lower",
     ),
     Metric(
         "rollout/requests_cancelled",
@@ -220,9 +320,25 @@ ROLLOUTS: tuple[Metric, ...] = (
         "Requests without an end at the moment of the record. Since the start of the trainer: submitted = answered + "
         "failed + cancelled + open.",
         "0 without `rollout.partial`",
+        "grows: requests are not answered",
+        "read `fleet/engines_hung` and the engines' logs",
     ),
-    Metric("rollout/requests_in_flight", "requests", "Open requests that an engine works on at that moment."),
-    Metric("rollout/requests_waiting", "requests", "Open requests that no engine works on at that moment."),
+    Metric(
+        "rollout/requests_in_flight",
+        "requests",
+        "Open requests that an engine works on at that moment.",
+        "up to `rollout.fleet.requests_per_engine` per engine",
+        "0 while requests wait",
+        "read `fleet/engines_serving`",
+    ),
+    Metric(
+        "rollout/requests_waiting",
+        "requests",
+        "Open requests that no engine works on at that moment.",
+        "0 at the end of a step without `rollout.partial`",
+        "grows",
+        "use more engines, or raise `rollout.fleet.requests_per_engine`",
+    ),
     Metric(
         "rollout/requests_moved",
         "calls",
@@ -230,12 +346,15 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0",
         "above 0: engines die or hang",
         "read `fleet/engines_dead` and `fleet/engines_hung`",
+        better="lower",
     ),
     Metric(
         "rollout/requests_taken_back",
         "calls",
         "Calls interrupted by a weight update and continued afterwards.",
         "0 unless `weight_sync.in_flight=continue` with `weight_sync.pause=abort`",
+        "many: each call is computed again from its beginning",
+        "set `weight_sync.pause=retract` or `in_place`",
     ),
     Metric(
         "rollout/failed_calls",
@@ -244,6 +363,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0; a few when an engine dies",
         "in every step",
         "find the cause below, and the engine in the trainer's warnings",
+        better="lower",
     ),
     Metric(
         "rollout/failed_calls_<cause>",
@@ -264,6 +384,7 @@ ROLLOUTS: tuple[Metric, ...] = (
             "logprobs": "log-probs are missing or impossible",
             "version": "the tokens come from weights that the engine was not given",
         },
+        better="lower",
     ),
     # ---- groups, buffer, reward ----
     Metric("groups/offered", "groups", "Complete groups that were scored, all of them."),
@@ -276,11 +397,13 @@ ROLLOUTS: tuple[Metric, ...] = (
         "default; with equal accuracy p it is 1 - p^G - (1-p)^G",
         "falls towards that limit",
         'see "Dynamic sampling is starved" above',
+        better="higher",
     ),
     Metric(
         "groups/all_right_share",
         "share",
-        "Share of these groups in which every response is correct.",
+        "Share of these groups in which every response is correct, or scores at least `algorithm.score_threshold`. "
+        "Missing where nothing says so.",
         "rises during training (DAPO, figure 3b)",
         "most groups",
         "add harder prompts, or raise `batch.group_size`",
@@ -292,12 +415,15 @@ ROLLOUTS: tuple[Metric, ...] = (
         "falls during training",
         "most groups",
         "add easier prompts, or raise `batch.group_size`; 1 means that template, extraction or engines are wrong",
+        better="lower",
     ),
     Metric(
         "buffer/size",
         "groups",
         "Groups left over after the step has taken its own.",
         "0 up to what one generation round yields beyond a step",
+        "grows: groups will become too old",
+        "lower `batch.generation_groups`",
     ),
     Metric(
         "buffer/staleness_mean",
@@ -306,12 +432,25 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0 to `algorithm.max_staleness`",
         "always at the limit",
         "lower `batch.generation_groups`",
+        better="lower",
     ),
     Metric(
         "buffer/staleness_max",
         "steps",
         "Largest staleness of the groups of this step.",
         "at most `algorithm.max_staleness`",
+        "above it",
+        "report a bug",
+        better="lower",
+    ),
+    Metric(
+        "buffer/staleness",
+        "steps",
+        "Staleness of the groups of this step.",
+        "most at 0",
+        "most at `algorithm.max_staleness`",
+        "lower `batch.generation_groups`",
+        is_histogram=True,
     ),
     Metric(
         "buffer/stale_dropped",
@@ -320,6 +459,34 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0",
         "above 0 in many steps: generated tokens are wasted",
         "lower `batch.generation_groups`",
+        better="lower",
+    ),
+    Metric(
+        "reward/part_<name>",
+        "reward",
+        "Mean of one component of the reward, before its weight, or of a part that a reward function names. The rule "
+        "is `answer`, the overlong punishment `length_dapo`, Kimi's length reward `length_kimi`, `reward.function` "
+        "`function`.",
+        "rises, for each by itself",
+        "one falls while `rollout/reward_mean` rises: the policy trades one for another",
+        "change the weights",
+    ),
+    Metric(
+        "reward/num_failed",
+        "responses",
+        "Could not be scored, after `reward.retries`: the reward function, judge or service raised, hung or died. "
+        "Their groups are dropped.",
+        "0",
+        "above 0",
+        "read the first failure in the log, and `reward_output.log` of the run for what a function printed",
+    ),
+    Metric(
+        "reward/failed_share",
+        "share",
+        "The same as a share of the responses that were to be scored.",
+        "0",
+        "above 0; the run ends above `reward.max_failed_share`",
+        "as for `reward/num_failed`",
     ),
     Metric(
         "reward/num_no_answer",
@@ -328,6 +495,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "falls as the model learns the format",
         "most responses",
         "check template and `reward.extraction`; a truncated response has no answer either",
+        better="lower",
     ),
     Metric(
         "reward/num_timeout",
@@ -336,9 +504,16 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0 or few",
         "grows: time goes into verification",
         "raise `reward.num_workers`",
+        better="lower",
     ),
     Metric(
-        "reward/num_crash", "responses", "Comparing ended its process.", "0", "above 0 in many steps", "report a bug"
+        "reward/num_crash",
+        "responses",
+        "Comparing ended its process.",
+        "0",
+        "above 0 in many steps",
+        "report a bug",
+        better="lower",
     ),
     Metric(
         "reward/num_refused",
@@ -347,6 +522,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "0 or few",
         "grows: the policy writes huge answers",
         "check the ground truth's form",
+        better="lower",
     ),
     # ---- mismatch ----
 )

@@ -10,10 +10,25 @@ UPDATES: tuple[Metric, ...] = (
         "equals `rollout/logprob_abs_diff_mean` when all tokens are fresh; larger otherwise, as the weights have moved",
         "NaN ends the run, unless `rollout.mismatch_stop=null`",
         'see "The log-prob difference rises" above',
+        better="lower",
     ),
-    Metric("mismatch/logprob_abs_diff_max", "nats", "The largest such difference of one token."),
     Metric(
-        "mismatch/kl", "nats per token", "Estimate (k3) of KL(engine || trainer).", "near 0", "grows", "as for the mean"
+        "mismatch/logprob_abs_diff_max",
+        "nats",
+        "The largest such difference of one token.",
+        "no general value",
+        "grows with the mean",
+        "as for the mean",
+        better="lower",
+    ),
+    Metric(
+        "mismatch/kl",
+        "nats per token",
+        "Estimate (k3) of KL(engine || trainer).",
+        "near 0",
+        "grows",
+        "as for the mean",
+        better="lower",
     ),
     Metric(
         "mismatch/importance_weight_mean",
@@ -39,6 +54,7 @@ UPDATES: tuple[Metric, ...] = (
         "near 1",
         "falls",
         "as for `rollout/logprob_abs_diff_mean`; lower `algorithm.max_staleness`",
+        better="higher",
     ),
     Metric(
         "mismatch/truncated_share",
@@ -47,6 +63,7 @@ UPDATES: tuple[Metric, ...] = (
         "near 0",
         "grows",
         "as for `rollout/logprob_abs_diff_mean`",
+        better="lower",
     ),
     Metric(
         "mismatch/masked_response_share",
@@ -55,6 +72,7 @@ UPDATES: tuple[Metric, ...] = (
         "near 0",
         "grows: responses are generated for nothing",
         "as for `rollout/logprob_abs_diff_mean`",
+        better="lower",
     ),
     Metric(
         "mismatch/fresh_token_share",
@@ -63,6 +81,16 @@ UPDATES: tuple[Metric, ...] = (
         "1 without surplus groups and partial rollouts",
         "0 in every step: the step trains on older responses only",
         "lower `batch.generation_groups`",
+        better="higher",
+    ),
+    Metric(
+        "mismatch/importance_weight",
+        "ratio",
+        "Importance weights of the tokens, before they are capped. Weights of 2 and more are in the last bin.",
+        "a narrow peak at 1",
+        "widens from step to step",
+        "as for `mismatch/effective_sample_share`",
+        is_histogram=True,
     ),
     # ---- policy ----
     Metric(
@@ -96,6 +124,8 @@ UPDATES: tuple[Metric, ...] = (
         "1",
         "Learning rate of the update.",
         "rises linearly over `optimizer.warmup_steps`, then follows `optimizer.schedule`",
+        "another curve than configured",
+        "compare `optimizer` in `config.yaml`",
     ),
     Metric(
         "policy/kl_to_old",
@@ -121,6 +151,16 @@ UPDATES: tuple[Metric, ...] = (
         "near 1; exactly 1 with one update per step",
         "drifts away from 1",
         "as for `policy/kl_to_old`",
+    ),
+    Metric(
+        "policy/ratio",
+        "ratio",
+        "Importance ratios of the tokens in the loss: the policy's probability over that at the step's start, over all "
+        "updates of the step. Ratios of 2 and more are in the last bin.",
+        "a narrow peak at 1; exactly 1 with one update per step",
+        "much mass beyond the clipping bounds",
+        "as for `policy/kl_to_old`",
+        is_histogram=True,
     ),
     Metric(
         "policy/gate_mean",
@@ -185,6 +225,17 @@ UPDATES: tuple[Metric, ...] = (
         "Mean probability of the tokens that the upper bound clips; updates without such tokens enter the step's mean "
         "as 0.",
         "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
+        "near 1: likely tokens are held back",
+        "read `policy/kl_to_old`; lower `optimizer.learning_rate`",
+    ),
+    Metric(
+        "policy/advantage",
+        "advantage",
+        "Advantages of the tokens in the loss.",
+        "on both sides of 0; with DAPO's normalisation mostly within -3 to 3",
+        "a few values far from the others: single responses dominate the update",
+        "look at the rewards; raise `batch.group_size`",
+        is_histogram=True,
     ),
     Metric(
         "policy/loss_tokens",
@@ -201,6 +252,7 @@ UPDATES: tuple[Metric, ...] = (
         "0",
         "above 0",
         "`reward.overlong_filtering` masks whole mini-batches: raise `rollout.max_response_tokens`",
+        better="lower",
     ),
     Metric(
         "policy/load_balancing_loss",
@@ -225,6 +277,9 @@ UPDATES: tuple[Metric, ...] = (
         "tokens/s",
         "Supervised training only: prompt and response tokens of the step over `time/step_s`.",
         "steady; no general value",
+        "falls while lengths stay",
+        "compare the machine's other load",
+        better="higher",
     ),
     # ---- critic ----
     Metric(
@@ -234,6 +289,7 @@ UPDATES: tuple[Metric, ...] = (
         "falls at first, then follows the rewards' variance; no general value",
         "rises steadily",
         "lower `critic.learning_rate`",
+        better="lower",
     ),
     Metric(
         "critic/explained_variance",
@@ -243,6 +299,7 @@ UPDATES: tuple[Metric, ...] = (
         "rises above 0 within some tens of steps",
         "stays at 0 or below: advantages are noisier than with a constant baseline",
         "raise `critic.pretraining_steps` or `critic.learning_rate`",
+        better="higher",
     ),
     Metric(
         "critic/value_mean",
@@ -252,7 +309,14 @@ UPDATES: tuple[Metric, ...] = (
         "stays away from it",
         "as for `critic/explained_variance`",
     ),
-    Metric("critic/return_mean", "reward", "Mean return of the tokens in the loss, which the values are trained on."),
+    Metric(
+        "critic/return_mean",
+        "reward",
+        "Mean return of the tokens in the loss, which the values are trained on.",
+        "follows the rewards",
+        "drifts away from `rollout/reward_mean`",
+        "check `algorithm.gae_discount` and the KL penalty",
+    ),
     Metric(
         "critic/clip_share",
         "share",
@@ -260,6 +324,7 @@ UPDATES: tuple[Metric, ...] = (
         "near 0; exactly 0 in a step's first update",
         "large in most steps: values cannot follow the returns",
         "raise `critic.value_clip`",
+        better="lower",
     ),
     Metric(
         "critic/grad_norm",
@@ -274,6 +339,8 @@ UPDATES: tuple[Metric, ...] = (
         "1",
         "Learning rate of the critic's update.",
         "rises linearly over `critic.warmup_steps`, then follows `optimizer.schedule`",
+        "another curve than configured",
+        "compare `critic` in `config.yaml`",
     ),
     Metric(
         "critic/load_balancing_loss",
@@ -299,6 +366,7 @@ UPDATES: tuple[Metric, ...] = (
         "0.98 or more when there are many more samples than micro-batches",
         "low: ranks wait for the longest micro-batch",
         "use more samples per update, or fewer data-parallel ranks",
+        better="higher",
     ),
     Metric(
         "batch/budget_fill",
@@ -307,6 +375,7 @@ UPDATES: tuple[Metric, ...] = (
         "no general value; higher uses the memory better",
         "low: micro-batches are smaller than they could be",
         "use more samples per update or fewer data-parallel ranks; a smaller budget saves memory",
+        better="higher",
     ),
     Metric(
         "batch/rank_imbalance",
@@ -315,6 +384,7 @@ UPDATES: tuple[Metric, ...] = (
         "at most 0.012, the planner's tolerance, when there are many samples",
         "high: the other ranks wait",
         "use more samples per update, or fewer data-parallel ranks",
+        better="lower",
     ),
     # ---- time ----
 )

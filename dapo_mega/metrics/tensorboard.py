@@ -1,0 +1,164 @@
+"""A run in TensorBoard: curves, histograms, texts, the paper's figures as a layout of custom scalars, hyper-parameters,
+and what the catalogue says of the metrics."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import DataType, Experiment, HParamInfo, MetricInfo, MetricName
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from torch.utils.tensorboard import SummaryWriter
+
+from dapo_mega.metrics import figures
+from dapo_mega.metrics.catalogue import describe
+from dapo_mega.metrics.catalogue.tables import metric_tables
+from dapo_mega.metrics.histogram import Histogram
+from dapo_mega.metrics.run_text import RunDescription, code_block
+
+logger = logging.getLogger(__name__)
+
+
+class TensorBoardLog:
+    """Writes event files into a folder. What earlier runs wrote there from `start_step` on is removed."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        earlier = sorted(folder.glob("events.out.tfevents.*"))
+        for path in earlier:
+            _drop_from_step(path, start_step)
+        _wait_for_a_later_file_name(earlier)
+        self._is_described = bool(earlier) and start_step > 0
+        self._start_step = start_step
+        self._writer = SummaryWriter(str(folder), purge_step=start_step)
+
+    def describe_run(self, run: RunDescription) -> None:
+        """Write what is known at the start: configuration and versions as text; the layout and the hyper-parameters
+        unless an earlier start has done so."""
+        step = self._start_step
+        self._writer.add_text("run/configuration", code_block(run.config_text, limit=None), step)
+        versions = "\n".join(f"| {name} | {version} |" for name, version in run.versions.items())
+        self._writer.add_text("run/versions", f"| package | version |\n|---|---|\n{versions}", step)
+        self._writer.add_text("run/metrics", metric_tables(), step)
+        if self._is_described:
+            return
+        self._writer.add_custom_scalars(
+            {"The DAPO paper's figures": {figure.title: ["Multiline", _tags(figure)] for figure in figures.FIGURES}}
+        )
+        assert self._writer.file_writer is not None
+        for summary in _hyper_parameters(run):
+            self._writer.file_writer.add_summary(summary, step)
+        self._writer.flush()
+
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        histograms: Mapping[str, Histogram],
+        texts: Mapping[str, str],
+    ) -> None:
+        """Write one step; texts are Markdown. It is on disk afterwards."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        for name, histogram in histograms.items():
+            self._add_histogram(name, histogram, step)
+        for name, text in texts.items():
+            self._writer.add_text(name, text, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._writer.close()
+
+    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        edges = histogram.edges()
+        middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
+        weighted = list(zip(middles, histogram.counts, strict=True))
+        self._writer.add_histogram_raw(
+            name,
+            min=histogram.low,
+            max=histogram.high,
+            num=histogram.total,
+            sum=sum(middle * count for middle, count in weighted),
+            sum_squares=sum(middle**2 * count for middle, count in weighted),
+            bucket_limits=edges[1:],
+            bucket_counts=list(histogram.counts),
+            global_step=step,
+        )
+
+
+def _tags(figure: figures.Figure) -> list[str]:
+    """Patterns that match the figure's metrics and no others."""
+    return [f"^{re.escape(curve.metric)}$" for curve in figure.curves]
+
+
+def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:
+    """What the HPARAMS tab shows of the run: its hyper-parameters, and the metrics to compare runs by."""
+    start = SessionStartInfo(group_name=run.name, start_time_secs=time.time())
+    infos = []
+    for name, value in run.hyper_parameters.items():
+        if isinstance(value, bool):
+            kind, start.hparams[name].bool_value = DataType.DATA_TYPE_BOOL, value
+        elif isinstance(value, str):
+            kind, start.hparams[name].string_value = DataType.DATA_TYPE_STRING, value
+        else:
+            kind, start.hparams[name].number_value = DataType.DATA_TYPE_FLOAT64, value
+        infos.append(HParamInfo(name=name, type=kind))
+    experiment = Experiment(hparam_infos=infos, metric_infos=[_metric_info(name) for name in figures.MAIN_METRICS])
+    for tag, data in (
+        (metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
+        (metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start)),
+    ):
+        about = metadata.create_summary_metadata(data)
+        yield Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
+
+
+def _metric_info(name: str) -> MetricInfo:
+    entry = describe(name)
+    assert entry is not None
+    return MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
+
+
+def _drop_from_step(path: Path, start_step: int) -> None:
+    """Cut an event file before its first event of `start_step` or later, or where a crash tore it."""
+    content = path.read_bytes()
+    end = 0
+    while end + 12 <= len(content):
+        # A record: its length in 8 bytes, their checksum in 4, the event, its checksum in 4.
+        (length,) = struct.unpack_from("<Q", content, end)
+        if end + 16 + length > len(content):
+            break
+        event = Event.FromString(content[end + 12 : end + 12 + length])
+        if event.step >= start_step and not event.HasField("file_version"):
+            break
+        end += 16 + length
+    if end < len(content):
+        os.truncate(path, end)
+
+
+def _wait_for_a_later_file_name(earlier: Sequence[Path]) -> None:
+    """Wait until a new event file sorts behind all earlier ones; at most two seconds, else warn.
+
+    TensorBoard reads event files in the order of their names, `events.out.tfevents.<second>.<host>...`.
+    A resumed run's file must come last, or the steps that it purges would purge its own.
+    """
+    existing = [path.name.split(".")[3] for path in earlier]
+    newest = max((int(second) for second in existing if second.isdecimal()), default=0)
+    delay = newest + 1 - time.time()
+    if delay > 2:
+        logger.warning(
+            "event files in %s are %.0f s ahead of this machine's clock: TensorBoard may show steps of the "
+            "earlier run; metrics.jsonl is right",
+            earlier[0].parent,
+            delay,
+        )
+    elif delay > 0:
+        time.sleep(delay)

@@ -1,0 +1,57 @@
+"""A run in Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import wandb
+
+from dapo_mega.metrics.histogram import Histogram
+from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, shortened
+from dapo_mega.metrics.trackers.records import Record, TrackedRun
+
+
+class WandbRun:
+    """Metrics under their names, which wandb groups by what stands before the slash; histograms; a table of samples.
+
+    wandb takes steps in rising order only.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self._run = wandb.init(
+            project=run.project,
+            entity=run.entity,
+            id=run.id,
+            name=run.name,
+            dir=run.folder,
+            resume="allow",
+            mode="offline" if run.offline else None,
+            settings=wandb.Settings(console="off", save_code=False, disable_git=True, disable_job_creation=True),
+        )
+        self._run.config.update({**run.config, "versions": dict(run.versions)}, allow_val_change=True)
+        self.url: str | None = None if self._run.offline else self._run.url
+
+    def log(self, record: Record) -> None:
+        """See `Tracker`."""
+        values: dict[str, Any] = dict(record.metrics)
+        values.update({name: _histogram(histogram) for name, histogram in record.histograms.items()})
+        if record.examples:
+            values[EXAMPLES_TAG] = _table(record.examples)
+        self._run.log(values, step=record.step)
+
+    def finish(self, *, is_finished: bool) -> None:
+        """See `Tracker`."""
+        self._run.finish(exit_code=0 if is_finished else 1)
+
+
+def _histogram(histogram: Histogram) -> Any:
+    return wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges())))
+
+
+def _table(examples: tuple[Example, ...]) -> Any:
+    columns = ["prompt", "response", "correct", "answer", "ground truth"]
+    rows = [[shortened(e.prompt), shortened(e.response), e.is_correct, e.answer, e.ground_truth] for e in examples]
+    return wandb.Table(columns=columns, data=rows)
