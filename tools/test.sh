@@ -18,9 +18,18 @@ sglang=
 if [ -z "$quick${DAPO_MEGA_SGLANG_PYTHON:-}" ] && [[ "$*" != *tests/* || "$*" == *tests/integration* ]]; then
     sglang="${SGLANG_VENV:-$PWD/.venv-sglang}"
     bash tools/install_sglang.sh "$sglang" &
+    sglang_installation=$!
+fi
+# Trackers of runs are tested with their own packages; where these cannot be had, their tests are skipped.
+trackers=
+if [ -z "$quick${DAPO_MEGA_TRACKERS:-}" ] && [[ "$*" != *tests/* || "$*" == *tests/integration* ]]; then
+    trackers="${TRACKERS_VENV:-$PWD/.venv-trackers}"
+    PYTHON="$PYTHON" bash tools/install_trackers.sh "$trackers" &
+    trackers_installation=$!
 fi
 "$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check . && "$PYTHON" -m mypy || { wait; exit 1; }
-if [ -n "$sglang" ] && wait $!; then export DAPO_MEGA_SGLANG_PYTHON="$sglang/bin/python"; fi
+if [ -n "$sglang" ] && wait "$sglang_installation"; then export DAPO_MEGA_SGLANG_PYTHON="$sglang/bin/python"; fi
+if [ -n "$trackers" ] && wait "$trackers_installation"; then export DAPO_MEGA_TRACKERS="$trackers"; fi
 # The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
 export CUDA_VISIBLE_DEVICES=
 # Without arguments of the caller's: several files at a time, as tests often wait, and what takes long first.

@@ -145,6 +145,18 @@ def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_d
     return _start(_run, world_size, log_dir, str(script), list(arguments))
 
 
+def run_script(script: Path, arguments: Sequence[object], timeout_s: float = 240) -> tuple[int | None, str]:
+    """Exit status of `python script *arguments` outside of any group, and what it printed, errors included."""
+    with tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "log"
+        variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        given = ({**variables, **_SETTINGS}, str(log), str(script), list(map(str, arguments)))
+        process = _forkserver().Process(target=_run, args=given)
+        process.start()
+        (status,) = wait_for([process], timeout_s)
+        return status, log.read_text()
+
+
 def wait_for(workers: Sequence[BaseProcess], timeout_s: float, patience_s: float = 1.0) -> list[int | None]:
     """Exit statuses. `patience_s` after one has failed, or when time is up, the others are killed."""
     deadline = time.monotonic() + timeout_s

@@ -22,9 +22,10 @@ from dapo_mega.megatron.token_advantages import (
     normalized,
     subtract_following_penalties,
 )
+from dapo_mega.samples.token_values import by_response, gather_runs, runs_of
 
 from .launching import run_distributed
-from .tiny import make_model, make_samples
+from .tiny import make_model, make_samples, prompt_length
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -70,22 +71,43 @@ def _updates(model_dir, case):
         updates_per_step=len(METHODS),
         num_steps=1,
     )
+    scored = _scored_on_rank_zero(policy, processes, case)
     metrics = {name: _update(policy, processes, case, settings) for name, settings in METHODS.items()}
     weights = {name: tensor.clone() for bucket in policy.weights(1 << 14) for name, tensor in bucket}
     parallel_state.destroy_model_parallel()
-    return metrics, weights
+    return metrics, weights, scored
+
+
+def _scored_on_rank_zero(policy, processes, case):
+    """The log-probs and advantages of every response, brought together from wherever the layout computes them."""
+    samples = make_samples(NUM_SAMPLES)
+    micro_batches = _numbered(policy, samples, case.get("budget", 150), "token_mean")
+    scores = policy.score(micro_batches)
+    own = None
+    if processes.counts_outputs:
+        advantages = [b.targets.advantages[b.targets.response_mask] for b in micro_batches]
+        own = runs_of(micro_batches, [[s.logprobs for s in scores], advantages])
+    prompts = [prompt_length(sample) for sample in samples]
+    lengths = [len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
+    return by_response(gather_runs(own, 2, processes), 2, prompts, lengths)
+
+
+def _numbered(policy, samples, budget, aggregation):
+    """This rank's micro-batches of samples numbered in their order."""
+    made = [
+        Sample(**{**vars(sample), "sample_ids": torch.where(sample.response_mask, i, -1).int()})
+        for i, sample in enumerate(samples)
+    ]
+    (micro_batches,) = policy.pack(
+        flatten(made), token_budget=budget, aggregation=aggregation, max_response_tokens=40
+    ).mini_batches
+    return micro_batches
 
 
 def _update(policy, processes, case, settings):
     values = {"output_dir": "x", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
     algorithm = RunConfig(**values, algorithm=settings).algorithm
-    made = [
-        Sample(**{**vars(sample), "sample_ids": torch.where(sample.response_mask, i, -1).int()})
-        for i, sample in enumerate(make_samples(NUM_SAMPLES))
-    ]
-    (micro_batches,) = policy.pack(
-        flatten(made), token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
-    ).mini_batches
+    micro_batches = _numbered(policy, make_samples(NUM_SAMPLES), case.get("budget", 150), algorithm.aggregation)
     scores = policy.score(micro_batches)
     if algorithm.has_token_rewards:
         micro_batches = _with_penalties(micro_batches, scores, algorithm, processes)
@@ -140,6 +162,15 @@ def test_every_method_learns_the_same_under_every_layout(results, layout):
         torch.testing.assert_close(
             got[1][name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("layout", [name for cases in LAYOUTS.values() for name in cases])
+def test_every_tokens_log_prob_reaches_its_place_in_the_samples(results, layout):
+    for i, (sample, got, expected) in enumerate(
+        zip(make_samples(NUM_SAMPLES), results[layout][2], results["one"][2], strict=True)
+    ):
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-6, err_msg=f"sample {i}")
+        assert (got[1] == sample.advantages[prompt_length(sample) :].numpy()).all()
 
 
 def test_the_wanted_share_of_tokens_is_held_back(results):

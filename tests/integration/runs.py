@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -16,7 +13,7 @@ import psutil
 import yaml
 
 from dapo_mega.metrics import read_metrics
-from tests.distributed.launching import REPOSITORY, kill, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, kill, run_script, start_workers, wait_for
 
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
 
@@ -28,17 +25,13 @@ def prepare(folder: Path) -> Path:
     The reward is a coin that only the request decides, so groups are mixed and dynamic sampling, buffer and
     surplus are in play although the model knows nothing.
     """
-    tool = str(REPOSITORY / "tools" / "prepare_data.py")
-    common = {"check": True, "cwd": folder, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}}
-    subprocess.run(
-        [sys.executable, tool, "arithmetic", "--output", "data", "--num-train", "60", "--num-eval", "8",
-         "--num-demonstrations", "64", "--max-digits", "2"],
-        **common,
+    prepare_data(
+        "arithmetic", "--output", folder / "data", "--num-train", 60, "--num-eval", 8, "--num-demonstrations", 64,
+        "--max-digits", 2,
     )  # fmt: skip
-    subprocess.run(
-        [sys.executable, tool, "init-model", "--output", "model", "--hidden-size", "32", "--layers", "2",
-         "--intermediate-size", "48", "--kv-heads", "1"],
-        **common,
+    prepare_data(
+        "init-model", "--output", folder / "model", "--hidden-size", 32, "--layers", 2, "--intermediate-size", 48,
+        "--kv-heads", 1,
     )  # fmt: skip
     config = {
         "output_dir": str(folder / "run"),
@@ -68,6 +61,12 @@ def prepare(folder: Path) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def prepare_data(*arguments: object) -> None:
+    """tools/prepare_data.py with these arguments."""
+    status, output = run_script(REPOSITORY / "tools" / "prepare_data.py", arguments)
+    assert status == 0, output
 
 
 def start(config: Path, world_size: int, output_dir: Path, *overrides: str, script: Path = TRAIN) -> list[BaseProcess]:

@@ -79,8 +79,10 @@ def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | Non
 class Launcher:
     """A running launch/serve_rollouts.py and what it has said about its engines."""
 
-    def __init__(self, model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "") -> None:
-        """On the CPU unless `gpus` names devices."""
+    def __init__(
+        self, model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "", modules: Path | None = None
+    ) -> None:
+        """On the CPU unless `gpus` names devices. Engines find the Python files of the folder `modules` first."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         first = free_ports(num_engines)
@@ -94,7 +96,7 @@ class Launcher:
                 env={
                     **os.environ,
                     "DAPO_MEGA_API_KEY": API_KEY,
-                    "PYTHONPATH": str(REPOSITORY),
+                    "PYTHONPATH": os.pathsep.join(map(str, [modules, REPOSITORY] if modules else [REPOSITORY])),
                     "OMP_NUM_THREADS": "1",
                     "HF_HUB_OFFLINE": "1",
                     "CUDA_VISIBLE_DEVICES": gpus,
@@ -154,9 +156,11 @@ class Launcher:
 
 
 @contextmanager
-def serving_engines(model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "") -> Iterator[Launcher]:
+def serving_engines(
+    model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "", modules: Path | None = None
+) -> Iterator[Launcher]:
     """Engines that serve; nothing of them is left afterwards."""
-    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus)
+    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus, modules=modules)
     try:
         launcher.wait_until_serving()
         yield launcher

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
+from dapo_mega.samples.table import account_of
 from dapo_mega.training.run import run_training
-from tests.distributed.launching import free_port, wait_for
+from tests.distributed.launching import free_port, run_script, wait_for
 
 from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, read_status, start, steps_done
 
@@ -42,6 +44,12 @@ def write_rows(path: Path, rows: list[dict]) -> str:
         ([], [], "no rows"),
         ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 40 + "=", "answer": "2"}], [], "40|41"),
         ([{"prompt": "1+1=", "answer": "   "}], [], "ground"),
+        (None, ["reward={source: verifier, function: nowhere.py:score}"], "nowhere.py:score: the file does not exist"),
+        (
+            None,
+            ["reward={source: verifier, function: os.path:isfile}", "algorithm.dynamic_sampling_on=unequal_scores"],
+            "tried on one",
+        ),
         (None, ["parallel.tensor=3"], "parallel.tensor=3"),
         (None, ["parallel.tensor=2"], "start 2"),
         (None, ["parallel.world_size=4"], "4"),
@@ -84,15 +92,18 @@ def test_the_command_prints_one_line_and_exits_with_2(task, tmp_path):
 def test_starvation_ends_the_run_with_the_acceptance_rate(task, tmp_path):
     _, config = task
     # The verifier never accepts what random weights write: every group is all wrong.
-    result = run_command(
-        "--config", str(config), f"output_dir={tmp_path / 'o'}", "reward.source=verifier",
-        "algorithm.max_generation_rounds=2", "evaluation.at_start=false",
+    status, output = run_script(
+        TRAIN,
+        ["--config", config, f"output_dir={tmp_path / 'o'}", "reward.source=verifier",
+         "algorithm.max_generation_rounds=2", "evaluation.at_start=false"],
     )  # fmt: skip
-    assert result.returncode == 3
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert status == 3
+    lines = [line for line in output.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     assert "acceptance rate 0.0%" in lines[0]
     assert "after 2 generation rounds" in lines[0]
+    groups = account_of(pq.read_metadata(tmp_path / "o" / "samples" / "step_00000001.parquet").metadata)["groups"]
+    assert groups == {"all_wrong": 16}  # What the model said instead can be looked at.
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_usable(task):
@@ -127,10 +138,10 @@ def test_a_run_folder_of_another_configuration_is_refused(task):
     folder, config = task
     output = folder / "other_configuration"
     finish(start(config, 1, output, "num_steps=2"), output)
-    result = run_command("--config", str(config), f"output_dir={output}", "algorithm.clip_high=0.4")
-    assert result.returncode == 2
-    assert "algorithm.clip_high: 0.28 -> 0.4" in result.stderr
-    assert "--accept-changes" in result.stderr
+    status, said = run_script(TRAIN, ["--config", config, f"output_dir={output}", "algorithm.clip_high=0.4"])
+    assert status == 2
+    assert "algorithm.clip_high: 0.28 -> 0.4" in said
+    assert "--accept-changes" in said
 
 
 def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(task):
@@ -204,7 +215,7 @@ def test_a_trained_model_without_its_checkpoints_is_not_overwritten(task):
     finish(start(config, 1, output, "num_steps=2"), output)
     shutil.rmtree(output / "checkpoints")
     before = (output / "metrics.jsonl").read_bytes()
-    result = run_command("--config", str(config), f"output_dir={output}")
-    assert result.returncode == 2
-    assert "no checkpoint to continue from" in result.stderr
+    status, said = run_script(TRAIN, ["--config", config, f"output_dir={output}"])
+    assert status == 2
+    assert "no checkpoint to continue from" in said
     assert (output / "metrics.jsonl").read_bytes() == before

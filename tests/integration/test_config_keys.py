@@ -26,15 +26,22 @@ OF_OTHER_LAYOUTS = {
     "compute.recompute_layers": "with compute.recompute=full",
     "model.architecture": "by a dry run where the model is not",
 }
-DEPRECATED = ("data.train.columns.data_source", "data.evaluation.columns.data_source")
+OF_TRACKERS = dict.fromkeys(
+    ("tracking.project", "tracking.run_name", "tracking.entity", "tracking.offline", "tracking.mlflow_uri",
+     "tracking.trackio_space", "tracking.close_limit_s"),
+    "with tracking.backends",
+)  # fmt: skip
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
-    **dict.fromkeys(DEPRECATED, "never: it has no effect, and old files have it"),
+    **OF_TRACKERS,
     "algorithm.gae_": "with algorithm.advantage=gae",
     "critic.": "with algorithm.advantage=gae",
     "algorithm.preset": "while the file is read: it fills in other keys",
     "data.evaluation.columns.response": "by supervised fine-tuning",
     "data.train.columns.response": "by supervised fine-tuning",
+    "reward.call_": "with reward.function",
+    "reward.memory_limit_mib": "with reward.function",
+    "reward.retries": "with reward.function",
     "rollout.engine_tolerance": "with engines of a fleet",
     "rollout.fleet.": "with engines of a fleet",
     "rollout.max_attempts": "with engines of a fleet: the embedded engine does not fail single requests",
@@ -47,10 +54,15 @@ NOT_READ_BY_A_RUN = {
 }
 NOT_READ_BY_FINE_TUNING = {
     **OF_OTHER_LAYOUTS,
-    "data.train.columns.data_source": "never: it has no effect, and old files have it",
+    **OF_TRACKERS,
+    "data.train.columns.data_source": "by a run: demonstrations have no reward",
+    "data.train.columns.extra": "by a run: demonstrations have no reward",
     "data.train.columns.ground_truth": "by a run: demonstrations are imitated, not judged",
     "data.train.deduplicate": "by a run: a prompt may have several demonstrations",
     "data.train.ground_truth_style": "by a run: demonstrations are imitated, not judged",
+    "data.train.several_answers": "by a run: demonstrations are imitated, not judged",
+    "tracking.histograms_every": "by a run: they are of responses",
+    "tracking.samples_per_evaluation": "by a run: fine-tuning evaluates nothing",
 }
 
 
@@ -100,7 +112,7 @@ def assert_all_read(config, seen, listed):
     superfluous = sorted(name for name in listed if not any(key.startswith(name) for key in unread))
     assert not superfluous, f"listed, and read all the same: {', '.join(superfluous)}"
     attributes = set(attributes_in_the_package())
-    dead = sorted(key for key in unread - {"algorithm.preset", *DEPRECATED} if key.split(".")[-1] not in attributes)
+    dead = sorted(key for key in unread - {"algorithm.preset"} if key.split(".")[-1] not in attributes)
     assert not dead, f"listed, but no code reads an attribute of this name: {', '.join(dead)}"
 
 
@@ -112,7 +124,8 @@ def distinct(config):
 def test_a_run_reads_every_key(tmp_path, reads):
     overrides = [
         "num_steps=2", "evaluation.every=2", "checkpoint.every=1", "algorithm.kl.coefficient=0.01",
-        "algorithm.importance_cap=2", "reward.source=verifier", "algorithm.dynamic_sampling=false",
+        "algorithm.importance_cap=2", "reward.source=verifier", "reward.length_weight=0.1",
+        "algorithm.dynamic_sampling=false",
     ]  # fmt: skip
     config = distinct(load_config(RunConfig, prepare(tmp_path), overrides))
     seen = reads(config)

@@ -1,26 +1,21 @@
 """Two steps on the real GSM8K file with a tiny model of random weights: counts, rewards and metrics are right."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dapo_mega.metrics import read_metrics
 
-from .runs import REPOSITORY, finish, start
+from .runs import REPOSITORY, finish, prepare_data, start
 
 pytestmark = pytest.mark.integration
 
 
 def test_two_steps_on_gsm8k(benchmark_data, tmp_path):
-    subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "prepare_data.py"), "init-model", "--output", "model",
-         "--tokenizer", "byte", "--hidden-size", "32", "--layers", "2", "--intermediate-size", "48",
-         "--max-positions", "2048"],
-        check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    prepare_data(
+        "init-model", "--output", tmp_path / "model", "--tokenizer", "byte", "--hidden-size", 32, "--layers", 2,
+        "--intermediate-size", 48, "--max-positions", 2048,
     )  # fmt: skip
     output = tmp_path / "run"
     workers = start(

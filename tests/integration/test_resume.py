@@ -1,17 +1,21 @@
 """Kill -9 and resume equals no interruption (property 6); the layout may change in between."""
 
+import json
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from safetensors.torch import load_file
 
+from dapo_mega.config import RunConfig, load_config
 from dapo_mega.metrics import read_metrics
-from tests.distributed.launching import REPOSITORY, wait_for
+from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
+from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 
 from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done
 
@@ -113,11 +117,62 @@ def assert_equal_runs(reference, output, has_final_export=True):
     assert [record["step"] for record in got] == list(range(7))
     for before, after in zip(expected, got, strict=True):
         assert decisive(after) == decisive(before), f"step {before['step']}"
+    assert_equal_samples(reference / "samples", output / "samples")
     for export in ("hf_step_00000003", "hf_step_00000006", *(["hf"] if has_final_export else [])):
         final, wanted = (load_file(run / export / "model.safetensors") for run in (output, reference))
         assert all((final[name] == tensor).all() for name, tensor in wanted.items())
     kept = ["latest", "step_00000004", "step_00000006"]
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == kept
+
+
+def assert_equal_samples(reference, output):
+    """Every step and evaluation is there once, and says the same of every response."""
+    names = [f"evaluation_{step:08d}.parquet" for step in (0, 3, 6)]
+    names += [f"step_{step:08d}.parquet" for step in range(1, 7)]
+    assert sorted(path.name for path in output.iterdir()) == names
+    for name in names:
+        got, expected = pq.read_table(output / name), pq.read_table(reference / name)
+        assert got.equals(expected, check_metadata=True), name
+
+
+def replayed(run, step, world_size, folder):
+    """All differences between a recorded step and its replay in so many processes, by section."""
+    output = folder / f"replay of {step} in {world_size}"
+    script = REPOSITORY / "tools" / "replay_step.py"
+    arguments = [str(run), str(step), "--output", f"{output}.json"]
+    finish(start_workers(script, world_size, arguments, folder / f"{output.name}_logs"), output)
+    return json.loads(Path(f"{output}.json").read_text())
+
+
+def test_a_recorded_step_is_replayed_to_the_same_bits(task, uninterrupted):
+    """Step 6 from the checkpoint of step 4, so through step 5."""
+    found = replayed(uninterrupted, 6, 2, task[0])
+    assert [d for differences in found.values() for d in differences if d["num_different"]] == []
+    assert {d["name"] for d in found["metrics"]} > {"policy/loss", "policy/grad_norm", "mismatch/kl"}
+    assert {d["name"] for d in found["earlier"]} > {"policy/loss of step 5"}
+    assert {d["name"] for d in found["updates"]} > {"policy/grad_norm of update 1", "policy/grad_norm of update 2"}
+    assert {d["name"]: d["num_values"] > 20 for d in found["tokens"]} == dict.fromkeys(
+        ["log-probs at the step's start", "log-probs in the last update", "ratios in the last update", "advantages"],
+        True,
+    )
+
+
+def test_a_step_is_replayed_in_another_layout_within_rounding(task, uninterrupted):
+    found = replayed(uninterrupted, 1, 1, task[0])
+    everything = [d for differences in found.values() for d in differences]
+    assert len(everything) > 40
+    assert max(d["excess"] for d in everything) <= 1, everything
+
+
+def test_an_evaluation_outside_of_the_run_writes_the_same_responses(task, uninterrupted):
+    """Of the model that the run began with."""
+    folder, config = task
+    evaluate_checkpoint(load_config(RunConfig, config), folder / "judged")
+    got, expected = (
+        pq.read_table(run / "samples" / "evaluation_00000000.parquet") for run in (folder / "judged", uninterrupted)
+    )
+    for column in ("response", "correct", "reward", "prompt", "token_ids", "request_id"):
+        assert got[column].equals(expected[column]), column
 
 
 def test_exports_during_training_hold_the_weights_of_their_step(uninterrupted):

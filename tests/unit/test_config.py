@@ -66,6 +66,21 @@ def file(tmp_path):
         ("algorithm.soft_gate=[1, 0]", "algorithm.soft_gate=[1.0, 0.0] must be two positive numbers"),
         ("algorithm={old_policy: engine, importance_cap: 2}", "would count the engine's probabilities twice"),
         ("reward.length_phase_in=[4, 2]", "reward.length_phase_in=[4, 2] must be [first, last]"),
+        ("reward.components=[{kind: answr}]", "must be a mapping with a kind, which is one of answer, r1_format"),
+        ("reward.components=[{kind: answer, wieght: 1}]", "did you mean 'reward.components.0.weight'?"),
+        ("reward.components=[{kind: answer}, {kind: answer}]", "are called 'answer'; give each a name of its own"),
+        ("reward.components=[{kind: answer}, {kind: answer, name: b}]", "set reward.correct_from to one of answer, b"),
+        ("reward.components=[{kind: length_dapo}]", "has length rewards only"),
+        ("reward.components=[{kind: answer}, {kind: length_dapo, cache_tokens: 30000}]", "choose a smaller cache"),
+        ("reward.components=[{kind: r1_format}]", "no component of the reward says which responses are correct; set"),
+        ("reward.components=[{kind: r1_format}, {kind: length_kimi}]", "needs to know which responses are correct"),
+        ("reward.components=[{kind: function, path: a.py}]", "'a.py' must be FILE.py:NAME or package.module:NAME"),
+        ("reward.function=rewards/mine:score", "names neither a file that ends in .py nor a module"),
+        ("reward={function: a.b:c, components: [{kind: answer}]}", "are both given; put the function into the list"),
+        ("reward={function: a.b:c, extraction: boxed}", "reward.extraction=boxed is not read with reward.function"),
+        ("reward={function: a.b:c, correct_from: score}", "choose one of function"),
+        ("algorithm.score_threshold=1", "give a threshold with dynamic_sampling_on=score_threshold, and with nothing"),
+        ("algorithm.dynamic_sampling_on=score_threshold", "with algorithm.score_threshold=null; give a threshold"),
         ("reward.correct=.inf", "reward.correct=inf"),
         ("reward.incorrect=.nan", "reward.incorrect=nan"),
         ("batch.group_size=1", "leaves algorithm.advantage=group_norm no other response to compare with"),
@@ -242,3 +257,27 @@ def test_fp8_is_refused_around_a_model_that_cannot_use_it(file, overrides, messa
     load_config(RunConfig, file, ["compute.fp8.scaling=blockwise"])
     with pytest.raises(InputError, match=message):
         load_config(RunConfig, file, ["compute.fp8.scaling=blockwise", *overrides])
+
+
+def test_a_reward_function_is_looked_for_beside_the_file_then_in_the_working_directory(file, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    for folder, name in ((work, "here.py"), (tmp_path, "beside.py"), (work, "both.py"), (tmp_path, "both.py")):
+        (folder / name).touch()
+    own = {
+        name: load_config(RunConfig, file, [f"reward.function={name}.py:score"]) for name in ("here", "beside", "both")
+    }
+    assert own["here"].reward.function == "here.py:score"
+    assert own["beside"].reward.function == f"{tmp_path}/beside.py:score"
+    assert own["both"].reward.function == f"{tmp_path}/both.py:score"
+
+
+def test_an_own_reward_is_not_shaped_by_length_unless_asked(file):
+    own = load_config(RunConfig, file, ["reward.function=a.b:c"])
+    assert [part.kind for part in own.reward.parts] == ["function"]
+    assert load_config(
+        RunConfig, file, ["reward={function: a.b:c, overlong_punishment: true}"]
+    ).reward.overlong_punishment
+    (file.parent / "config.yaml").write_text(dump_config(own))
+    assert load_config(RunConfig, file.parent / "config.yaml") == own

@@ -8,13 +8,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"atomic_files", "rewards"},
+    {"atomic_files"},
     {"cli", "config", "metrics", "distributed"},
+    {"rewards"},
     {"algorithms", "data", "models"},
     {"batching"},
     {"planning", "megatron", "engines"},
     {"checkpoints", "rollout", "weight_sync"},
-    {"conversion", "sglang_plugin"},
+    {"conversion", "sglang_plugin", "samples"},
     {"training"},
     {"ablation"},
     {"commands"},
@@ -24,10 +25,13 @@ FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {
     "megatron": {"megatron", "checkpoints", "conversion"},
     "sglang": {"sglang_plugin"},
-    "aiohttp": {"engines"},
-    "http": {"engines"},
+    "aiohttp": {"engines", "rewards"},
+    "http": {"engines", "rewards"},
     "urllib.request": {"engines"},
     "requests": set(),
+    "mlflow": {"metrics"},
+    "trackio": {"metrics"},
+    "wandb": {"metrics"},
     "socket": {"distributed", "engines", "weight_sync", "training"},
 }
 

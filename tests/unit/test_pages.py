@@ -18,7 +18,7 @@ from dapo_mega.planning.dry_run import print_dry_run
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page
-    for pattern in ("README.md", "launch/*.md", "configs/*.md", "tools/**/*.md", "tests/*.md", "dapo_mega/**/*.md")
+    for pattern in ("README.md", "launch/*.md", "configs/**/*.md", "tools/**/*.md", "tests/*.md", "dapo_mega/**/*.md")
     for page in PROJECT.glob(pattern)
 )
 NAMES = [str(page.relative_to(PROJECT)) for page in PAGES]
@@ -32,6 +32,8 @@ SCRIPTS = {
     "tools/plan_run.py": "plan",
     "tools/plot_run.py": "plot",
     "tools/prepare_data.py": "prepare",
+    "tools/replay_step.py": "replay-step",
+    "tools/show_samples.py": "show-samples",
 }
 _SHELL = re.compile(r"(?:<!-- (?P<marker>[^>]*) -->\n\n? *)?```(?:bash|sh|shell)\n(?P<block>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -123,7 +125,7 @@ def run_shown(command):
         return True
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr("sys.argv", [f"dapo-mega {words[1]}", *words[2:]])
-        importlib.import_module(f"dapo_mega.commands.{words[1]}").main()
+        importlib.import_module(f"dapo_mega.commands.{words[1].replace('-', '_')}").main()
     return True
 
 

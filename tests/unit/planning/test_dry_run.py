@@ -80,7 +80,7 @@ def test_what_would_end_the_run_at_its_start_is_one_line(file, capsys, overrides
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(file):
-    with pytest.raises(InputError, match=r"ground_truth_style='gsm'.* 'verbatim', 'boxed' or 'gsm8k'"):
+    with pytest.raises(InputError, match=r"ground_truth_style='gsm'.* 'verbatim', 'boxed', 'gsm8k' or 'unchecked'"):
         load_config(RunConfig, file, ["data.train.ground_truth_style=gsm"])
 
 
@@ -150,3 +150,34 @@ def test_supervised_training_is_described_too(fine_tuning, capsys):
 def test_mistakes_of_supervised_training_are_one_line(fine_tuning, capsys, override, message):
     with pytest.raises(InputError, match=message):
         dry_run(capsys, fine_tuning, override, kind=SftConfig)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "there is no 'score'; it has no functions"),
+        ("def score(records): return [r['fields']['level'] for r in records]", "KeyError: 'level' (line 1)"),
+        ("def score(records): return [float('nan')]", "it returned score=nan"),
+        ("def score(records): return []", "it returned 0 results for 1 records"),
+        ("def score(records): return [1]", "did not say whether it is correct; algorithm.dynamic_sampling_on="),
+    ],
+)
+def test_a_reward_function_is_tried_on_the_first_row(file, capsys, source, message):
+    (file.parent / "own.py").write_text(source)
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        dry_run(capsys, file, "reward.function=own.py:score")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_reward_says_of_a_made_up_response_is_shown(file, capsys):
+    (file.parent / "own.py").write_text(
+        "def score(records): return [{'score': 2, 'correct': True, 'parts': {'reply': len(r['fields']['reply'])}} "
+        "for r in records]"
+    )
+    components = "[{kind: function, path: own.py:score, weight: 0.5}, {kind: answer, weight: 2}]"
+    lines = dry_run(capsys, file, f"reward.components={components}")
+    tried = [line for line in lines if line.startswith("reward of a made-up response to the first prompt: ")]
+    assert [line.partition("prompt: ")[2] for line in tried] == [
+        "function (weight 0.5): 2, correct=True, reply=9",
+        "answer (weight 2): 1, correct=True",
+    ]
