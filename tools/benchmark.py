@@ -8,8 +8,11 @@ fp8_drift   log-probs of an FP8 trainer against those of engines
 packing     packed micro-batches against padded ones
 handover    samples from rank 0 to the others
 gather      sharded weights to the replicas' leaders
+samples     writing every response, against the step's time
+page        the page of samples in a headless browser
 checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
+answers     grading ordinary and hostile answers
 fleet       requests in flight at rollout engines, and a server's own batch interface
 weight_sync an update of a real SGLang server against bare broadcasts
 """
@@ -31,8 +34,11 @@ NAMES = (
     "packing",
     "handover",
     "gather",
+    "samples",
+    "page",
     "checkpoint",
     "logprobs",
+    "answers",
     "weight_sync",
     "fleet",
 )

@@ -18,9 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from dapo_mega.config import RunConfig, Section, SftConfig
+from dapo_mega.config import RewardConfig, RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume
-from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, Metric
+from dapo_mega.config.components import KINDS, Component, ComponentConfig
+from dapo_mega.metrics.catalogue.tables import metric_tables
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "dapo_mega"
@@ -54,9 +55,9 @@ class GeneratedPart:
 # The file tree ----------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "errors", "atomic_files", "rewards", "cli", "config", "metrics", "distributed", "algorithms", "data",
+    "types", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "training", "ablation", "commands", "__main__",
+    "sglang_plugin", "samples", "training", "ablation", "commands", "__main__",
 )  # fmt: skip
 
 
@@ -107,8 +108,24 @@ def configuration_keys() -> str:
     )
     own = [row for kind, found in fine_tuning.items() if kind not in run for row in _rows(kind, found[0], SftConfig)]
     parts.append(_table([*own, *_other_defaults(fine_tuning)]))
+    parts.insert(1 + list(run).index(RewardConfig), _components())
     titles = [line.removeprefix("### ") for part in parts for line in part.splitlines() if line.startswith("### ")]
     return "\n\n".join([" · ".join(f"[{title}](#{_anchor(title)})" for title in titles), *parts])
+
+
+def _components() -> str:
+    """The kinds of `reward.components` with their keys; those that all have stand in the first table only."""
+    shared = ComponentConfig.model_fields
+    rows = list(_rows(ComponentConfig, "", RewardConfig, without=("kind",)))
+    blocks = [
+        f"### `reward.components`\n\nEach component has a `kind` and these keys; the kinds follow with keys of their "
+        f"own.\n\n{_table(rows)}"
+    ]
+    for name, kind in KINDS.items():
+        about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        own = list(_rows(kind, "", RewardConfig, without=tuple(shared)))
+        blocks.append(f"**`kind: {name}`**: {about}" + (f"\n\n{_table(own)}" if own else ""))
+    return "\n\n".join(blocks)
 
 
 def _anchor(title: str) -> str:
@@ -145,8 +162,10 @@ def _section_text(kind: type[Section], prefixes: list[str], root: type[Section])
     return f"### {title}\n\n{about}\n\n{rows}"
 
 
-def _rows(kind: type[Section], prefix: str, root: type[Section]) -> Iterator[list[str]]:
+def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[str, ...] = ()) -> Iterator[list[str]]:
     for key, field in kind.model_fields.items():
+        if key in without:
+            continue
         name = f"{prefix}.{key}".lstrip(".")
         is_section = _section_in(field) is not None
         if is_section and not field.description:
@@ -178,11 +197,15 @@ def _table(rows: list[list[str]]) -> str:
 
 def _type_text(annotation: Any) -> str:
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+    if annotation == Component:
+        return "component"
     if annotation in names:
         return names[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "choice"
+    if origin is dict:
+        return "mapping"
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return f"list of {_type_text(arguments[0])}s".replace("texts", "text")
@@ -220,43 +243,13 @@ def _value_text(value: Any) -> str:
     """A value as YAML has it."""
     if value is None:
         return "null"
+    if value == ():
+        return "[]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value_text, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# The metrics ----------------------------------------------------------------------------------------------------
-
-_METRICS_HEAD = "| metric | unit | meaning | healthy | warning sign → what to do |\n|---|---|---|---|---|"
-
-
-def metric_tables() -> str:
-    """One section with a table per prefix, in the catalogue's order. Raises ValueError for a metric whose prefix has no
-    description."""
-    if unknown := {metric.prefix for metric in CATALOGUE} - PREFIXES.keys():
-        raise ValueError(f"{sorted(unknown)} have no description in PREFIXES of dapo_mega.metrics.catalogue")
-    return "\n\n".join(_metrics_of(prefix, about) for prefix, about in PREFIXES.items())
-
-
-def _metrics_of(prefix: str, about: str) -> str:
-    metrics = [metric for metric in CATALOGUE if metric.prefix == prefix]
-    rows = "\n".join(_metric_row(metric) for metric in metrics)
-    members = "".join(_metric_members(metric) for metric in metrics if metric.members)
-    return f"### {prefix}/\n\n{about}\n\n{_METRICS_HEAD}\n{rows}{members}"
-
-
-def _metric_row(metric: Metric) -> str:
-    advice = metric.warning + (f" → {metric.action}" if metric.action else "")
-    name = f"`{metric.name.partition('/')[2]}`"
-    cells = (name, metric.unit, metric.meaning, metric.healthy or "no general value", advice or "–")
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _metric_members(metric: Metric) -> str:
-    lines = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in metric.members.items())
-    return f"\n\n| `{metric.name}` | when |\n|---|---|\n{lines}"
 
 
 # All of them ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,9 @@ from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
 from dapo_mega.config.run import RunConfig
+from dapo_mega.config.samples import SamplesConfig
 from dapo_mega.config.sft import SftConfig
+from dapo_mega.config.tracking import TrackingConfig
 from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
@@ -60,9 +62,11 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SamplesConfig",
     "Section",
     "SftConfig",
     "SftDataConfig",
+    "TrackingConfig",
     "TrainingConfig",
     "WeightSyncConfig",
     "divisors",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.config import JsonDict
 
 FREE: JsonDict = {"resume": "free"}
@@ -17,6 +18,15 @@ class Section(BaseModel):
     """Base of every configuration section: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def beside_run_file(path: str, info: ValidationInfo) -> str:
+    """`path` as it is seen from the working directory, where relative paths start; one that names something beside the
+    run's file means that."""
+    folder = (info.context or {}).get("folder")
+    if folder is not None and not Path(path).is_absolute() and (folder / path).exists():
+        return str(folder / path)
+    return path
 
 
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dapo_mega.config.base import Section, merged
+from dapo_mega.config.components import KINDS, component_keys
 from dapo_mega.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -34,13 +35,14 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
         raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
     for override in overrides:
         raw = _overridden(kind, raw, override)
-    return validated(kind, raw)
+    return validated(kind, raw, path.parent)
 
 
-def validated(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
-    """The section with the values of `raw`. Raises `InputError`, one line per problem."""
+def validated(kind: type[ConfigT], raw: Mapping[str, Any], folder: Path | None = None) -> ConfigT:
+    """The section with the values of `raw`; some paths may be relative to the run file's `folder`. Raises `InputError`,
+    one line per problem."""
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(raw, context={"folder": folder})
     except ValidationError as error:
         raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
 
@@ -93,14 +95,19 @@ def _section_of(section: type[Section], key: str) -> type[Section] | None:
 
 def _explain(kind: type[Section], detail: Any) -> str:
     location = [str(part) for part in detail["loc"]]
+    component = None
+    if location[:2] == ["reward", "components"] and len(location) > 3:
+        component = location.pop(3)  # pydantic puts a component's kind between its number and its key.
     name = ".".join(location) or "configuration"
     if detail["type"] == "extra_forbidden":
-        valid = _keys_at(kind, location[:-1])
+        valid = component_keys(component) if component else _keys_at(kind, location[:-1])
         near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {name!r}; {hint}"
     if detail["type"] == "missing":
         return f"{name} is missing; add it to the file or as {name}=VALUE"
+    if detail["type"] in ("union_tag_not_found", "union_tag_invalid", "model_attributes_type"):
+        return f"{name}={detail['input']!r} must be a mapping with a kind, which is one of {', '.join(KINDS)}"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     given = detail.get("input")

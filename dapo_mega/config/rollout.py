@@ -83,8 +83,8 @@ class RolloutConfig(Section):
         default=None,
         gt=0,
         description="SGLang engines: refuse an engine that joins if its log-probs of a fixed sequence differ from the "
-        "trainer's by more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if the engine "
-        "computes in fp8, else 0.15.",
+        "trainer's by more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if one of "
+        "them computes in FP8, else 0.15.",
     )
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.algorithm import GROUP_BASELINES, AlgorithmConfig, LossSettings
+from dapo_mega.config.algorithm import GROUP_BASELINES, OTHER_FILTERS, AlgorithmConfig, LossSettings
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
+from dapo_mega.config.components import LengthDapoComponent
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
@@ -20,6 +21,7 @@ from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
+from dapo_mega.config.samples import SamplesConfig
 from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
@@ -35,6 +37,7 @@ class RunConfig(TrainingConfig):
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
+    samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="before")
     @classmethod
@@ -54,12 +57,7 @@ class RunConfig(TrainingConfig):
                 f"batch.tokens_per_microbatch={self.batch.tokens_per_microbatch} is smaller than the longest sample, "
                 f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; set it to at least {longest}"
             )
-        if self.reward.overlong_punishment and self.reward.overlong_cache_tokens > self.rollout.max_response_tokens:
-            raise ValueError(
-                f"reward.overlong_cache_tokens={self.reward.overlong_cache_tokens} is larger than "
-                f"rollout.max_response_tokens={self.rollout.max_response_tokens}; choose a smaller cache or set "
-                f"reward.overlong_punishment=false"
-            )
+        self._check_reward()
         self._check_algorithm()
         check_placement(self.rollout, self.weight_sync)
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
@@ -86,6 +84,27 @@ class RunConfig(TrainingConfig):
                 "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
             )
         return self
+
+    def _check_reward(self) -> None:
+        longest = self.rollout.max_response_tokens
+        if self.reward.overlong_punishment and self.reward.overlong_cache_tokens > longest:
+            raise ValueError(
+                f"reward.overlong_cache_tokens={self.reward.overlong_cache_tokens} is larger than "
+                f"rollout.max_response_tokens={longest}; choose a smaller cache or set "
+                f"reward.overlong_punishment=false"
+            )
+        for part in self.reward.components:
+            if isinstance(part, LengthDapoComponent) and part.cache_tokens > longest:
+                raise ValueError(
+                    f"reward.components: {part.label} has cache_tokens={part.cache_tokens}, which is larger than "
+                    f"rollout.max_response_tokens={longest}; choose a smaller cache"
+                )
+        filters_on_correctness = self.algorithm.dynamic_sampling and self.algorithm.dynamic_sampling_on == "correctness"
+        if filters_on_correctness and self.reward.deciding is None:
+            raise ValueError(
+                f"algorithm.dynamic_sampling_on=correctness, but no component of the reward says which responses are "
+                f"correct; {OTHER_FILTERS}"
+            )
 
     def _check_algorithm(self) -> None:
         algorithm, size = self.algorithm, self.batch.group_size
@@ -119,7 +138,7 @@ class RunConfig(TrainingConfig):
             return self.rollout.engine_tolerance
         if self.model.dtype == self.engine_dtype == "fp32":
             return 0.001
-        return 0.5 if self.engine_dtype == "fp8" else 0.15
+        return 0.5 if self.engine_dtype == "fp8" or self.compute.fp8.enabled else 0.15
 
     @property
     def engine_dtype(self) -> str:

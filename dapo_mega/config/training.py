@@ -10,6 +10,7 @@ from dapo_mega.config.compute import ComputeConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.tracking import TrackingConfig
 
 
 class TrainingConfig(Section):
@@ -38,3 +39,4 @@ class TrainingConfig(Section):
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)
+    tracking: TrackingConfig = Field(default=TrackingConfig(), json_schema_extra=FREE)

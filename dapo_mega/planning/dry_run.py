@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dapo_mega.cli import print_once
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
 from dapo_mega.config.fleet import require_api_key
-from dapo_mega.data import check_dataset
+from dapo_mega.data import check_dataset, first_record
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.planning.plan import describe_fine_tuning, describe_run
+from dapo_mega.rewards.build import load_functions, make_reward, needed_correctness
+from dapo_mega.rewards.trial import try_reward
 
 
 def print_dry_run(config: RunConfig | SftConfig) -> None:
@@ -27,6 +30,9 @@ def print_dry_run(config: RunConfig | SftConfig) -> None:
         _check("data.train", config.data.train)
         if config.data.evaluation:
             _check("data.evaluation", config.data.evaluation)
+        lines += _reward_lines(config)
+    if missing := missing_packages(config.tracking.backends):
+        lines.append(f"note: {missing}")
     print_once(dump_config(config))
     print_once("\n".join(lines))
     print_once(f"dry run: the configuration is valid{_exceptions(lines)}; nothing was started")
@@ -37,6 +43,27 @@ def _check(name: str, dataset: DatasetConfig, has_responses: bool = False) -> No
         check_dataset(dataset, has_responses=has_responses)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+def _reward_lines(config: RunConfig) -> list[str]:
+    """What an own or composed reward says of one record. Raises InputError if it cannot be used."""
+    if not config.reward.is_own:
+        return []
+    record = first_record(config.data.train)
+    notes = [
+        f"note: the reward {part.label} was not tried, as it needs a network"
+        for part in config.reward.parts
+        if not part.is_local
+    ]
+    reward = make_reward(config, only_local=True)
+    try:
+        if record is None:
+            load_functions(reward)
+            return ["note: the reward was not tried, as data.train.path is not on this machine", *notes]
+        tried = try_reward(reward, record, needs_correctness=needed_correctness(config))
+        return [*(f"reward of a made-up response to the first prompt: {line}" for line in tried), *notes]
+    finally:
+        reward.close()
 
 
 def _key_notes(config: RunConfig) -> list[str]:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark_workload import add_model_options, num_parameters, prepare_workload
+from benchmark_workload import add_model_options, lone_policy, num_parameters, prepare_workload
 
-from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, ParallelConfig
 from dapo_mega.megatron.repairs import cpu_accelerator
 
 
@@ -36,22 +36,12 @@ def run(options: argparse.Namespace) -> list[str]:
     """The report's lines."""
     cpu_accelerator.install()
     from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
     from dapo_mega.megatron.processes import start_processes, stop_processes
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         model = prepare_workload(folder, options)
-        parallel = ParallelConfig()
-        policy = MegatronPolicy(
-            ModelConfig(path=str(model), dtype=options.dtype),
-            parallel,
-            OptimizerConfig(),
-            start_processes(parallel, 0),
-            temperature=1.0,
-            updates_per_step=1,
-            num_steps=1,
-        )
+        policy = lone_policy(model, options.dtype, start_processes(ParallelConfig(), 0), ComputeConfig())
         stores = {
             "background": CheckpointStore(folder / "background", keep_last=1, asynchronous=True),
             "training waits": CheckpointStore(folder / "waiting", keep_last=1),

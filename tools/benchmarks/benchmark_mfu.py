@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmark_workload import lone_policy
 
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.distributed import accelerator
@@ -164,22 +165,11 @@ def write_hollow_checkpoint(folder: Path, shape: Shape, num_layers: int, longest
 
 
 def _build_policy(folder: Path, options: argparse.Namespace) -> Any:
-    from dapo_mega.config import ComputeConfig, Fp8Config, ModelConfig, OptimizerConfig, ParallelConfig
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+    from dapo_mega.config import ComputeConfig, Fp8Config, ParallelConfig
     from dapo_mega.megatron.processes import start_processes
 
     compute = ComputeConfig(fp8=Fp8Config(scaling=options.fp8), recompute=options.recompute)
-    parallel = ParallelConfig()
-    return MegatronPolicy(
-        ModelConfig(path=str(folder), dtype=options.dtype),
-        parallel,
-        OptimizerConfig(warmup_steps=0),
-        start_processes(parallel, 0),
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=1,
-        compute=compute,
-    )
+    return lone_policy(folder, options.dtype, start_processes(ParallelConfig(), 0), compute)
 
 
 def _randomise(policy: Any) -> None:

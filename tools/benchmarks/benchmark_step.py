@@ -205,9 +205,7 @@ def _measure(
     assert controller
     config = training_run.config
     tokenizer = load_tokenizer(config.model.path)
-    scorer = ResponseScorer(
-        config.reward, controller.verifier, decoder(tokenizer), config.rollout.max_response_tokens, config.seed
-    )
+    scorer = ResponseScorer(config.reward, controller.rewards.training, decoder(tokenizer))
     engine: Any = FixedLengths(training_run.fleet, lengths)
     record: Any = _Record(open_writer(training_run.config))
     progress: Any = turns

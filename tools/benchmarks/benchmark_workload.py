@@ -70,6 +70,23 @@ def built_run(config: RunConfig) -> Iterator[TrainingRun]:
         close(training_run)
 
 
+def lone_policy(folder: Path, dtype: Any, processes: Any, compute: Any) -> Any:
+    """The policy of the checkpoint in `folder`, in one process without a run around it."""
+    from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+    from dapo_mega.megatron.megatron_policy import MegatronPolicy
+
+    return MegatronPolicy(
+        ModelConfig(path=str(folder), dtype=dtype),
+        ParallelConfig(),
+        OptimizerConfig(warmup_steps=0),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=1,
+        compute=compute,
+    )
+
+
 def response_lengths(options: argparse.Namespace, num_responses: int, seed: int) -> npt.NDArray[np.int64]:
     """[num_responses] tokens per response: log-normal, cut off at the longest as a response limit does."""
     if options.equal:
