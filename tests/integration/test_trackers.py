@@ -10,11 +10,13 @@ import json
 import os
 import sqlite3
 import struct
-import sysconfig
+import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dapo_mega.config import SftConfig
 from dapo_mega.metrics import Example, Histogram
@@ -84,13 +86,23 @@ EXPECTED = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5)]
 """Every step once; those that were recorded before the stop as they were then."""
 
 
-def test_the_packages_fit_beside_the_environment():
+def test_the_packages_break_nothing_in_the_environment():
     extra = tracker_packages()
     if extra is None:
         pytest.skip("DAPO_MEGA_TRACKERS is not set: the trackers, if any, are in this environment")
-    own = {d.metadata["Name"].lower() for d in distributions(path=[sysconfig.get_path("purelib")])}
-    replaced = sorted(own & {d.metadata["Name"].lower() for d in distributions(path=[str(extra)])})
-    assert not replaced, f"trackers need other versions of {replaced}"
+    installed = {}
+    for found in distributions(path=[str(extra), *sys.path]):
+        installed.setdefault(canonicalize_name(found.metadata["Name"]), found)  # The trackers' versions come first.
+    brought = {canonicalize_name(found.metadata["Name"]) for found in distributions(path=[str(extra)])}
+    refused = []
+    for name, found in sorted(installed.items()):
+        for wanted in map(Requirement, found.requires or ()):
+            needed = canonicalize_name(wanted.name)
+            if needed not in brought or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+                continue
+            if not wanted.specifier.contains(installed[needed].version, prereleases=True):
+                refused.append(f"{name} needs {wanted}, the trackers bring {installed[needed].version}")
+    assert not refused, refused
 
 
 def wandb_records(path):
