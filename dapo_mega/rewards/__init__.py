@@ -6,7 +6,7 @@ Rewards of a configuration are made by `dapo_mega.rewards.build`, which is not i
 """
 
 from dapo_mega.rewards.composed import ComposedReward, ComposedScore, WeightedReward
-from dapo_mega.rewards.equivalence import answers_match, validate_ground_truth
+from dapo_mega.rewards.equivalence import answers_match, same_answer, validate_ground_truth
 from dapo_mega.rewards.extraction import ExtractionStyle, extract_answer, extract_ground_truth
 from dapo_mega.rewards.grading import gold_answers
 from dapo_mega.rewards.normalization import normalize_answer
@@ -33,6 +33,7 @@ __all__ = [
     "gold_answers",
     "length_rewards",
     "normalize_answer",
+    "same_answer",
     "soft_overlong_punishment",
     "validate_ground_truth",
 ]

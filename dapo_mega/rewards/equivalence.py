@@ -19,12 +19,13 @@ from typing import Final
 
 from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.grading import gold_answers, graded, stated_truth
+from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.normalization import after_last_equals, canonical_latex, compact, left_sides, split_list
 from dapo_mega.rewards.numerals import Numeral, numerals_equal, parse_numeral
 
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _ASCII_DIGIT = re.compile(r"[0-9]")
+_GRADER: Final = Grader()
 # A name that a solution may give to its value: x, x_1, f(x), \theta, (r, \theta).
 _NAME = r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_(?:\{\w+\}|\w))?'?(?:\([a-zA-Z0-9,]{0,20}\))?"
 _NAMES: Final = re.compile(rf"{_NAME}|\({_NAME}(?:,{_NAME}){{0,9}}\)")
@@ -128,6 +129,22 @@ def answers_match(candidate: str, ground_truth: str | Sequence[str], numeric_tol
         return False
     golds = map(stated_truth, gold_answers(ground_truth))
     return any(graded(candidate, gold, numeric_tolerance) for gold in golds)
+
+
+def same_answer(first: str, second: str) -> bool:
+    r"""Whether two answers of a model are the same: `1/2` and `0.5` are, and `(x+1)^2` and `x^2+2x+1`.
+
+    Compares what the answers are (`grading`), either of them as the truth. What only computer algebra could decide,
+    such as `\log_2 8` and `3`, counts as different, and so does an answer beyond `bounds` unless it is spelt alike: the
+    answers of a whole evaluation are compared in the calling process, where nothing would end a slow comparison.
+    """
+    if first == second:
+        return True
+    if _PLAIN_INTEGER.fullmatch(first) and _PLAIN_INTEGER.fullmatch(second):
+        return int(first) == int(second)
+    if bound_violation(first) or bound_violation(second):
+        return False
+    return _GRADER.grade(first, second) is True or _GRADER.grade(second, first) is True
 
 
 def validate_ground_truth(text: str) -> str:

@@ -50,7 +50,7 @@ class Grader:
         """Whether the candidate is the truth. Both must be of bounded length."""
         if not candidate.strip():
             return False
-        if compact(clean(candidate)) == compact(clean(truth)) != "":
+        if _spelling(candidate) == _spelling(truth) != "":
             return True
         theirs, ours = _readings(candidate), _truth_readings(truth)
         return _any(self._same(a, b) for b in ours for a in theirs)
@@ -347,6 +347,11 @@ def stated_truth(truth: str) -> str:
 def graded(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
     """The final decision, with computer algebra: what a worker runs."""
     return bool(Grader(tolerance, algebra=True).grade(candidate, truth))
+
+
+@lru_cache(maxsize=8192)
+def _spelling(text: str) -> str:
+    return compact(clean(text))
 
 
 @lru_cache(maxsize=4096)

@@ -29,6 +29,7 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
@@ -41,7 +42,6 @@ from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.evaluation import Evaluator, make_evaluator
 from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder

@@ -15,9 +15,9 @@ from torch import Tensor
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.step_advantages import is_in_loss, step_advantages
 from dapo_mega.config import RunConfig
+from dapo_mega.evaluation.evaluator import EvaluatedResponse
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.objectives import TokenBatch
-from dapo_mega.rollout.evaluation import EvaluatedResponse
 from dapo_mega.samples.files import discard_after, samples_folder
 from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.samples.rows import Floats, SampleFile, Training, rows_of, rows_of_evaluation

@@ -14,9 +14,9 @@ from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed import accelerator
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
+from dapo_mega.evaluation.evaluator import make_evaluator
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
-from dapo_mega.rollout.evaluation import make_evaluator
 from dapo_mega.rollout.scoring import trial_record
 from dapo_mega.samples.files import file_of, samples_folder, write_table
 from dapo_mega.samples.pieces import TokenPieces

@@ -16,6 +16,7 @@ FLOORS = (
     {"planning", "megatron", "engines"},
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin", "samples"},
+    {"evaluation"},
     {"training"},
     {"ablation"},
     {"commands"},

@@ -24,7 +24,9 @@ ROLLOUTS: tuple[Metric, ...] = (
     Metric(
         "evaluation/maj_at_k",
         "share",
-        "Share of prompts whose most frequent answer is correct; a response without an answer does not vote.",
+        "Share of prompts whose most frequent answer is correct. Equal answers vote together, however they are spelt "
+        "(`1/2` and `0.5`); a tie of t answers counts 1/t if one of them is correct; a response without an answer does "
+        "not vote.",
         "usually above avg@k",
         "below avg@k: the model agrees on wrong answers",
         "look at the prompts; the ground truth may be wrong or have another form",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.evaluation.evaluator import make_evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.evaluation import make_evaluator
 from dapo_mega.rollout.scoring import ResponseScorer
 from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other
 

@@ -10,8 +10,8 @@ import pytest
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.prompts import load_prompts
 from dapo_mega.data.tokenizer import build_byte_tokenizer
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.rollout.evaluation import Evaluator
 from tests.unit.rollout.test_collector import HookedScorer, ScriptedEngine, collector, config, every_other, partial
 
 RECORDS = [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.evaluation.statistics import pass_at_each_k
+from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
@@ -24,20 +24,8 @@ EvaluatedResponse = tuple[Prompt, Response, ScoredResponse | None]
 """None: it could not be scored."""
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is correct) = 1 - C(n-c, k) / C(n, k)."""
-    if not 0 < k <= num_samples:
-        raise ValueError(f"k={k} must be between 1 and the number of samples {num_samples}")
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def majority_is_correct(scored: Sequence[ScoredResponse]) -> bool:
-    """Whether the most frequent answer is correct; responses without an answer do not vote, ties go to the first."""
-    votes = Counter(response.answer for response in scored if response.answer is not None)
-    if not votes:
-        return False
-    winner = votes.most_common(1)[0][0]
-    return any(bool(response.correct) for response in scored if response.answer == winner)
+def _votes(scored: Sequence[ScoredResponse]) -> Votes:
+    return count_votes([response.answer for response in scored], [bool(response.correct) for response in scored])
 
 
 def make_evaluator(
@@ -150,11 +138,13 @@ class Evaluator:
         sizes = [len(responses) for responses in by_prompt]
         metrics["evaluation/avg_at_k"] = float(np.mean([c / n for c, n in zip(correct, sizes, strict=True)]))
         if self._scorer.reads_answers:
-            metrics["evaluation/maj_at_k"] = float(np.mean([majority_is_correct(responses) for responses in by_prompt]))
+            metrics["evaluation/maj_at_k"] = float(
+                np.mean([maj_at_k(_votes(found), len(found)) for found in by_prompt])
+            )
         metrics["evaluation/pass_at_k"] = float(np.mean([c > 0 for c in correct]))
+        curve = pass_at_each_k(sizes, correct, min(sizes)).mean(axis=1)
         power = 2
         while power < min(sizes):
-            estimates = [pass_at_k(n, c, power) for n, c in zip(sizes, correct, strict=True)]
-            metrics[f"evaluation/pass_at_{power}"] = float(np.mean(estimates))
+            metrics[f"evaluation/pass_at_{power}"] = float(curve[power - 1])
             power *= 2
         return metrics
