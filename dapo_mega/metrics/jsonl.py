@@ -1,5 +1,8 @@
 """The file `metrics.jsonl`: one JSON object per step, `{"step": 7, "policy/entropy": 0.41, ...}`.
 
+What becomes known of a step after later steps were recorded, as the result of an evaluation beside training, is a
+second object with the same step, after theirs. `read_metrics` puts the two together.
+
 Each line is strict JSON. JSON has no NaN and no infinities, so these are written as the strings
 "NaN", "Infinity" and "-Infinity"; `read_metrics` turns them back into floats.
 """
@@ -22,12 +25,15 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a `metrics.jsonl`, in file order; `step` is an int, all else floats.
+    """The records of a `metrics.jsonl`, one per step in rising order; `step` is an int, all else floats.
 
     A last line that a crash left incomplete is ignored. Raises FileNotFoundError, or ValueError with
     the line number where any earlier line is not a record.
     """
-    return [record for _, record in _records(path)]
+    by_step: dict[float, dict[str, float]] = {}
+    for _, record in _records(path):
+        by_step.setdefault(record["step"], {}).update(record)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def drop_from_step(path: Path, start_step: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 import struct
 import time
@@ -19,6 +18,7 @@ from tensorboard.plugins.hparams.api_pb2 import DataType, Experiment, HParamInfo
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from torch.utils.tensorboard import SummaryWriter
 
+from dapo_mega.atomic_files import replace_file
 from dapo_mega.metrics import figures
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.catalogue.tables import metric_tables
@@ -32,6 +32,8 @@ class TensorBoardLog:
     """Writes event files into a folder. What earlier runs wrote there from `start_step` on is removed."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
+        for path in folder.glob("events.out.tfevents.*.tmp"):  # A start that was killed here left it.
+            path.unlink()
         earlier = sorted(folder.glob("events.out.tfevents.*"))
         for path in earlier:
             _drop_from_step(path, start_step)
@@ -128,20 +130,24 @@ def _metric_info(name: str) -> MetricInfo:
 
 
 def _drop_from_step(path: Path, start_step: int) -> None:
-    """Cut an event file before its first event of `start_step` or later, or where a crash tore it."""
+    """Remove an event file's events of `start_step` or later, and one that a crash tore. Events of earlier steps stay
+    also where they come after those of later steps, as results of evaluations beside training do."""
     content = path.read_bytes()
-    end = 0
-    while end + 12 <= len(content):
+    kept = []
+    start = 0
+    while start + 12 <= len(content):
         # A record: its length in 8 bytes, their checksum in 4, the event, its checksum in 4.
-        (length,) = struct.unpack_from("<Q", content, end)
-        if end + 16 + length > len(content):
+        (length,) = struct.unpack_from("<Q", content, start)
+        end = start + 16 + length
+        if end > len(content):
             break
-        event = Event.FromString(content[end + 12 : end + 12 + length])
-        if event.step >= start_step and not event.HasField("file_version"):
-            break
-        end += 16 + length
-    if end < len(content):
-        os.truncate(path, end)
+        event = Event.FromString(content[start + 12 : end - 4])
+        if event.step < start_step or event.HasField("file_version"):
+            kept.append(content[start:end])
+        start = end
+    remaining = b"".join(kept)
+    if len(remaining) < len(content):
+        replace_file(path, remaining)
 
 
 def _wait_for_a_later_file_name(earlier: Sequence[Path]) -> None:

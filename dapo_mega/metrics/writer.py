@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes one record per step to `log_dir/tensorboard` and to `log_dir/metrics.jsonl`.
+    """Writes one record per step to `log_dir/tensorboard` and to `log_dir/metrics.jsonl`, and a second one for what
+    becomes known of a step later.
 
     A run that resumes gives the step it starts from: what an earlier run recorded from that step on is
     removed from both, so that each step is there once. One process writes to a `log_dir`. Each record
@@ -70,24 +72,35 @@ class MetricsWriter:
         Raises ValueError, and writes nothing, for a malformed name, a step before `start_step`, a step
         at or before the last one written, or after `close`.
         """
-        if self._file.closed:
-            raise ValueError(f"cannot write step {step}: the writer of {self._path} is closed")
         if step < self._next_step:
             raise ValueError(
                 f"step {step} is already written or before the start; the next step is {self._next_step} "
                 "or later. Put all metrics of a step in one call"
             )
-        histograms = histograms or {}
-        for name in (*metrics, *histograms):
+        self._write(Record(step, metrics, histograms or {}, tuple(examples)))
+        self._next_step = step + 1
+
+    def add(self, step: int, metrics: Mapping[str, float], examples: Sequence[Example] = ()) -> None:
+        """Write what has become known of an earlier step: once per step, in rising order.
+
+        Raises ValueError, and writes nothing, for a malformed name, a step that is not written yet, or after `close`.
+        """
+        if step >= self._next_step:
+            raise ValueError(f"step {step} is not written yet; put all metrics of a new step in one call of write")
+        self._write(Record(step, metrics, examples=tuple(examples), is_late=True))
+
+    def _write(self, record: Record) -> None:
+        if self._file.closed:
+            raise ValueError(f"cannot write step {record.step}: the writer of {self._path} is closed")
+        for name in (*record.metrics, *record.histograms):
             validate_metric_name(name)
-        self._file.write(encode_line(step, metrics))
+        self._file.write(encode_line(record.step, record.metrics))
         self._file.flush()
         os.fsync(self._file.fileno())
-        texts = {EXAMPLES_TAG: examples_as_markdown(examples)} if examples else {}
-        self._tensorboard.write(step, metrics, histograms, texts)
-        self._next_step = step + 1
+        texts = {EXAMPLES_TAG: examples_as_markdown(record.examples)} if record.examples else {}
+        self._tensorboard.write(record.step, record.metrics, record.histograms, texts)
         if self._trackers:
-            record = Record(step, {n: float(v) for n, v in metrics.items()}, histograms, tuple(examples))
+            record = replace(record, metrics={name: float(value) for name, value in record.metrics.items()})
             for tracker in self._trackers:
                 tracker.log(record)
 

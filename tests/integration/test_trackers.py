@@ -50,7 +50,8 @@ def packages():
 
 @pytest.fixture(scope="module")
 def folder(packages, tmp_path_factory):
-    """A run that all trackers get: steps 0 to 3, stopped; then continued from step 2 to 5, and finished."""
+    """A run that all trackers get: steps 0 to 3, stopped; then continued from step 2 to 5, and finished. What belongs
+    to steps 1 and 4 comes late."""
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
@@ -68,7 +69,10 @@ def folder(packages, tmp_path_factory):
         record(stopped, range(4), is_second=False)
         stopped.close(is_finished=False)
         continued = open_writer(config, 2)
-        record(continued, range(2, 6), is_second=True)
+        continued.write(2, {"policy/loss": 2.5})
+        continued.add(1, {"evaluation/late": 0.125})
+        record(continued, range(3, 6), is_second=True)
+        continued.add(4, {"evaluation/late": 0.25})
         continued.close(is_finished=True)
         logs = {name: (folder / "mine" / "tracking" / f"{name}.log").read_text() for name in BACKENDS}
         assert not [name for name, log in logs.items() if "Traceback" in log or "did not take" in log], logs
@@ -84,6 +88,7 @@ def record(writer, steps, *, is_second):
 
 EXPECTED = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5)]
 """Every step once; those that were recorded before the stop as they were then."""
+LATE = [(1, 0.125), (4, 0.25)]
 
 
 def test_the_packages_break_nothing_in_the_environment():
@@ -136,8 +141,10 @@ def test_wandb_has_one_run_with_each_step_once(folder):
             if found.HasField("exit"):
                 exits.append(found.exit.exit_code)
     assert set(runs) == {(identity, "mine", "tests")}
-    assert [(step, row["policy/loss"]) for step, row in rows] == EXPECTED
-    assert rows[5][1]["rollout/reward/values"] == [5, 1], rows[5]
+    assert [(step, row["policy/loss"]) for step, row in rows if "policy/loss" in row] == EXPECTED
+    late = [(row["evaluation/step"], row["evaluation/late"]) for _, row in rows if "evaluation/late" in row]
+    assert late == LATE
+    assert rows[-1][1]["rollout/reward/values"] == [5, 1], rows[-1]
     assert [step for step, row in rows if any(name.startswith("samples/") for name in row)] == [3]
     assert exits == [1, 0]
     assert "learning_rate" in texts
@@ -149,11 +156,13 @@ def test_mlflow_has_one_run_with_each_step_once(folder):
         runs = database.execute("select name, status from runs").fetchall()
         losses = "select step, value from metrics where key = 'policy/loss' order by step"
         history = database.execute(losses).fetchall()
+        late = database.execute(losses.replace("policy/loss", "evaluation/late")).fetchall()
         names = {name for (name,) in database.execute("select key from metrics")}
         params = dict(database.execute("select key, value from params").fetchall())
     assert runs == [("mine", "FINISHED")]
     assert history == EXPECTED
-    assert names == {"policy/loss", "evaluation/pass_at_1"}
+    assert late == LATE
+    assert names == {"policy/loss", "evaluation/pass_at_1", "evaluation/late"}
     assert params["optimizer.learning_rate"] == "1e-05"
     (sample,) = (folder / "mlruns").rglob("evaluation_step_*.md")
     assert "<b>3" in sample.read_text()
@@ -167,8 +176,9 @@ def test_trackio_has_one_run_with_each_step_once(folder, monkeypatch):
     storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
     (run,) = trackio.Api().runs("tests")
     rows = storage.get_logs("tests", run.name)
-    assert [(row["step"], row["policy/loss"]) for row in rows] == EXPECTED
-    assert rows[5]["rollout/reward"]["values"] == [5, 1]
+    assert [(row["step"], row["policy/loss"]) for row in rows if "policy/loss" in row] == EXPECTED
+    assert [(row["step"], row["evaluation/late"]) for row in rows if "evaluation/late" in row] == LATE
+    assert next(row for row in rows if row["step"] == 5)["rollout/reward"]["values"] == [5, 1]
     assert [row["step"] for row in rows if "samples/evaluation" in row] == [3]
     assert run.config["optimizer"]["learning_rate"] == 1e-5
     assert "secret" not in str(run.config)

@@ -42,12 +42,14 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run records of one step."""
+    """What a run records of one step. `is_late`: it adds to the record of this step, and comes after those of later
+    steps."""
 
     step: int
     metrics: Mapping[str, float]
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
+    is_late: bool = False
 
     def to_line(self) -> str:
         return json.dumps(dataclasses.asdict(self)) + "\n"
@@ -61,6 +63,7 @@ class Record:
             values["metrics"],
             {name: Histogram(h["low"], h["high"], tuple(h["counts"])) for name, h in histograms},
             tuple(Example(**example) for example in values["examples"]),
+            values["is_late"],
         )
 
 

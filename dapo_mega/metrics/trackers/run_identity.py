@@ -23,18 +23,29 @@ def run_id_in(folder: Path, *, is_new: bool) -> str:
 
 
 class LastStep:
-    """The last step of a run that a tracker has, in a file that outlives the tracker's process."""
+    """The last step of a run that a tracker has, in a file that outlives the tracker's process. `late_step` is the last
+    one of which it has what came after the records of later steps."""
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
         known = _read(path)
-        self.step: int = known["last_step"] if known.get("id") == run_id else -1
+        is_same = known.get("id") == run_id
+        self.step: int = known["last_step"] if is_same else -1
+        self.late_step: int = known.get("last_late_step", -1) if is_same else -1
 
-    def set(self, step: int) -> None:
-        """Remember that the tracker has this step."""
-        self.step = step
-        replace_file(self._path, json.dumps({"id": self._run_id, "last_step": step}) + "\n")
+    def has(self, step: int, *, is_late: bool) -> bool:
+        """Whether the tracker has the record of this step, or of a later one."""
+        return step <= (self.late_step if is_late else self.step)
+
+    def set(self, step: int, *, is_late: bool) -> None:
+        """Remember that the tracker has this record."""
+        if is_late:
+            self.late_step = step
+        else:
+            self.step = step
+        values = {"id": self._run_id, "last_step": self.step, "last_late_step": self.late_step}
+        replace_file(self._path, json.dumps(values) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

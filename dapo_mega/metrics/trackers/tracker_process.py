@@ -35,7 +35,7 @@ class Tracker(Protocol):
     """Where the run can be seen, if that is known."""
 
     def log(self, record: Record) -> None:
-        """Send a record; steps rise."""
+        """Send a record. Steps rise, those of late records for themselves."""
 
     def finish(self, *, is_finished: bool) -> None:
         """Send what is still to be sent, and mark the run as finished or as stopped."""
@@ -122,7 +122,7 @@ class _Service:
     def take(self, record: Record) -> None:
         """Give the tracker a record, unless it has one of this step or a later one: a resumed run computes again what
         it lost, and trackers cannot take a step back."""
-        if record.step <= self._last.step:
+        if self._last.has(record.step, is_late=record.is_late):
             return
         if self._tracker is None:
             self.open()
@@ -130,7 +130,7 @@ class _Service:
         if self._tracker is not None:
             with self._failures_told():
                 self._tracker.log(record)
-                self._last.set(record.step)
+                self._last.set(record.step, is_late=record.is_late)
                 self._num_lost -= 1
 
     def finish(self, *, is_finished: bool) -> None:

@@ -12,11 +12,14 @@ from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, shortened
 from dapo_mega.metrics.trackers.records import Record, TrackedRun
 
+_LATE_STEP = "evaluation/step"
+
 
 class WandbRun:
     """Metrics under their names, which wandb groups by what stands before the slash; histograms; a table of samples.
 
-    wandb takes steps in rising order only.
+    wandb takes steps in rising order only. What comes late is therefore in the row of the newest step, with the step
+    that it belongs to beside it, and wandb draws it over that.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -40,7 +43,12 @@ class WandbRun:
         values.update({name: _histogram(histogram) for name, histogram in record.histograms.items()})
         if record.examples:
             values[EXAMPLES_TAG] = _table(record.examples)
-        self._run.log(values, step=record.step)
+        if record.is_late:
+            self._run.define_metric("evaluation/*", step_metric=_LATE_STEP)
+            # Without commit, as the next step may be the one that a resumed run stands at.
+            self._run.log({**values, _LATE_STEP: record.step}, commit=False)
+        else:
+            self._run.log(values, step=record.step)
 
     def finish(self, *, is_finished: bool) -> None:
         """See `Tracker`."""

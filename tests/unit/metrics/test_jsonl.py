@@ -52,6 +52,23 @@ def test_a_damaged_line_before_the_last_is_named_in_the_error(tmp_path, line):
     assert "\n" not in str(caught.value)
 
 
+def test_what_became_known_later_is_read_and_dropped_with_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    late = [
+        (2, {"a/b": 2.0}),
+        (3, {"a/b": 3.0}),
+        (2, {"c/d": 2.5}),
+        (4, {"a/b": 4.0}),
+        (3, {"c/d": 3.5}),
+        (1, {"c/d": 1}),
+    ]
+    path.write_text("".join(encode_line(step, metrics) for step, metrics in late))
+    whole = [{"step": 1, "c/d": 1.0}, *({"step": s, "a/b": float(s), "c/d": s + 0.5} for s in (2, 3))]
+    assert read_metrics(path) == [*whole, {"step": 4, "a/b": 4.0}]
+    assert drop_from_step(path, 3) == 3
+    assert read_metrics(path) == whole[:2]
+
+
 def test_drop_keeps_the_bytes_of_earlier_steps_and_leaves_no_other_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     odd_but_valid = '{"a/b":1e0,   "step":0}\n'

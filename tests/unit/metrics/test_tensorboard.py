@@ -110,6 +110,21 @@ def test_a_torn_event_is_cut_off_at_a_resume(tmp_path):
     assert [event.step for event in read(tmp_path).Scalars("policy/entropy")] == [0, 1, 2, 3, 4]
 
 
+def test_what_became_known_later_is_shown_at_its_step_also_after_a_resume(tmp_path):
+    record(tmp_path, range(6))
+    with MetricsWriter(tmp_path, 6) as writer:
+        writer.write(6, {"policy/entropy": 6.0})
+        writer.add(2, {"evaluation/avg_at_k": 0.25}, [Example("1+1=", "late", "2", True)])
+        writer.write(7, {"policy/entropy": 7.0})
+        writer.add(6, {"evaluation/avg_at_k": 0.5})
+    evaluated = [(event.step, event.value) for event in read(tmp_path).Scalars("evaluation/avg_at_k")]
+    assert evaluated == [(2, 0.25), (6, 0.5)]
+    assert "late" in texts(tmp_path, "samples/evaluation")[2]
+    record(tmp_path, [4], start_step=4)
+    assert [event.step for event in read(tmp_path).Scalars("evaluation/avg_at_k")] == [2]
+    assert [event.step for event in read(tmp_path).Scalars("policy/entropy")] == [0, 1, 2, 3, 4]
+
+
 def test_what_a_model_wrote_is_shown_and_not_interpreted():
     page = markdown_to_safe_html(examples_as_markdown([Example(HOSTILE, HOSTILE, HOSTILE, True, HOSTILE)]))
     assert page.count("<h3>") == 1

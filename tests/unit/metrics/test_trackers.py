@@ -206,6 +206,20 @@ def test_a_resumed_run_sends_no_step_twice(tmp_path):
     assert other.got == [0, 1, "finished"]
 
 
+def test_what_became_known_later_is_sent_once_for_each_step(tmp_path):
+    def lines(*records):
+        return [Record(step, {}, is_late=is_late).to_line() for step, is_late in records]
+
+    first, second = Fake(), Fake()
+    for fake, records in (
+        (first, [(0, False), (1, False), (0, True), (2, False)]),
+        (second, [(1, False), (0, True), (2, False), (1, True), (3, False), (3, True)]),
+    ):
+        serve(lines(*records), tracked_run(tmp_path), "fake", lambda run, fake=fake: fake, lambda **event: None)
+    assert first.got == [0, 1, 0, 2, "stopped"]
+    assert second.got == [1, 3, 3, "stopped"]
+
+
 def test_a_step_that_a_tracker_did_not_take_is_sent_after_a_resume(tmp_path):
     serve_steps(tmp_path, lambda run: Fake(fails_at=[2, 3]), range(4), end=False)
     second = Fake()
@@ -235,7 +249,7 @@ def test_a_tracker_that_cannot_be_opened_is_not_asked_again_at_once(tmp_path):
 
 def test_a_record_survives_its_way_to_the_tracker():
     record = Record(
-        3, {"a/b": float("inf")}, {"c/d": Histogram(0.0, 2.0, (1, 2))}, (Example("p", "\u2028", "g", True),)
+        3, {"a/b": float("inf")}, {"c/d": Histogram(0.0, 2.0, (1, 2))}, (Example("p", "\u2028", "g", True),), True
     )
     assert Record.from_line(record.to_line()) == record
     assert record.to_line().count("\n") == 1

@@ -113,6 +113,15 @@ def test_a_step_already_written_or_before_the_start_is_refused(tmp_path, step):
     assert records(tmp_path) == [(5, 1.0)]
 
 
+def test_only_a_step_that_is_written_can_be_added_to(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"policy/loss": 1.0})
+        with pytest.raises(ValueError, match="step 1 is not written yet"):
+            writer.add(1, {"evaluation/k": 2.0})
+        writer.add(0, {"evaluation/k": 2.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "policy/loss": 1.0, "evaluation/k": 2.0}]
+
+
 def test_a_malformed_name_is_refused_and_nothing_is_written(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         with pytest.raises(ValueError, match="stage/name"):
