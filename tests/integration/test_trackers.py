@@ -142,7 +142,7 @@ def test_wandb_has_one_run_with_each_step_once(folder):
                 exits.append(found.exit.exit_code)
     assert set(runs) == {(identity, "mine", "tests")}
     assert [(step, row["policy/loss"]) for step, row in rows if "policy/loss" in row] == EXPECTED
-    late = [(row["evaluation/step"], row["evaluation/late"]) for _, row in rows if "evaluation/late" in row]
+    late = [(row["evaluation_step"], row["evaluation/late"]) for _, row in rows if "evaluation/late" in row]
     assert late == LATE
     assert rows[-1][1]["rollout/reward/values"] == [5, 1], rows[-1]
     assert [step for step, row in rows if any(name.startswith("samples/") for name in row)] == [3]

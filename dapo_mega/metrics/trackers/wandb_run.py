@@ -12,7 +12,7 @@ from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, shortened
 from dapo_mega.metrics.trackers.records import Record, TrackedRun
 
-_LATE_STEP = "evaluation/step"
+_LATE_STEP = "evaluation_step"
 
 
 class WandbRun:
