@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from dapo_mega.config import RewardConfig, RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.config.components import KINDS, Component, ComponentConfig
+from dapo_mega.evaluation.benchmarks import benchmark_table
 from dapo_mega.metrics.catalogue.tables import metric_tables
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -258,6 +259,7 @@ PARTS = [
     GeneratedPart(PACKAGE / "README.md", "file tree", file_tree),
     GeneratedPart(REPOSITORY / "configs" / "README.md", "reference of configuration keys", configuration_keys),
     GeneratedPart(PACKAGE / "metrics" / "README.md", "tables of metrics", metric_tables),
+    GeneratedPart(REPOSITORY / "tools" / "evaluation.md", "table of benchmarks", benchmark_table),
 ]
 """Every generated part. To add one: a function that makes its text, a line here, and the two comments in its page."""
 

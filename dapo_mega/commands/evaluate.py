@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     from dapo_mega.config import RunConfig, load_config
-    from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
+    from dapo_mega.evaluation.held_out import evaluate_checkpoint
 
     metrics = evaluate_checkpoint(load_config(RunConfig, arguments.config, arguments.overrides), arguments.samples)
     for name, value in metrics.items():

@@ -40,7 +40,8 @@ class DatasetConfig(Section):
 
     path: str = Field(
         json_schema_extra=FREE,
-        description="File (parquet, JSON, JSONL, arrow), folder of such files, or name of a Hugging Face dataset.",
+        description="File (parquet, JSON, JSONL, arrow), folder of such files, or name of a Hugging Face dataset, with "
+        ":configuration where it has several (openai/gsm8k:main).",
     )
     split: str = Field(
         default="train",

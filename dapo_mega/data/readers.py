@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
 
 _BATCH_ROWS = 1024
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
 
@@ -251,10 +251,12 @@ def _saved_dataset(path: Path, split: str) -> datasets.Dataset:
 
 
 def _hub_dataset(name: str, split: str) -> datasets.Dataset:
+    """Of a name with `:configuration`, that one."""
     import datasets
 
+    dataset, _, configuration = name.partition(":")
     try:
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(dataset, configuration or None, split=split)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -1,4 +1,4 @@
-"""Held-out evaluation: mean reward, and avg@k, pass@k and maj@k over k sampled responses per prompt."""
+"""Samples k responses per held-out prompt and scores them, in a run and for a model on its own."""
 
 from __future__ import annotations
 
@@ -78,40 +78,52 @@ class Evaluator:
             config.temperature, config.top_p, config.top_k, max_response_tokens, stop_token_ids
         )
 
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """k requests per prompt, those of a prompt one after the other. Their seeds depend on the run's seed only."""
+        k = self._config.samples_per_prompt
+        return [
+            GenerationRequest(request_id, prompt.token_ids, (self._seed << 64) | request_id, self._sampling)
+            for i, prompt in enumerate(self._prompts)
+            for request_id in range(_FIRST_REQUEST_ID + i * k, _FIRST_REQUEST_ID + (i + 1) * k)
+        ]
+
+    def score(self, responses: Sequence[Response]) -> list[EvaluatedResponse]:
+        """Responses to any of `requests`, with their prompts and scores, in the order given."""
+        prompts = [self._prompts[self._place(response)] for response in responses]
+        scored = self._scorer.score(list(zip(prompts, responses, strict=True)))
+        self._scorer.pop_counts()
+        return [
+            (prompt, response, result if isinstance(result, ScoredResponse) else None)
+            for prompt, response, result in zip(prompts, responses, scored, strict=True)
+        ]
+
     def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
         """Returns the metrics. `generate` answers requests in the order given. Responses that could not be generated or
         scored are left out of every mean and counted in `evaluation/failed` and `evaluation/unscored`. Metrics of
         correctness are left out where the reward does not judge it."""
-        k = self._config.samples_per_prompt
-        requests = []
-        for i, prompt in enumerate(self._prompts):
-            for j in range(k):
-                request_id = _FIRST_REQUEST_ID + i * k + j
-                seed = (self._seed << 64) | request_id
-                requests.append(GenerationRequest(request_id, prompt.token_ids, seed, self._sampling))
-        answers = generate(requests)
-        answered = [(i // k, answer) for i, answer in enumerate(answers) if isinstance(answer, Response)]
-        scored = self._scorer.score([(self._prompts[i], response) for i, response in answered])
+        requests = self.requests
+        answered = [answer for answer in generate(requests) if isinstance(answer, Response)]
+        self._results = self.score(answered)
         by_prompt: list[list[ScoredResponse]] = [[] for _ in self._prompts]
-        for (i, _), response in zip(answered, scored, strict=True):
-            if isinstance(response, ScoredResponse):
-                by_prompt[i].append(response)
-        self._scorer.pop_counts()
+        for _, response, scored in self._results:
+            if scored:
+                by_prompt[self._place(response)].append(scored)
         self.examples = self._examples(by_prompt)
-        self._results = [
-            (self._prompts[i], response, result if isinstance(result, ScoredResponse) else None)
-            for (i, response), result in zip(answered, scored, strict=True)
-        ]
         metrics = self._summary([responses for responses in by_prompt if responses])
         metrics["evaluation/failed"] = float(len(requests) - len(answered))
         metrics["evaluation/unscored"] = float(len(answered) - sum(map(len, by_prompt)))
         if answered:
-            lengths = [len(response.token_ids) for _, response in answered]
+            lengths = [len(response.token_ids) for response in answered]
             metrics["evaluation/response_length_mean"] = float(np.mean(lengths))
             metrics["evaluation/truncated_share"] = float(
-                np.mean([response.finish_reason == "length" for _, response in answered])
+                np.mean([response.finish_reason == "length" for response in answered])
             )
         return metrics
+
+    def _place(self, response: Response) -> int:
+        """The number of the prompt that was asked."""
+        return (response.request_id - _FIRST_REQUEST_ID) // self._config.samples_per_prompt
 
     def _examples(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> list[Example]:
         """Of prompts all over the data set, the same ones in every evaluation."""

@@ -1,1 +1,1 @@
-"""Algorithm 1 of the paper up to the buffer: sample, score, filter, keep; and held-out evaluation. No updates."""
+"""Algorithm 1 of the paper up to the buffer: sample, score, filter, keep. No updates."""

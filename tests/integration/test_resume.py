@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from dapo_mega.config import RunConfig, load_config
+from dapo_mega.evaluation.held_out import evaluate_checkpoint
 from dapo_mega.metrics import read_metrics
-from dapo_mega.training.standalone_evaluation import evaluate_checkpoint
 from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 
 from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done

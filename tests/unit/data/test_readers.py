@@ -173,7 +173,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_name_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unreachable(name: str, split: str) -> None:
+    def unreachable(name: str, configuration: None, split: str) -> None:
         raise ConnectionError(f"Couldn't reach {name!r}\non the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -189,3 +189,18 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
     _write_parquet(tmp_path / "x.parquet", RECORDS)
     tmp_path.chmod(0o500)
     assert _rows(tmp_path) == RECORDS
+
+
+def test_a_hub_name_may_say_which_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(name, configuration, split):
+        asked.append((name, configuration, split))
+        return datasets.Dataset.from_list([{"question": "1+1?"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for path in ("openai/gsm8k:main", "math-ai/aime25"):
+        assert [row.values for row in read_rows(DatasetConfig(path=path, split="test"))] == [{"question": "1+1?"}]
+    assert asked == [("openai/gsm8k", "main", "test"), ("math-ai/aime25", None, "test")]
