@@ -64,7 +64,7 @@ def test_the_reference_of_the_next_problem_is_graded_wrong():
         refused = set(wrong(name, items))
         accepted = [item for item in items if item not in refused]
         assert all(value(answer) == value(truth) for answer, truth in accepted), (name, accepted)
-        assert len(accepted) <= 1 + 0.03 * len(items), name
+        assert len(accepted) <= 3 + 0.03 * len(items), name
 
 
 def value(text):
