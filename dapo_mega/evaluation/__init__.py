@@ -1,1 +1,1 @@
-"""How good a model is: benchmarks, held-out evaluation, statistics over problems, and comparisons of saved evaluations"""
+"""How good a model is: benchmarks, held-out evaluation, statistics over problems, comparisons of saved evaluations"""
