@@ -103,20 +103,32 @@ class Endpoints:
         self._key = read_key(settings.api_key_env, settings.api_key_file)
         self._health = _Health()
 
-    def post_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any | Unanswered]:
-        """The servers' answers as parsed JSON, in order."""
+    def post_all(
+        self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None] = lambda index, answer: None
+    ) -> list[Any | Unanswered]:
+        """The servers' answers as parsed JSON, in order. `on_answer` gets each with its index as soon as it is there,
+        but not what is `Unanswered`; what it raises is raised at the end."""
         if not bodies:
             return []
-        return asyncio.run(self._post_all(bodies))
+        return asyncio.run(self._post_all(bodies, on_answer))
 
-    async def _post_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any | Unanswered]:
+    async def _post_all(
+        self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None]
+    ) -> list[Any | Unanswered]:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         self._free = asyncio.Semaphore(self._settings.concurrency)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-            tasks = [asyncio.create_task(self._post(session, body)) for body in bodies]
+
+            async def answered(index: int) -> Any | Unanswered:
+                answer = await self._post(session, bodies[index])
+                if not isinstance(answer, Unanswered):
+                    on_answer(index, answer)
+                return answer
+
+            tasks = [asyncio.create_task(answered(index)) for index in range(len(bodies))]
             await asyncio.wait(tasks, timeout=self._settings.deadline_s)
             for task in tasks:
                 task.cancel()

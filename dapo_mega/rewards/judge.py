@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.chat import CHAT_PATH, boundary, check_completion, fill, text_after_thoughts, was_cut_off
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line, plain
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 
@@ -34,9 +34,6 @@ How right and complete is the response, from 0 (wrong) to 10 (right, complete an
 sentences. Then end with one line of exactly this form and nothing after it:
 Score: <a number from 0 to 10>"""
 DEFAULT_PATTERN = r"\**Score:?\**:?\s*\**(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\**\.?"
-
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
-_THOUGHTS_END = "</think>"
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class JudgeReward:
             raise InputError("pattern has no group; put the score in parentheses")
         if "{response}" not in settings.template:
             raise InputError("template has no {response}; the judge would not see what it grades")
-        self._endpoints = Endpoints(settings.endpoints, "/chat/completions", _check_completion)
+        self._endpoints = Endpoints(settings.endpoints, CHAT_PATH, check_completion)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
@@ -105,10 +102,9 @@ class JudgeReward:
     def _result(self, question: _Question, answer: Any) -> Score | ScoringFailure:
         if isinstance(answer, Unanswered):
             return ScoringFailure(answer.reason)
-        choice = answer["choices"][0]
-        if choice.get("finish_reason") == "length":
+        if was_cut_off(answer):
             return ScoringFailure(f"the judge's answer was cut off after max_tokens={self._settings.max_tokens}")
-        text = choice["message"]["content"] or ""
+        text = text_after_thoughts(answer)
         try:
             score = self._verdict(text)
         except ValueError as error:
@@ -121,7 +117,6 @@ class JudgeReward:
 
     def _verdict(self, text: str) -> float:
         """The score in a judge's answer. Raises ValueError where there is none, or none within the range."""
-        text = text.rpartition(_THOUGHTS_END)[2].strip()
         if self._settings.verdict == "json":
             score = _last_json_value(text, self._settings.json_key)
         else:
@@ -149,20 +144,15 @@ def filled(template: str, record: RewardRecord, response: str) -> str:
     `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{boundary}` and columns of the row. `{{` and `}}` are
     braces, and braces around anything but a name are left alone. Raises KeyError for a column that the row lacks.
     """
-    # Whoever writes a response cannot know a mark that depends on all of it.
-    digest = hashlib.sha256(f"{record.prompt}\0{response}".encode(errors="surrogatepass")).hexdigest()[:16]
     values: dict[str, Any] = {
         "prompt": record.prompt,
         "response": response,
         "ground_truth": record.ground_truth,
         "data_source": record.data_source,
-        "boundary": f"=== {digest} ===",
+        "boundary": boundary(record.prompt, response),
     }
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
-        if name is None:
-            return found[0][0]
+    def value(name: str) -> str:
         if name in values:
             return str(values[name])
         content: Any = record.fields
@@ -172,7 +162,7 @@ def filled(template: str, record: RewardRecord, response: str) -> str:
             content = content[part]
         return content if isinstance(content, str) else json.dumps(plain(content), ensure_ascii=False)
 
-    return _PLACEHOLDER.sub(value, template)
+    return fill(template, value)
 
 
 def shortened(text: str, most: int) -> tuple[str, int]:
@@ -182,16 +172,6 @@ def shortened(text: str, most: int) -> tuple[str, int]:
     head, tail = most - most // 2, most // 2
     num_cut = len(text) - most
     return f"{text[:head]}\n[... {num_cut:,} characters left out ...]\n{text[len(text) - tail :]}", num_cut
-
-
-def _check_completion(request: Mapping[str, Any], answer: Any) -> None:
-    """Raises ValueError for what is no chat completion."""
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError(f"the answer is no chat completion: {answer!r}") from None
-    if content is not None and not isinstance(content, str):
-        raise ValueError("the content of the answer's message is not text")
 
 
 def _last_json_value(text: str, key: str) -> float:

@@ -62,9 +62,11 @@ class FleetClient:
         run: str = "",
         arch: Architecture | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        kind: type[Membership] = Membership,
     ) -> None:
         """`vocab_size` bounds the token ids that are sent. `run` names this start of the trainer to engines. The
         engines' models must have the sizes `arch`. `check_stop` is called during waits and may raise StopRequested.
+        `kind` decides when engines serve.
         Raises InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
         self._check_stop = check_stop
@@ -74,7 +76,7 @@ class FleetClient:
         self._thread = LoopThread("rollout-fleet")
 
         async def found() -> Membership:
-            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
+            return kind(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
 
         self._membership = self._thread.run(found())
         self._members = self._membership.members
@@ -159,7 +161,7 @@ class FleetClient:
                 raise FleetError(
                     f"{present} of {self._fleet.min_engines} required engines (rollout.fleet.min_engines) are "
                     f"reachable after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
-                    f"launch/serve_rollouts.py, and run the same command: training resumes from the last checkpoint"
+                    f"launch/serve_rollouts.py, and run the same command, which continues"
                 )
             if waited > speaks_next:
                 self._membership.counts["pauses"] += not is_paused

@@ -24,6 +24,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
 from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
+from dapo_mega.engines.sglang.engine_fit import incompatibility
 from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.engines.sglang.event_loop import report_fault
 from dapo_mega.engines.sglang.health import HealthMonitor
@@ -39,7 +40,6 @@ _UPKEEP_S = 1.0
 _MAX_FAILED_UPDATES = 3
 # A killed trainer's unfinished update may end after this run's first update.
 _LATE_UPDATES = 1
-_NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 State = Literal["joining", "outdated", "serving", "away", "refused"]
 
@@ -71,6 +71,9 @@ class Member:
 
 class Membership:
     """Adds and removes engines as registry, monitor and dispatcher report them. Made on a running event loop."""
+
+    _takes_over = True
+    """Whether engines are resumed and others' calls aborted."""
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class Membership:
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
             on_change=self._changed,
+            resumes=self._takes_over,
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
@@ -295,24 +299,31 @@ class Membership:
                 member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
             self._check_foreign(url, member, info, is_new)
             member.info = info
-            difference = _incompatibility(info, self._config, self._vocab_size)
-            if not difference and self._arch:
-                difference = model_difference(info.model, self._arch)
-            if difference:
+            if difference := self._difference(info):
                 self._refuse(member, difference)
                 return
-            await member.client.resume()
-            if member.changes == change:
-                await member.client.abort(all=True)
+            if self._takes_over:
+                await member.client.resume()
+                if member.changes == change:
+                    await member.client.abort(all=True)
         except EngineError as error:
             if member.changes == change:
                 member.state, member.reason = "away", str(error)
             return
         if member.changes == change:
-            member.state, member.version, member.reason = "outdated", -1, ""
             self.counts["engines_joined"] += 1
-            logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
-            self._warn_about_plugin(url, info)
+            self._admit(member, info)
+
+    def _difference(self, info: EngineInfo) -> str:
+        """Why the engine cannot serve this run; empty when it can."""
+        difference = incompatibility(info, self._config, self._vocab_size)
+        return difference or (model_difference(info.model, self._arch) if self._arch else "")
+
+    def _admit(self, member: Member, info: EngineInfo) -> None:
+        """Take the engine into the fleet: it waits for the current weights."""
+        member.state, member.version, member.reason = "outdated", -1, ""
+        logger.info("engine %s (SGLang %s) is ready for weights", info.url, info.version)
+        self._warn_about_plugin(info.url, info)
 
     def _warn_about_plugin(self, url: str, info: EngineInfo) -> None:
         if info.has_plugin:
@@ -365,36 +376,3 @@ def _no_engine(answer: str) -> str:
         f"it is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
         "prints it, with no router or proxy between"
     )
-
-
-def _incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
-    """Why the engine cannot serve this run; empty when it can."""
-    if info.vocab_size not in (None, vocab_size):
-        return f"its model has a vocabulary of {info.vocab_size} tokens and the policy one of {vocab_size}"
-    wanted = config.engine_dtype
-    if wanted == "fp8":
-        if info.quantization != "fp8":
-            return "it is not quantized to fp8 but rollout.dtype=fp8; start it with --dtype fp8"
-    elif info.dtype not in (wanted, _NAMES_OF_DTYPES[wanted]):
-        return (
-            f"it computes in {info.dtype} but the run expects {_NAMES_OF_DTYPES[wanted]}; start it with --dtype "
-            f"{wanted}, or set rollout.dtype"
-        )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if info.context_length is not None and info.context_length < longest:
-        return (
-            f"its context of {info.context_length} tokens is shorter than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {longest}; start it with --context-length {longest}"
-        )
-    if not info.supports_sessions and config.sync_transport != "disk":
-        return (
-            f"its SGLang {info.version} has no /begin_weight_update; use a newer SGLang (0.5.23 is tested) or "
-            "weight_sync.transport=disk"
-        )
-    sync = config.weight_sync
-    if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
-        return (
-            "with weight_sync.pause=in_place its prefix cache would keep entries of old weights; start it with "
-            "--disable-radix-cache, or use pause=retract or abort"
-        )
-    return ""

@@ -14,9 +14,11 @@ from aiohttp import web
 
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
+from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.types import Answer, GenerationRequest, Response, SamplingParams
 from tools.scripted_engine import ScriptedEngine, logprob_of, next_token
 
+KEY = "secret"
 VOCAB_SIZE = 1000
 DEADLINE_S = 30.0
 
@@ -140,3 +142,23 @@ async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens on this loop."""
     while not condition():
         await asyncio.sleep(0.005)
+
+
+class Servers:
+    """Scripted engines on a loop of their own, for callers that are not asynchronous."""
+
+    def __init__(self, count: int, tokens_per_s: float = 0.0) -> None:
+        self.thread = LoopThread("scripted-engines")
+        self.engines = [ScriptedEngine(VOCAB_SIZE, tokens_per_s, KEY) for _ in range(count)]
+        self.urls = [self.thread.run(engine.start(), 10) for engine in self.engines]
+
+    def stop(self, index: int) -> None:
+        self.thread.run(self.engines[index].stop(), 10)
+
+    def start_again(self, index: int) -> None:
+        self.engines[index].process = "second"
+        self.engines[index].version = "default"
+        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), 10)
+
+    def close(self) -> None:
+        self.thread.close()

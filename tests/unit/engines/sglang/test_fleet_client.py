@@ -24,31 +24,7 @@ from dapo_mega.errors import FleetError, StopRequested
 from dapo_mega.models.families import find_family
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 from tests.distributed.launching import free_port
-from tests.unit.engines.sglang.scripted_server import assert_exact, serve
-from tools.scripted_engine import ScriptedEngine
-
-KEY = "secret"
-VOCAB_SIZE = 1000
-
-
-class Servers:
-    """Scripted engines on a loop of their own."""
-
-    def __init__(self, count, tokens_per_s=0.0):
-        self.thread = LoopThread("scripted-engines")
-        self.engines = [ScriptedEngine(VOCAB_SIZE, tokens_per_s, KEY) for _ in range(count)]
-        self.urls = [self.thread.run(engine.start(), 10) for engine in self.engines]
-
-    def stop(self, index):
-        self.thread.run(self.engines[index].stop(), 10)
-
-    def start_again(self, index):
-        self.engines[index].process = "second"
-        self.engines[index].version = "default"
-        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), 10)
-
-    def close(self):
-        self.thread.close()
+from tests.unit.engines.sglang.scripted_server import KEY, VOCAB_SIZE, Servers, assert_exact, serve
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""Questions to a language model over OpenAI's chat completions: texts put into a template, and what came back."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+CHAT_PATH = "/chat/completions"
+
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_THOUGHTS_END = "</think>"
+
+
+def fill(template: str, value: Callable[[str], str]) -> str:
+    """The template with each `{name}` replaced by `value(name)`, all at once: what stands in a text that is put in
+    stays as it is. `{{` and `}}` are braces, and braces around anything but a name are left alone."""
+    return _PLACEHOLDER.sub(lambda found: found[0][0] if found[1] is None else value(found[1]), template)
+
+
+def boundary(*texts: str) -> str:
+    """A mark to put around texts of others: whoever writes one of them cannot know a mark that depends on all."""
+    digest = hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"=== {digest} ==="
+
+
+def check_completion(request: object, answer: Any) -> None:
+    """Raises ValueError for what is no chat completion."""
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"the answer is no chat completion: {answer!r}") from None
+    if content is not None and not isinstance(content, str):
+        raise ValueError("the content of the answer's message is not text")
+
+
+def was_cut_off(completion: Any) -> bool:
+    """Whether a chat completion ended at max_tokens."""
+    return bool(completion["choices"][0].get("finish_reason") == "length")
+
+
+def text_after_thoughts(completion: Any) -> str:
+    """What a chat completion says, without the thoughts before it and white space around it."""
+    text: str = completion["choices"][0]["message"]["content"] or ""
+    return text.rpartition(_THOUGHTS_END)[2].strip()
