@@ -15,6 +15,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import make_evaluator
+from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.scoring import trial_record
@@ -47,6 +48,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
         evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
         metrics = evaluator.run(engine.generate)
     if samples:
-        file = SampleFile(0, "evaluation", rows_of_evaluation(evaluator.pop_results()))
+        account = {"settings": evaluation_settings(config)}
+        file = SampleFile(0, "evaluation", rows_of_evaluation(evaluator.pop_results()), account)
         write_table(file_of(samples_folder(samples), "evaluation", 0), to_table(file, TokenPieces(tokenizer)))
     return metrics

@@ -38,8 +38,8 @@ def powers_of_two(max_k: int) -> list[int]:
 def measure(problems: Sequence[ProblemResponses], ks: Sequence[int], *, has_answers: bool = True) -> dict[str, Floats]:
     """The value [P] of each measure for each problem, whose means over problems are what is reported.
 
-    `avg@k` is the share of right responses of all, where k is the fewest that any problem has; `pass@k` is there for
-    each of `ks`, `maj@k` for the largest; `length` is in tokens; `truncated` and `no_answer` are shares. Without
+    `avg@k` is the share of right responses, of all that there are; `pass@k` is there for each of `ks`, `avg@k` and
+    `maj@k` for the largest; `length` is in tokens; `truncated` and `no_answer` are shares. Without
     `has_answers`, which is so where the grader reads none, `maj@k` and `no_answer` are left out. Raises ValueError for
     no problem and for a k above the responses of one.
     """
@@ -48,7 +48,7 @@ def measure(problems: Sequence[ProblemResponses], ks: Sequence[int], *, has_answ
     sizes = np.array([problem.num_samples for problem in problems])
     right = np.array([problem.num_correct for problem in problems])
     curve = pass_at_each_k(sizes, right, max(ks))
-    values = {f"avg@{sizes.min()}": np.asarray(right / sizes, np.float64)}
+    values = {f"avg@{max(ks)}": np.asarray(right / sizes, np.float64)}
     values |= {f"pass@{k}": curve[k - 1] for k in ks}
     if has_answers:
         votes = [count_votes(problem.answers, problem.correct) for problem in problems]

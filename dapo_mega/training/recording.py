@@ -16,6 +16,7 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.step_advantages import is_in_loss, step_advantages
 from dapo_mega.config import RunConfig
 from dapo_mega.evaluation.evaluator import EvaluatedResponse
+from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.objectives import TokenBatch
 from dapo_mega.samples.files import discard_after, samples_folder
@@ -71,7 +72,8 @@ def record_evaluation(run: TrainingRun, results: Sequence[EvaluatedResponse]) ->
     """Write an evaluation's responses, on rank 0."""
     assert run.controller
     if recorder := run.controller.recorder:
-        recorder.write(SampleFile(run.step, "evaluation", rows_of_evaluation(results)))
+        account = {"settings": evaluation_settings(run.config)}
+        recorder.write(SampleFile(run.step, "evaluation", rows_of_evaluation(results), account))
 
 
 def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -> None:
