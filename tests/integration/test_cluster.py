@@ -1,0 +1,150 @@
+"""Several machines in one box: what the hosts of tools/cluster_in_a_box promise."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.errors import InputError
+from tools.cluster_in_a_box import Box, Link, why_impossible
+
+from .runs import REPOSITORY
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(why_impossible()), reason=f"no hosts in a box: {why_impossible()}"),
+]
+LIMIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory):
+    with Box(3, tmp_path_factory.mktemp("box")) as box:
+        yield box
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def traffic(*arguments):
+    return [sys.executable, "-S", str(REPOSITORY / "tests" / "integration" / "traffic.py"), *map(str, arguments)]
+
+
+def receiver(box, kind, output):
+    """A command on host 0 that waits for what host 1 sends."""
+    command = box.start(0, traffic(kind, "host0"), output=output)
+    wait_until(lambda: "ready" in command.text())
+    return command
+
+
+def received(command):
+    assert command.wait(LIMIT_S) == 0
+    return int(command.text().split()[1])
+
+
+def arrived(box, num_sent, output):
+    """How many of the packets from host 1 host 0 got."""
+    command = receiver(box, "count", output)
+    box.run(1, traffic("packets", "host0", num_sent), LIMIT_S)
+    return received(command)
+
+
+def test_hosts_have_names_and_reach_each_other_and_nothing_else(box, tmp_path):
+    assert box.run(2, ["hostname"]) == "host2\n"
+    assert arrived(box, 20, tmp_path / "packets") == 20
+    addresses = [line.split() for line in box.run(0, ["ip", "-brief", "address"]).splitlines()]
+    assert [(name.split("@")[0], *rest) for name, _, *rest in addresses] == [
+        ("lo", "127.0.0.1/8"),
+        ("eth0", f"{box.address(0)}/16"),
+    ]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        box.run(0, traffic("send", "192.0.2.1", 1))
+    assert "Network is unreachable" in error.value.stderr
+
+
+def test_a_cut_host_is_not_heard_until_it_is_healed(box, tmp_path):
+    box.cut(1)
+    command = receiver(box, "count", tmp_path / "packets")
+    box.run(1, traffic("packets", "host0", 10), LIMIT_S)
+    assert command.poll() is None
+    box.heal(1)
+    box.run(1, traffic("packets", "host0", 7), LIMIT_S)
+    assert received(command) == 7
+
+
+def test_a_rate_holds_and_bytes_are_counted(box, tmp_path):
+    box.shape(1, Link("8mbit"))
+    command = receiver(box, "take", tmp_path / "bytes")
+    before, started = box.sent_bytes()[1], time.monotonic()
+    box.run(1, traffic("send", "host0", 1_000_000), LIMIT_S)
+    assert received(command) == 1_000_000
+    assert time.monotonic() - started > 0.9  # At a megabyte per second it cannot be faster.
+    assert 1_000_000 < box.sent_bytes()[1] - before < 1_200_000
+    box.shape(1, Link())
+    assert "tbf" not in box.run(1, ["tc", "qdisc"])
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="packets get lost by nft, which is not installed")
+def test_the_asked_share_of_packets_gets_lost(box, tmp_path):
+    box.shape(1, Link(loss=0.3))
+    assert 1300 < arrived(box, 2000, tmp_path / "some") < 1500  # 1400, and 20 is the deviation.
+    box.shape(1, Link())
+    assert arrived(box, 200, tmp_path / "all") == 200
+
+
+def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
+    mark = f".{os.getpid()}"
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        from tools.cluster_in_a_box import Box
+        with Box(2, Path(sys.argv[1])) as box:
+            commands = [box.start(host, ["sleep", f"{1000 + host}{sys.argv[2]}"]) for host in (0, 1)]
+            box.kill(0)
+            print(commands[0].wait(20), commands[1].poll(), flush=True)
+            time.sleep(1000)
+    """
+
+    def running():
+        lines = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                lines.append((process / "cmdline").read_bytes().decode(errors="replace").split("\0"))
+            except OSError:
+                continue
+        return {line[0] for line in lines if f"1001{mark}" in line or str(tmp_path / "hosts") in line}
+
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), mark], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    try:
+        assert owner.stdout.readline() == "-9 None\n"
+        assert {"sleep", sys.executable} <= running()
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
+    wait_until(lambda: not running())
+
+
+def test_what_does_not_exist_is_one_line(box):
+    for ask, line in (
+        (lambda: Link("fast"), "the rate 'fast' does not exist; give one such as 500kbit, 100mbit or 2.5gbit"),
+        (lambda: Link("0mbit"), "the rate '0mbit' does not exist"),
+        (lambda: Link(loss=2), "the loss is 2; give a share of packets from 0 to 0.9"),
+        (lambda: Link(latency_ms=-1), "the latency is -1 ms; give 0 to 10000"),
+        (lambda: box.cut(3), "host 3 does not exist; the box has hosts 0 to 2"),
+        (lambda: box.start(-1, ["true"]), "host -1 does not exist"),
+        (lambda: Box(0, Path("x")), "a box has 1 to 200 hosts, 0 were asked for"),
+    ):
+        with pytest.raises(InputError) as error:
+            ask()
+        assert str(error.value).startswith(line)

@@ -1,0 +1,74 @@
+"""The network interface of a host: its rate, latency and loss, and the commands that shape it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dapo_mega.errors import InputError
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
+_BURST_S = 0.004
+"""The longest time for which a full bucket lets bytes pass unshaped."""
+_QUEUE_S = 0.1
+_LEAST_BURST = 32 * 1024
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a host's interface carries, in each direction.
+
+    `rate`: bits per second as tc writes them (`100mbit`); None: unshaped. `latency_ms`: delay of every packet, which
+    needs a kernel with netem. `loss`: share of packets that get lost.
+    """
+
+    rate: str | None = None
+    latency_ms: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` for what cannot be shaped."""
+        if self.rate is not None and (not (match := _RATE.fullmatch(self.rate)) or float(match[1]) == 0):
+            raise InputError(f"the rate {self.rate!r} does not exist; give one such as 500kbit, 100mbit or 2.5gbit")
+        if not 0 <= self.latency_ms <= 10_000:
+            raise InputError(f"the latency is {self.latency_ms:g} ms; give 0 to 10000")
+        if not 0 <= self.loss <= 0.9:
+            raise InputError(f"the loss is {self.loss:g}; give a share of packets from 0 to 0.9")
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None: unshaped."""
+        if self.rate is None:
+            return None
+        number, unit = _RATE.fullmatch(self.rate).groups()  # type: ignore[union-attr]
+        return float(number) * _UNITS[unit] / 8
+
+    def qdiscs(self, device: str) -> list[list[str]]:
+        """Calls of tc that shape what leaves `device`, after those that removed the earlier shape."""
+        calls = []
+        place = ["root"]
+        if self.latency_ms:
+            calls.append(["tc", "qdisc", "add", "dev", device, *place, "handle", "1:", *self._delay()])
+            place = ["parent", "1:1"]
+        if self.bytes_per_second is not None:
+            burst = max(_LEAST_BURST, int(self.bytes_per_second * _BURST_S))
+            limit = burst + int(self.bytes_per_second * _QUEUE_S)
+            shape = ["tbf", "rate", str(self.rate), "burst", str(burst), "limit", str(limit)]
+            calls.append(["tc", "qdisc", "add", "dev", device, *place, *shape])
+        return calls
+
+    def losses(self, device: str) -> list[list[str]]:
+        """Calls of nft that lose packets which arrive at `device`, in a table named after it."""
+        if not self.loss:
+            return []
+        chain = f"{{ type filter hook ingress device {device} priority 0; }}"
+        draw = f"numgen random mod 100000 < {round(self.loss * 100_000)} drop"
+        return [
+            ["nft", f"add table netdev {device}"],
+            ["nft", f"add chain netdev {device} loss {chain}"],
+            ["nft", f"add rule netdev {device} loss {draw}"],
+        ]
+
+    def _delay(self) -> list[str]:
+        return ["netem", "delay", f"{self.latency_ms:g}ms", "limit", "100000"]
