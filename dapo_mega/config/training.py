@@ -34,6 +34,13 @@ class TrainingConfig(Section):
         description="CPU threads of torch in each process; null: torch's choice. Set it where processes share few "
         "cores.",
     )
+    silence_limit_s: float = Field(
+        default=60.0,
+        ge=5,
+        json_schema_extra=FREE,
+        description="Seconds without a sign of life after which another machine of the trainer counts as gone and the "
+        "others end, to be started again.",
+    )
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()

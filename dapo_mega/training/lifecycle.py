@@ -32,7 +32,7 @@ def watched(config: TrainingConfig) -> Iterator[tuple[RunStatus, ProcessWatch]]:
     """
     status = RunStatus(Path(config.output_dir))
     before_leaving(status.left)
-    with ProcessWatch(config.checkpoint.grace_s) as watch:
+    with ProcessWatch(config.checkpoint.grace_s, config.silence_limit_s) as watch:
         newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
         step = step_of(newest) if newest else 0
         status.completed_step = lambda: step  # Set before a peer's failure may end this process.

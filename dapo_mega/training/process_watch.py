@@ -3,21 +3,17 @@
 A thread watches for three events that a process inside a collective cannot see:
 
 - torchrun is gone (`kill -9`): nobody else would end this process, and it would disturb the next run.
-- Another rank has failed: before it exits it writes its error into torch.distributed's store, so no rank waits for one
-  that has ended.
+- Another rank has failed, or a machine has vanished (`peers.py`), so no rank waits for one that has ended.
 - SIGTERM: the run completes its step and a checkpoint within a grace period.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
 import signal
 import threading
 import time
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -27,40 +23,34 @@ import torch.distributed as dist
 
 from dapo_mega.cli import (
     EXIT_CONTINUE,
-    EXIT_FAULT,
     LAUNCHER,
     PEER_LOST,
-    Reason,
     agree_before_leaving,
     is_started_by_torchrun,
     leave,
 )
 from dapo_mega.errors import StopRequested
+from dapo_mega.training.peers import POLL_S, Peers
 
-_POLL_S = 0.5
-_READ_S = 3 * _POLL_S
-_STORE_TIMEOUT = timedelta(seconds=10)
-_FAILURE = "failure"
-_STOP = "stop"
+_READ_S = 3 * POLL_S
 _NOTHING_SAVED = "the run was stopped by SIGTERM before training began; start the same command again"
 
 
 class ProcessWatch:
     """Watches from `__enter__` to `__exit__`, which the main thread must call, as they set signal handlers.
 
-    `grace_s`: seconds after SIGTERM within which the run must end by itself.
+    `grace_s`: seconds after SIGTERM within which the run must end by itself. `silence_limit_s`: seconds without a sign
+    of life after which another machine counts as gone.
     """
 
-    def __init__(
-        self,
-        grace_s: float,
-    ) -> None:
+    def __init__(self, grace_s: float, silence_limit_s: float = 60.0) -> None:
         self._grace_s = grace_s
+        self._silence_limit_s = silence_limit_s
         self._stop = threading.Event()
         self._closed = threading.Event()
         self._is_training = False
         self._deadline: float | None = None
-        self._store: dist.Store | None = None
+        self._peers: Peers | None = None
         self._thread = threading.Thread(target=self._watch, name="process-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -79,9 +69,9 @@ class ProcessWatch:
         traceback_: TracebackType | None,
     ) -> None:
         """After an error a process with peers keeps watching until it exits: a peer's error may be the cause."""
-        if exc is not None and self._store is not None:
+        if exc is not None and self._peers is not None:
             return
-        agree_before_leaving(None)
+        self.forget_peers()
         self._closed.set()
         self._thread.join()
         signal.set_wakeup_fd(self._old_sink)
@@ -96,21 +86,20 @@ class ProcessWatch:
         nothing in a run with one rank.
         """
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or self._store is not None:
+        if address is None or port is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or self._peers is not None:
             return
         if not group_is_up and not _launcher_keeps_store():
             return
-        store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        # torchrun keeps the same store when it restarts its processes.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"dapo_mega/attempt_{attempt}", store)
+        self._peers = Peers(self._silence_limit_s, self._peer_failed, self._set_stop)
         keeps_store = os.environ.get("RANK") == "0" and not _launcher_keeps_store()
-        agree_before_leaving(self._agree, linger_s=_READ_S if keeps_store else 0.0)
+        agree_before_leaving(self._peers.agree, linger_s=_READ_S if keeps_store else 0.0)
 
     def forget_peers(self) -> None:
         """Stop following the peers: from now on they may end."""
         agree_before_leaving(None)
-        self._store = None
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
 
     def begin_training(self) -> None:
         """From now on SIGTERM leads to a checkpoint; before, it ends the process, as there is nothing to save."""
@@ -122,13 +111,12 @@ class ProcessWatch:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            arrived = select.select([self._signals], [], [], _POLL_S)[0]
+            arrived = select.select([self._signals], [], [], POLL_S)[0]
             if self._closed.is_set():
                 return
             if arrived and signal.SIGTERM in os.read(self._signals, 512):
                 self._got_sigterm()
             _look_at_launcher()
-            self._look_at_peers()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 leave(
                     f"the step did not end within {self._grace_s:g} s after SIGTERM (checkpoint.grace_s); start the "
@@ -144,46 +132,17 @@ class ProcessWatch:
         if not self._is_training:
             leave(_NOTHING_SAVED, EXIT_CONTINUE)
         self._set_stop()
-        with contextlib.suppress(dist.DistError, OSError):  # The store is gone, and so are the peers.
-            if self._store is not None:
-                self._store.set(_STOP, "")
+        if self._peers is not None:
+            self._peers.tell_stop()
 
     def _set_stop(self) -> None:
         if not self._stop.is_set():
             self._deadline = time.monotonic() + self._grace_s
             self._stop.set()
 
-    def _look_at_peers(self) -> None:
-        store = self._store
-        if store is None:
-            return
-        try:
-            failure = store.get(_FAILURE) if store.check([_FAILURE]) else None
-            if store.check([_STOP]):
-                self._set_stop()
-        except (dist.DistError, OSError) as error:
-            if self._closed.is_set():
-                return
-            self._store = None
-            _look_at_launcher()  # torchrun may have hosted the store.
-            first_line = str(error).splitlines()[0]
-            leave(
-                f"the store of torch.distributed at {os.environ.get('MASTER_ADDR')} is gone ({first_line}): the first "
-                f"machine's processes have ended; see their output, and start the same command again",
-                EXIT_FAULT,
-            )
-        if failure is not None:
-            leave(*json.loads(failure))
-
-    def _agree(self, reason: Reason) -> Reason:
-        """Tell the peers why this process exits, unless one was earlier; returns the reason of the first one."""
-        try:
-            if self._store is not None:
-                message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
-                return message, status
-        except (dist.DistError, OSError):
-            pass  # The store ended together with its readers.
-        return reason
+    def _peer_failed(self, message: str, status: int) -> None:
+        _look_at_launcher()  # torchrun may have hosted the store.
+        leave(message, status)
 
 
 def stop_together(requested: bool, control: dist.ProcessGroup | None) -> None:

@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from dapo_mega.errors import InputError
+from dapo_mega.metrics import read_metrics
 from tools.cluster_in_a_box import Box, Link, why_impossible
 
-from .runs import REPOSITORY
+from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, read_status, start, steps_done
 
 pytestmark = [
     pytest.mark.integration,
@@ -133,6 +135,51 @@ def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
     wait_until(lambda: not running())
+
+
+def launched(box, hosts, config, output, *overrides):
+    """The same command on every host, as launch/cluster.md says."""
+    commands = []
+    for number, host in enumerate(hosts):
+        torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node-rank", str(number)]
+        address = ["--nproc-per-node", "1", "--master-addr", box.address(hosts[0]), "--master-port", "29500"]
+        run = [str(TRAIN), "--config", str(config), f"output_dir={output}", *overrides]
+        variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        log = output.parent / f"host{host}.log"
+        commands.append(box.start(host, [sys.executable, *torchrun, *address, *run], variables=variables, output=log))
+    return commands
+
+
+def wait_for_step(commands, output, step):
+    deadline = time.monotonic() + 120
+    while steps_done(output) < step:
+        assert time.monotonic() < deadline
+        assert all(command.poll() is None for command in commands), [command.text()[-2000:] for command in commands]
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, tmp_path):
+    config, output, alone = prepare(tmp_path), tmp_path / "over hosts", tmp_path / "alone"
+    overrides = ("num_steps=30", "silence_limit_s=5", "checkpoint.every=4", "evaluation.every=0")
+    commands = launched(box, (0, 1), config, output, *overrides)
+    wait_for_step(commands, output, 6)
+    box.cut(1)
+    assert [command.wait(60) for command in commands] == [1, 1]
+    for command, line in zip(commands, ("machine 1 (host1)", f"the first machine ({box.address(0)})"), strict=True):
+        last = command.text().splitlines()[-1]
+        assert last.startswith(f"stopped: {line} has given no sign of life for 5 s (silence_limit_s)")
+    assert steps_done(output) < 29
+    assert read_status(output)["continue"]
+    box.kill(1)
+    commands = launched(box, (0, 2), config, output, *overrides)  # Another machine takes its place.
+    assert [command.wait(120) for command in commands] == [0, 0], [command.text()[-2000:] for command in commands]
+
+    finish(start(config, 2, alone, *overrides), alone)
+    records, others = (read_metrics(folder / "metrics.jsonl") for folder in (output, alone))
+    assert [decisive(record) for record in records] == [decisive(record) for record in others]
+    weights, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (output, alone))
+    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
 def test_what_does_not_exist_is_one_line(box):
