@@ -7,6 +7,7 @@ dapo-mega show-samples runs/dapo-7b --steps 100:120 --output step-100.html
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _CLIPPED = ("clip", "clip_cov")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page. Raises InputError if the run has no samples."""
+    """Write the page. Raises InputError if the run has no samples that can be read."""
     parser = argparse.ArgumentParser(description="Write one HTML page that shows a run's samples.")
     parser.add_argument("run_dir", type=Path, help="folder of the run, which holds samples/")
     parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN_DIR/samples.html)")
@@ -40,12 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = _newest(files, arguments.responses)
     notes = [f"{len(files) - len(chosen)} older ones left out"] if len(chosen) < len(files) else []
     output = arguments.output or arguments.run_dir / "samples.html"
-    shown = write_page(
+    page = write_page(
         output, chosen, name=arguments.run_dir.resolve().name, clip=_clip_bounds(arguments.run_dir), notes=notes
     )
+    for line in page.unreadable:
+        print(f"warning: {line}; the page leaves it out", file=sys.stderr)
     left_out = f" ({notes[0]}: --steps or --responses)" if notes else ""
     size = output.stat().st_size / 2**20
-    print(f"{shown} responses of {len(chosen)} steps and evaluations{left_out}: {output} ({size:.1f} MiB)")
+    shown = len(chosen) - len(page.unreadable)
+    print(f"{page.responses} responses of {shown} steps and evaluations{left_out}: {output} ({size:.1f} MiB)")
 
 
 def _all_files(run_dir: Path) -> list[StoredFile]:

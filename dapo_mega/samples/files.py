@@ -67,6 +67,7 @@ def write_table(path: Path, table: pa.Table) -> None:
                 compression_level=1,
                 use_dictionary=[name for name in table.schema.names if name not in _FLOAT_COLUMNS],
                 write_statistics=False,
+                write_page_checksum=True,
             )
             file.flush()
             os.fsync(file.fileno())

@@ -33,6 +33,8 @@ PageValues = dict[str, Any]
 _LEVEL = 5
 _ABSENT = -(2**15)
 _LOGPROB_SCALE, _DIFFERENCE_SCALE = 1000.0, 10000.0
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
+"""What reading and looking through a damaged file raises."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +64,53 @@ class _Tables:
         return np.array(numbers, np.uint32)[encoded.indices.to_numpy()] if len(pieces) else np.empty(0, np.uint32)
 
 
+@dataclass(frozen=True)
+class WrittenPage:
+    """What is on a page: `responses`, their number, and `unreadable`, one line for each file that was left out."""
+
+    responses: int
+    unreadable: tuple[str, ...]
+
+
 def size_of(file: StoredFile) -> tuple[int, int]:
-    """Responses of a file, and their tokens. Raises InputError if it is none."""
+    """Responses of a file, and their tokens; none of a file that cannot be read, which `write_page` names."""
     try:
         lengths = pq.read_table(file.path, columns=["length"])["length"].to_numpy()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{file.path} cannot be read ({' '.join(str(error).split())}); remove it") from error
+    except _UNREADABLE:
+        return 0, 0
     return len(lengths), int(lengths.sum())
 
 
 def write_page(
     output: Path, files: Sequence[StoredFile], *, name: str, clip: ClipBounds | None, notes: Sequence[str] = ()
-) -> int:
-    """Write the page of these files; returns its number of responses. `notes` are shown at the top."""
+) -> WrittenPage:
+    """Write the page of these files but those that cannot be read, which are named on it. `notes` are shown at its top.
+
+    Raises InputError if no file can be read.
+    """
     tables = _Tables()
-    steps, rows, texts, chunks = [], [], [], []
+    steps: list[PageValues] = []
+    rows: list[PageValues] = []
+    chunks: list[bytes] = []
+    texts: list[str] = []
+    unreadable: dict[str, str] = {}
     for file in files:
-        table = _read(file)
-        steps.append(_step(table, file))
-        rows.append(_columns(table, len(steps) - 1, tables))
-        texts += table["response"].to_pylist()
-        chunks.append(_token_chunk(table, tables))
+        try:
+            table = pq.read_table(file.path, page_checksum_verification=True).combine_chunks()
+            step, columns = _step(table, file), _columns(table, len(steps), tables)
+            chunk, responses = _token_chunk(table, tables), table["response"].to_pylist()
+        except _UNREADABLE as error:
+            reason = "it is gone" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+            unreadable[file.path.name] = f"{file.path} cannot be read ({reason[:300]})"
+            continue
+        steps.append(step)
+        rows.append(columns)
+        chunks.append(chunk)
+        texts += responses
+    if unreadable and not steps:
+        raise InputError(f"{next(iter(unreadable.values()))}; remove it, or write it again with the run")
+    if unreadable:
+        notes = [*notes, f"{len(unreadable)} that cannot be read left out: {', '.join(unreadable)}"]
     data: dict[str, bytes] = {
         "meta": _json({"name": name, "notes": list(notes), "steps": steps, "clip": vars(clip) if clip else None}),
         "rows": _json(_joined(rows)),
@@ -92,7 +120,7 @@ def write_page(
         **{f"tokens-{i}": chunk for i, chunk in enumerate(chunks)},
     }
     replace_file(output, _document(name, data).encode("utf-8", "replace"))
-    return len(texts)
+    return WrittenPage(len(texts), tuple(unreadable.values()))
 
 
 def _document(name: str, data: Mapping[str, bytes]) -> str:
@@ -127,17 +155,6 @@ def _packed(content: bytes) -> str:
 
 def _json(values: Any) -> bytes:
     return json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
-def _read(file: StoredFile) -> pa.Table:
-    try:
-        table = pq.read_table(file.path)
-        account_of(table.schema.metadata)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(
-            f"{file.path} cannot be read ({' '.join(str(error).split())}); remove it, or write it again with the run"
-        ) from error
-    return table.combine_chunks()
 
 
 def _step(table: pa.Table, file: StoredFile) -> PageValues:

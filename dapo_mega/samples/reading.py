@@ -49,7 +49,7 @@ def read_account(path: Path) -> dict[str, Any]:
 def read_step(path: Path) -> RecordedStep:
     """The groups of a step's file that were trained on. Raises InputError if it cannot be read."""
     try:
-        table = pq.read_table(path, filters=[("outcome", "=", "trained")])
+        table = pq.read_table(path, filters=[("outcome", "=", "trained")], page_checksum_verification=True)
         account = account_of(table.schema.metadata)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); remove it") from error

@@ -35,7 +35,8 @@
   const totals = steps.map(() => 0);
   for (let i = 0; i < count; i++) { offsets[i] = totals[stepOf[i]]; totals[stepOf[i]] += lengths[i]; }
   const partNames = [...new Set(rows.parts.flatMap((part) => Object.keys(part)))].sort();
-  let pieces = null, chunks = new Map(), lowered = null;
+  const lowered = [];
+  let pieces = null, chunks = new Map();
 
   /** The token arrays of a step: pieces, engine's log-probs, trainer's minus them, the last update's minus those. */
   async function chunk(step) {
@@ -87,17 +88,23 @@
     return text === "" ? null : Number(text);
   }
 
+  /** Prepare texts for searching while `mayGoOn` says so. */
+  function lower(mayGoOn) {
+    while (lowered.length < count && mayGoOn()) lowered.push(texts[lowered.length].toLowerCase());
+  }
+  function lowerWhenIdle(deadline) {
+    lower(() => deadline.timeRemaining() > 1);
+    if (lowered.length < count) requestIdleCallback(lowerWhenIdle);
+  }
+
   function applyFilters() {
     const started = performance.now();
     const correct = $("correct").value, finish = $("finish").value, outcome = $("outcome").value;
     const low = bound("low") ?? 0, high = bound("high") ?? Infinity, least = bound("least"), most = bound("most");
     const part = value($("part").value), wanted = correct === "" ? undefined : JSON.parse(correct);
     pattern = readPattern();
-    if (pattern && pattern.text && !lowered) {
-      lowered = texts.map((text) => text.toLowerCase());
-      for (const prompt of prompts) prompt.lowered = prompt.text.toLowerCase();
-    }
-    const ofPrompt = pattern && prompts.map((p) => pattern.text ? p.lowered.includes(pattern.text) : pattern.expression.test(p.text));
+    if (pattern && pattern.text) lower(() => true);
+    const ofPrompt = pattern && prompts.map((p) => pattern.text ? (p.lowered ??= p.text.toLowerCase()).includes(pattern.text) : pattern.expression.test(p.text));
     let shown = 0;
     for (let i = 0; i < count; i++) {
       let ok = lengths[i] >= low && lengths[i] <= high;
@@ -633,6 +640,7 @@
   if (address.get("theme")) theme(address.get("theme"));
   if (address.get("compare")) compare(true);
   document.body.dataset.ready = (performance.now()).toFixed(1);
+  if (window.requestIdleCallback) requestIdleCallback(lowerWhenIdle);
 })().catch((error) => {
   const note = document.createElement("p");
   note.className = "empty";

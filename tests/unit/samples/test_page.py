@@ -1,6 +1,9 @@
 """The page of samples in a real browser: it shows what was written, filters it, and runs nothing that a model said."""
 
+import base64
+import gzip
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -152,6 +155,30 @@ def test_a_folder_without_samples_is_named(tmp_path):
     (folder / "step_00000001.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(InputError, match=r"step_00000001\.parquet cannot be read"):
         main([str(tmp_path)])
+
+
+def damaged(content, place):
+    return content[:place] + bytes(byte ^ 0xFF for byte in content[place : place + 200]) + content[place + 200 :]
+
+
+def test_files_that_cannot_be_read_are_named_and_the_others_shown(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run", num_steps=5, num_groups=2, mean_tokens=20)
+    paths = [file.path for file in stored_files(samples_folder(run_dir))]
+    contents = [path.read_bytes() for path in paths]
+    paths[0].write_bytes(b"")
+    paths[1].write_bytes(contents[1][: len(contents[1]) // 2])
+    paths[2].write_bytes(damaged(contents[2], len(contents[2]) // 2))
+    pq.write_table(pq.read_table(paths[3]).drop_columns("reward"), paths[3])
+    pq.write_table(pq.read_table(paths[4]).replace_schema_metadata(None), paths[4])
+    main([str(run_dir)])
+    printed = capsys.readouterr()
+    bad = [path.name for path in paths[:5]]
+    assert [line.split(" cannot be read (")[0].split("/")[-1] for line in printed.err.splitlines()] == bad
+    assert printed.out.startswith("32 responses of 1 steps and evaluations: ")
+    meta = re.search(r'id="meta">([^<]*)<', (run_dir / "samples.html").read_text())[1]
+    shown = json.loads(gzip.decompress(base64.b64decode(meta)))
+    assert shown["notes"] == [f"5 that cannot be read left out: {', '.join(bad)}"]
+    assert [(step["step"], step["kind"]) for step in shown["steps"]] == [(5, "evaluation")]
 
 
 def test_the_page_leaves_out_the_oldest_steps_and_says_so(run_dir, tmp_path, capsys):
