@@ -34,9 +34,10 @@ def make_evaluator(
     reward: ComposedReward,
     decode: Decode,
     stop_token_ids: tuple[int, ...],
+    check_stop: Callable[[], None] = lambda: None,
 ) -> Evaluator:
-    """The run's evaluator, which scores by `reward`."""
-    scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
+    """The run's evaluator, which scores by `reward`; `check_stop` as of `ResponseScorer`."""
+    scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode, check_stop=check_stop)
     return Evaluator(
         config.evaluation,
         prompts,

@@ -89,9 +89,9 @@ class Collector:
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is the engines' weight version.
 
-        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine
-        raises StopRequested, the state goes back to the beginning of the step; with partial rollouts it keeps all
-        requests and answers since then.
+        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine or
+        the scorer raises StopRequested, the state goes back to the beginning of the step; with partial rollouts it
+        keeps all requests and answers since then.
         """
         self._beginning = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
         self.pop_fates()  # Nobody asked for those of the step before.
@@ -136,10 +136,16 @@ class Collector:
 
     def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
         """Score the complete groups and hold those that carry a signal and are not too old. None stands for a dropped
-        group."""
+        group. When the run is to stop while they are scored, they are still in flight."""
         complete = [group for group in ended if group is not None]
         stats.dropped_groups += len(ended) - len(complete)
-        for group in self._score(complete, version, stats):
+        try:
+            scored = self._score(complete, version, stats)
+        except StopRequested:
+            for prompt, responses in complete:
+                self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
+            raise
+        for group in scored:
             self.buffer.offer(group)
         self.buffer.evict_stale(version)
 

@@ -49,6 +49,10 @@ class GroupsInFlight:
         self._groups.append(group)
         self._submit(group)
 
+    def put_back(self, requests: Sequence[GenerationRequest], prompt: Prompt, responses: Sequence[Response]) -> None:
+        """Take back a complete group that the caller could not use."""
+        self._ended.append(PendingGroup(prompt, tuple(requests), {r.request_id: r for r in responses}))
+
     def submit_missing(self) -> None:
         """Submit requests that are neither answered nor submitted, as after `load_state`."""
         for group in self._groups:

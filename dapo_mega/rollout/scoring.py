@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dapo_mega.config import RewardConfig
 from dapo_mega.config.components import LengthKimiComponent
@@ -16,6 +19,9 @@ from dapo_mega.rewards.trial import made_up_record
 from dapo_mega.types import Prompt, Response, ScoredResponse
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,13 +39,24 @@ class ResponseScorer:
 
     Raises InputError when more than `reward.max_failed_share` of `usual_responses` (or of those scored since
     `pop_counts`, if they are more) could not be scored; the first failure is logged in full.
+
+    `check_stop` is called while responses are scored and may raise StopRequested: a call that hangs until its limit
+    does not keep a run that is to end. The reward must then be closed.
     """
 
-    def __init__(self, config: RewardConfig, reward: ComposedReward, decode: Decode, usual_responses: int = 1) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        reward: ComposedReward,
+        decode: Decode,
+        usual_responses: int = 1,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
         self._reward = reward
         self._decode = decode
         self._max_failed_share = config.max_failed_share
         self._usual_responses = usual_responses
+        self._check_stop = check_stop
         self._comparison = next((part for part in config.parts if isinstance(part, LengthKimiComponent)), None)
         self._reads_answers = any(p.label == config.deciding and p.reads_answers for p in config.parts)
         self._first_failure: ScoringFailure | None = None
@@ -53,7 +70,8 @@ class ResponseScorer:
         records = [record_of(prompt, response, text) for (prompt, response), text in zip(asked, texts, strict=True)]
         results: list[ScoredResponse | ScoringFailure] = []
         failures = []
-        for (_, response), text, score in zip(asked, texts, self._reward.score(records), strict=True):
+        scores = _unless_stopped(lambda: self._reward.score(records), self._check_stop)
+        for (_, response), text, score in zip(asked, texts, scores, strict=True):
             if isinstance(score, ScoringFailure):
                 failures.append(score)
                 results.append(score)
@@ -117,6 +135,23 @@ class ResponseScorer:
                 f"reward.max_failed_share={self._max_failed_share:g} allows; the first failure, whose traceback is "
                 f"above: {self._first_failure.reason}"
             )
+
+
+def _unless_stopped(call: Callable[[], T], check_stop: Callable[[], None]) -> T:
+    """What the call returns or raises. When `check_stop` raises first, the call goes on in its thread, which ends with
+    the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="scoring", daemon=True).start()
+    while not wait([future], timeout=_POLL_S).done:
+        check_stop()
+    return future.result()
 
 
 def record_of(prompt: Prompt, response: Response, text: str) -> RewardRecord:

@@ -35,6 +35,7 @@ _ABSENT = -(2**15)
 _LOGPROB_SCALE, _DIFFERENCE_SCALE = 1000.0, 10000.0
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)
 """What reading and looking through a damaged file raises."""
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def write_page(
     if unreadable and not steps:
         raise InputError(f"{next(iter(unreadable.values()))}; remove it, or write it again with the run")
     if unreadable:
-        notes = [*notes, f"{len(unreadable)} that cannot be read left out: {', '.join(unreadable)}"]
+        names = [*list(unreadable)[:_NAMED], *(["..."] if len(unreadable) > _NAMED else [])]
+        notes = [*notes, f"{len(unreadable)} that cannot be read left out: {', '.join(names)}"]
     data: dict[str, bytes] = {
         "meta": _json({"name": name, "notes": list(notes), "steps": steps, "clip": vars(clip) if clip else None}),
         "rows": _json(_joined(rows)),

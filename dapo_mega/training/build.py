@@ -174,7 +174,7 @@ def build_run(
     controller = None
     with raise_on_all_ranks(processes.control):
         if processes.rank == 0:
-            controller = _controller(config, rollouts, inputs, rewards or make_rewards(config), start_step)
+            controller = _controller(config, rollouts, inputs, rewards or make_rewards(config), start_step, check_stop)
     run = TrainingRun(
         config=config,
         policy=policy,
@@ -246,15 +246,18 @@ def _controller(
     inputs: RunInputs,
     rewards: RunRewards,
     start_step: int,
+    check_stop: Callable[[], None],
 ) -> Controller:
     tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
     decode = decoder(tokenizer)
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
     responses_per_step = config.batch.groups_per_step * config.batch.group_size
-    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step)
+    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step, check_stop)
     evaluator = None
     if evaluation_prompts:
-        evaluator = make_evaluator(config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids)
+        evaluator = make_evaluator(
+            config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
+        )
     for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
         if dataset:
             logger.info(

@@ -71,6 +71,7 @@ def file(tmp_path):
         ("reward.components=[{kind: answer}, {kind: answer}]", "are called 'answer'; give each a name of its own"),
         ("reward.components=[{kind: answer}, {kind: answer, name: b}]", "set reward.correct_from to one of answer, b"),
         ("reward.components=[{kind: length_dapo}]", "has length rewards only"),
+        ("reward.components=[{kind: answer}, {kind: repetition, weight: -1}]", "would train against repetition"),
         ("reward.components=[{kind: answer}, {kind: length_dapo, cache_tokens: 30000}]", "choose a smaller cache"),
         ("reward.components=[{kind: r1_format}]", "no component of the reward says which responses are correct; set"),
         ("reward.components=[{kind: r1_format}, {kind: length_kimi}]", "needs to know which responses are correct"),

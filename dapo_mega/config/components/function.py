@@ -35,6 +35,7 @@ class FunctionComponent(ComponentConfig):
     path: str = Field(description="As reward.function.")
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
+    may_be_penalty: ClassVar[bool] = True
 
     @field_validator("path")
     @classmethod

@@ -64,6 +64,7 @@ class ServerComponent(ComponentConfig):
     )
 
     is_local: ClassVar[bool] = False
+    may_be_penalty: ClassVar[bool] = True
 
     @field_validator("urls", mode="before")
     @classmethod

@@ -2,16 +2,17 @@
 
 import json
 import logging
+import threading
 
 import numpy as np
 import pytest
 
-from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.evaluation.evaluator import make_evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
-from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other
+from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other, partial
 
 FUNCTION = {"function": "my_reward.py:score"}
 
@@ -35,10 +36,26 @@ def texts(responses):
     return ["text"] * len(responses)
 
 
-def collector(run, rule, engine=None):
-    reward = ComposedReward([WeightedReward("function", 1.0, Scripted(rule))], "function")
-    scorer = ResponseScorer(run.reward, reward, texts, run.batch.groups_per_step * run.batch.group_size)
+def collector(run, rule, engine=None, reward=None, **settings):
+    reward = ComposedReward([WeightedReward("function", 1.0, reward or Scripted(rule))], "function")
+    scorer = ResponseScorer(run.reward, reward, texts, run.batch.groups_per_step * run.batch.group_size, **settings)
     return Collector(run, PROMPTS, engine or ScriptedEngine(every_other), scorer, (2,))
+
+
+class Hanging(Scripted):
+    """Hangs in every call but `num_calls`, until `stop` is set."""
+
+    def __init__(self, rule, num_calls):
+        super().__init__(rule)
+        self.num_calls = num_calls
+        self.stop, self.has_hung = threading.Event(), threading.Event()
+
+    def score(self, records):
+        self.num_calls -= 1
+        if self.num_calls < 0:
+            self.has_hung.set()
+            self.stop.wait(60)
+        return super().score(records)
 
 
 def own(**algorithm):
@@ -128,6 +145,29 @@ def test_a_run_without_correctness_continues_as_if_uninterrupted():
     for scored in (scored for group in found for scored in group.responses):
         assert (scored.correct, scored.parts) == (None, {"function": scored.reward, "digits": 1.0})
     assert found_metrics["reward/num_failed"] == metrics["reward/num_failed"]
+
+
+@pytest.mark.parametrize("make_config", [config, partial])
+def test_a_stop_does_not_wait_for_a_reward_that_hangs_and_loses_no_group(make_config):
+    def rule(number):
+        return Score(float(number % 2), number % 2 == 1)
+
+    run = make_config(reward=FUNCTION)
+    hanging = Hanging(rule, num_calls=2)
+
+    def check_stop():
+        if hanging.has_hung.is_set():
+            raise StopRequested("SIGTERM")
+
+    whole, resumed = collector(run, rule), collector(run, rule)
+    stopped = collector(run, rule, reward=hanging, check_stop=check_stop)
+    with pytest.raises(StopRequested):
+        stopped.collect(0)
+    values, arrays = stopped.state()
+    hanging.stop.set()
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    for _ in range(2):
+        assert sorted(group_numbers(resumed.collect(0)[0])) == sorted(group_numbers(whole.collect(0)[0]))
 
 
 def evaluation(rule):
