@@ -17,21 +17,12 @@ from dapo_mega.rewards.algebra import latex_equal, relations_equal, values_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
 from dapo_mega.rewards.expressions import compare_expressions
 from dapo_mega.rewards.free_text import find_answer
+from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
 from dapo_mega.rewards.numerals import Numeral, numerals_equal
-from dapo_mega.rewards.structure import (
-    Items,
-    Matrix,
-    Named,
-    Node,
-    Relation,
-    Union,
-    Value,
-    base,
-    clean,
-    readings,
-    variables,
-)
+from dapo_mega.rewards.signs import clean
+from dapo_mega.rewards.single_values import base, variables
+from dapo_mega.rewards.structure import readings
 
 _MAX_ITEMS: Final = 64
 

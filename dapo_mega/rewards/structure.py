@@ -8,159 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_NESTING
-from dapo_mega.rewards.normalization import canonical_latex, compact
-from dapo_mega.rewards.numerals import Numeral, parse_numeral
-from dapo_mega.rewards.units import Unit, find_unit
+from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Relation, Union, Value
+from dapo_mega.rewards.normalization import compact
+from dapo_mega.rewards.signs import clean, trimmed
+from dapo_mega.rewards.single_values import single_value
 
-
-@dataclass(frozen=True)
-class Value:
-    """A single value. `text` is its LaTeX without unit, percent sign and words around it, `key` its canonical spelling.
-
-    `letter` is that of the choice which it names, `named` what stands beside the letter.
-    """
-
-    text: str
-    key: str
-    numeral: Numeral | None = None
-    is_percent: bool = False
-    unit: Unit | None = None
-    is_word: bool = False
-    letter: str | None = None
-    named: Node | None = None
-
-
-@dataclass(frozen=True)
-class Named:
-    """`name = value`; `text` is the whole equation."""
-
-    name: str
-    value: Node
-    text: str
-
-
-@dataclass(frozen=True)
-class Items:
-    """Several values: a list without brackets, or what stands between `opening` and `closing`."""
-
-    opening: str
-    closing: str
-    items: tuple[Node, ...]
-
-    @property
-    def is_list(self) -> bool:
-        return not self.opening
-
-    @property
-    def is_set(self) -> bool:
-        return self.opening == "\\{"
-
-
-@dataclass(frozen=True)
-class Union:
-    """Sets or intervals, united."""
-
-    items: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix, as its rows."""
-
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """An equation or inequality that is not merely a named value or an interval."""
-
-    sides: tuple[str, ...]
-    signs: tuple[str, ...]
-    text: str
-
-
-Node = Value | Named | Items | Union | Matrix | Relation
-
-_SYMBOLS: Final = str.maketrans(
-    {
-        "°": "^{\\circ}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
-        "≈": "\\approx ", "⁄": "/", "∶": ":", "：": ":", "；": ";", "（": "(", "）": ")", "、": ",", "∞": "\\infty ",
-        "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "√": "\\sqrt ",
-        "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "，": ",", "＝": "=",
-        "＄": "\\$", "€": "\\$", "£": "\\$", "¥": "\\$", "₹": "\\$", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
-        **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff", ""),
-        **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u061c", ""),
-    }
-)  # fmt: skip
-
-_ENVIRONMENT = re.compile(
-    r"\\begin\{(?:cases|aligned|align\*?|gathered|split)\}|\\end\{(?:cases|aligned|align\*?|gathered|split)\}"
-)
-_REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)", ""),
-        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|ldots|dots|cdots)(?![a-zA-Z])\.?", ""),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (
-            r"\\(?:mbox|mathrm|mathit|mathsf|textbf|textit|textrm|textnormal|mathbf|boldsymbol|operatorname\*?)\s*(?=\{)",
-            r"\\text",
-        ),
-        (r"\\(?:overline|underline)\s*(?=\{\s*\))", ""),
-        (r"\\text\s*\{\s*\}", ""),
-        (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3}(?![0-9]))|(?<=[0-9]),\\!\s*(?=[0-9]{3}(?![0-9]))", ""),
-        (r"(?<=[0-9])\\[,;: !]\s?(?=[0-9]{3}(?![0-9]))", ""),
-        (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9])", "."),
-        (r"(?<=[0-9])\{\s*\.\s*\}(?=[0-9])", "."),
-        (r"\\!", ""),
-        (r"(?<!\\)\\[,;:> ]|\\q?quad|~|\\thinspace(?![a-zA-Z])|\\hspace\s*\{[^{}]*\}", " "),
-        (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=|=<", r"\\le "),
-        (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\(?:neq|ne)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:simeq|approxeq|thickapprox)(?![a-zA-Z])", r"\\approx "),
-        (r"\\(?:lbrace)(?![a-zA-Z])", r"\\{"),
-        (r"\\(?:rbrace)(?![a-zA-Z])", r"\\}"),
-        (r"\\lbrack(?![a-zA-Z])", "["),
-        (r"\\rbrack(?![a-zA-Z])", "]"),
-        (r"\\varnothing(?![a-zA-Z])|∅|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\langle(?![a-zA-Z])", "("),
-        (r"\\rangle(?![a-zA-Z])", ")"),
-        (
-            r"\\mathbb\s*\{?\s*R\s*\}?(?![\^_*a-zA-Z])|\\R(?![a-zA-Z])|\\text\s*\{\s*[Aa]ll reals?(?: numbers?)?\s*\}",
-            r"(-\\infty,\\infty)",
-        ),
-        (r"\+\s*\\infty", r"\\infty "),
-        (r"(?<![a-zA-Z\\])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
-        (r"\\%", "%"),
-        (
-            r"%?\s*\\text\s*\{\s*(?:percent|pct|percentage|%)\s*\}|%?\s*(?<![a-zA-Z])(?:percent|pct|percentage)(?![a-zA-Z])",
-            "%",
-        ),
-        (r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])", r"\\text{degrees}"),
-        (
-            r"\\text\s*\{([^{}]*?\S)\s+(?:and|or)\s+([^{}]*)\}|\\text\s*\{([^{}]*?\S)\s+(?:and|or)\s*\}",
-            r"\\text{\1\3},\\text{\2}",
-        ),
-        (r"\\text\s*\{\s*\}", ""),
-        (r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
-        (r"(?<=[0-9})\]])or(?=[a-zA-Z(\\])", ","),
-        (r",(?:\s*,)+", ","),
-    )
-)
-_POWER = re.compile(r"(?<=[a-zA-Z0-9)}])\*\*(?=[a-zA-Z0-9({\-])")
-_DOUBLED_COMMAND = re.compile(r"\\\\(?=[a-zA-Z%$])")
-_HAS_ROWS = re.compile(r"matrix|array|cases|align|split|gather")
-_DOLLAR = re.compile(r"(?<!\\)\$+|(?<!\\)\\[()\[\]]")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv)(?![a-zA-Z])|(?<![<>!:])=+|[<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\s*\{[clr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _OPENERS, _CLOSERS = "([{", ")]}"
-_CURRENCY = "\\$"
 
 # A quantity that is only named: |AB|, f(x), V_1 : V_2, \angle ABC, but not x + y, 2x or x^2.
 _QUANTITY = re.compile(
@@ -172,43 +30,9 @@ _LABEL = re.compile(
     r"(?:\\text\s*\{\s*)?(?:\((?P<bracketed>[A-J])\)|(?P<plain>[A-J])(?:[.:)](?=[\s}\\])|\)))\s*\}?[\s:.\\]*(?P<rest>\S.*)",
     re.DOTALL,
 )
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BOTH_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-_UNIT_TOKEN = re.compile(
-    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z.'\-]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
-    r"|(?P<power>\^\s*(?:\{\s*-?[1-3]\s*\}|-?[1-3]))|(?P<other>\\[a-zA-Z]+|.)",
-    re.DOTALL,
-)
-_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
-_AMOUNT = re.compile(r"(?<![a-zA-Z0-9_])[0-9]+(?:[.,][0-9]+)*")
-_NEGATION = re.compile(
-    r"(?i)(?<![a-z])(?:not|no|never|n't|neither|nor|except|than|least|most|between|over|under|maybe|perhaps|either|if|unless|to"
-    r"|unknown|any|other)(?![a-z])"
-)
-_PLAIN_WORDS = re.compile(r"[a-zA-Z][a-zA-Z'\-.]*(?:[ /][a-zA-Z][a-zA-Z'\-.]*)*")
-_NUMBER_WORDS: Final = {
-    word: value
-    for value, word in enumerate(
-        (
-            *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-            *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-            "twenty",
-        )
-    )
-}
 _COMMA_DECIMAL = re.compile(r"(?P<whole>[+-]?[0-9.]*[0-9]),(?P<part>[0-9]+)(?![0-9,]*,[0-9])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-_BASE = re.compile(r"[0-9A-F]+_\{?(?:\\text\{)?(?P<base>[0-9a-z]+)\}*")
-# What brings letters of its own, and commands and names that are no variables.
-_BINDING = re.compile(
-    r"\\(?:sum|prod|int|lim|text|mathrm|math\w+|begin|operatorname|min|max|p?mod)|_|[a-zA-Z]{4}|[(,]\s*[a-z]\s*[,)]"
-)
-_NO_VARIABLE = re.compile(
-    r"\\(?!(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega)(?![a-zA-Z]))[a-zA-Z]+"
-    r"|(?<![a-zA-Z])(?:sqrt|pi|log|ln|exp|a?sin|a?cos|a?tan|cot|sec|csc)(?![a-zA-Z])"
-)
-_VARIABLE = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
-_MIXED = re.compile(r"(?P<sign>[+-]?)(?P<whole>[0-9]{1,15})\s+(?P<top>[0-9]{1,15})\s*/\s*(?P<bottom>[0-9]{1,15})")
 
 
 def readings(text: str) -> tuple[Node, ...]:
@@ -220,31 +44,6 @@ def readings(text: str) -> tuple[Node, ...]:
         if node is not None:
             found.setdefault(node)
     return tuple(found)
-
-
-def clean(text: str) -> str:
-    """The answer with one spelling per sign, without math delimiters, spacing and layout."""
-    text = _POWER.sub("^", text.translate(_SYMBOLS)).replace("**", " ").strip().strip("*`").strip()
-    if not _HAS_ROWS.search(text):
-        text = _DOUBLED_COMMAND.sub(r"\\", text)
-    else:
-        text = _ENVIRONMENT.sub(" ", text) if _ENVIRONMENT.search(text) and "matrix" not in text else text
-        if "matrix" not in text and "array" not in text:
-            text = text.replace("\\\\", ",").replace("&", " ")
-    text = _DOLLAR.sub(" ", text)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    return _trimmed(text)
-
-
-def _trimmed(text: str) -> str:
-    """Without the punctuation around it. A `!` behind a number or name is a factorial."""
-    text = text.strip()
-    while text and (text[-1] in ".,;:" or text.endswith("\\") or (text[-1] == "!" and not text[-2:-1].isalnum())):
-        if text.endswith("\\!") or (text.endswith("!") and text[-2:-1] in ")}]"):
-            break
-        text = text[:-1].rstrip()
-    return text.lstrip(",;:").strip('" ')
 
 
 def _spellings(latex: str) -> Iterator[str]:
@@ -273,7 +72,7 @@ def _inside_brackets(text: str, position: int) -> bool:
 
 
 def _read(text: str, depth: int) -> Node | None:
-    text = _trimmed(text)
+    text = trimmed(text)
     if depth > MAX_NESTING or not any(character.isalnum() for character in text):
         return None
     # Braces that are not escaped show nothing: `{1, 3}` is read as `1, 3`.
@@ -293,7 +92,7 @@ def _read(text: str, depth: int) -> Node | None:
         return _matrix(matrix[2], depth)
     if _BOTH_SIGNS.search(text):
         return _both_signs(text, depth)
-    return _value(text, depth)
+    return _choice(text, depth) or single_value(text, depth)
 
 
 def _all(kind: type[Union], nodes: list[Node | None]) -> Node | None:
@@ -456,51 +255,6 @@ def _is_variable(text: str) -> bool:
     return re.fullmatch(r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_(?:\{\w+\}|\w))?(?:\([a-zA-Z]\))?", text) is not None
 
 
-# Single values.
-
-
-def variables(value: Value) -> frozenset[str] | None:
-    """The letters that a value is an expression in, but for e and i; None where a letter may be bound or a word."""
-    if _BINDING.search(value.text):
-        return None
-    return frozenset(_VARIABLE.findall(_NO_VARIABLE.sub(" ", value.text))) - {"e", "i"}
-
-
-def base(value: Value) -> str | None:
-    """The base that a number names: 3 of `1112122_3`."""
-    match = _BASE.fullmatch(value.key)
-    return match["base"] if match else None
-
-
-def _value(text: str, depth: int) -> Node | None:
-    if choice := _choice(text, depth):
-        return choice
-    currency = find_unit("dollars") if _CURRENCY in text else None
-    core, unit = _unit(text.replace(_CURRENCY, " ").strip())
-    core = _SPACED.sub(lambda number: number.group().replace(" ", ""), core)
-    is_percent = core.endswith("%")
-    core = core.rstrip("% ").strip()
-    if mixed := _MIXED.fullmatch(core):
-        core = f"{mixed['sign']}{mixed['whole']}\\frac{{{mixed['top']}}}{{{mixed['bottom']}}}"
-    canonical = canonical_latex(core)
-    key = compact(canonical)
-    if not key:
-        return None
-    if (number := _NUMBER_WORDS.get(key.casefold())) is not None:
-        key = str(number)
-    numeral = parse_numeral(key)
-    if numeral is None and (single := _single_amount(core, depth)) is not None:
-        return single
-    is_word = key.isalpha() and (len(key) >= 4 or "\\text" in text or key.casefold() in ("yes", "no"))
-    return Value(
-        canonical, key, numeral, is_percent, unit or currency, is_word or (" " in canonical and _is_prose(canonical))
-    )
-
-
-def _is_prose(text: str) -> bool:
-    return len(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", text)) >= 2 and "\\" not in text
-
-
 def _choice(text: str, depth: int) -> Node | None:
     text = text.strip()
     if match := _LETTER.fullmatch(text):
@@ -510,54 +264,3 @@ def _choice(text: str, depth: int) -> Node | None:
         return None
     named = _read(label["rest"], depth + 1) if depth < MAX_NESTING else None
     return Value(text, compact(text), letter=label["bracketed"] or label["plain"], named=named)
-
-
-def _unit(text: str) -> tuple[str, Unit | None]:
-    """The text without the unit or words that follow its number, and the unit."""
-    cut = _units_start(text)
-    core, words = text[:cut].rstrip(), text[cut:]
-    if not words.strip() or not (core.endswith("\\pi") or (core and core[-1] in "0123456789})%")):
-        return text, None
-    plain = _TEXT.sub(r" \1 ", words)
-    if _NEGATION.search(plain) or len(plain.split()) > 8:
-        return text, None
-    is_text = "\\text" in words
-    unit = find_unit(plain)
-    bare = plain.strip(" .")
-    is_letter = unit is not None and len(unit.name) == 1
-    is_apart = text[len(core)] == " " and "^" not in plain
-    if not is_text and (is_letter or (unit is None and len(bare) <= 2)) and not (unit is not None and is_apart):
-        return text, None  # `5m`, `3s^2`, `2ab`: variables.
-    if not is_text and unit is None and not re.search(r"[a-zA-Z]{3,}", plain):
-        return text, None
-    if not is_text and re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
-        return text, None
-    return core, unit
-
-
-def _units_start(text: str) -> int:
-    """Where the words begin with which the text ends: texts, words, powers of them and what stands between."""
-    tokens = list(_UNIT_TOKEN.finditer(text))
-    start = len(text)
-    for index in range(len(tokens) - 1, -1, -1):
-        kind = tokens[index].lastgroup
-        if kind == "other" or (kind == "power" and (index == 0 or tokens[index - 1].lastgroup != "word")):
-            break
-        start = tokens[index].start()
-    return start
-
-
-def _single_amount(text: str, depth: int) -> Node | None:
-    """The one number of a phrase: `about 5`, `she has 18 left`."""
-    words = _TEXT.sub(r"\1", text)
-    if "\\" in words or not re.search(r"[a-zA-Z]{3,}", words) or _NEGATION.search(words) or len(words) > 120:
-        return None
-    amounts = _AMOUNT.findall(words)
-    if len(amounts) != 1 or re.search(r"[a-zA-Z0-9]\s*[\^*/+_]|[\^*/+_]\s*[a-zA-Z0-9(]|[(){}]", words):
-        return None
-    start = words.index(amounts[0])
-    sign = "-" if words[:start].rstrip().endswith("-") and not re.search(r"[a-zA-Z]-$", words[:start].rstrip()) else ""
-    core, unit = _unit(sign + words[start:])
-    if not re.fullmatch(r"-?[0-9.,]+%?", core.strip()):
-        return None
-    return _value(core if unit is None else f"{core}\\text{{ {unit.name}}}", depth + 1) if depth < MAX_NESTING else None

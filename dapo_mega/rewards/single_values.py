@@ -1,0 +1,143 @@
+"""Reads a single value: a number or expression, with its unit, percent sign and the words around it."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from dapo_mega.rewards.bounds import MAX_NESTING
+from dapo_mega.rewards.nodes import Value
+from dapo_mega.rewards.normalization import canonical_latex, compact
+from dapo_mega.rewards.numerals import parse_numeral
+from dapo_mega.rewards.units import Unit, find_unit
+
+_CURRENCY = "\\$"
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_UNIT_TOKEN = re.compile(
+    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z.'\-]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
+    r"|(?P<power>\^\s*(?:\{\s*-?[1-3]\s*\}|-?[1-3]))|(?P<other>\\[a-zA-Z]+|.)",
+    re.DOTALL,
+)
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_AMOUNT = re.compile(r"(?<![a-zA-Z0-9_])[0-9]+(?:[.,][0-9]+)*")
+_NEGATION = re.compile(
+    r"(?i)(?<![a-z])(?:not|no|never|n't|neither|nor|except|than|least|most|between|over|under|maybe|perhaps|either|if|unless|to"
+    r"|unknown|any|other)(?![a-z])"
+)
+_NUMBER_WORDS: Final = {
+    word: value
+    for value, word in enumerate(
+        (
+            *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+            *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+            "twenty",
+        )
+    )
+}
+_BASE = re.compile(r"[0-9A-F]+_\{?(?:\\text\{)?(?P<base>[0-9a-z]+)\}*")
+# What brings letters of its own, and commands and names that are no variables.
+_BINDING = re.compile(
+    r"\\(?:sum|prod|int|lim|text|mathrm|math\w+|begin|operatorname|min|max|p?mod)|_|[a-zA-Z]{4}|[(,]\s*[a-z]\s*[,)]"
+)
+_NO_VARIABLE = re.compile(
+    r"\\(?!(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega)(?![a-zA-Z]))[a-zA-Z]+"
+    r"|(?<![a-zA-Z])(?:sqrt|pi|log|ln|exp|a?sin|a?cos|a?tan|cot|sec|csc)(?![a-zA-Z])"
+)
+_VARIABLE = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
+_MIXED = re.compile(r"(?P<sign>[+-]?)(?P<whole>[0-9]{1,15})\s+(?P<top>[0-9]{1,15})\s*/\s*(?P<bottom>[0-9]{1,15})")
+
+
+def variables(value: Value) -> frozenset[str] | None:
+    """The letters that a value is an expression in, but for e and i; None where a letter may be bound or a word."""
+    if _BINDING.search(value.text):
+        return None
+    return frozenset(_VARIABLE.findall(_NO_VARIABLE.sub(" ", value.text))) - {"e", "i"}
+
+
+def base(value: Value) -> str | None:
+    """The base that a number names: 3 of `1112122_3`."""
+    match = _BASE.fullmatch(value.key)
+    return match["base"] if match else None
+
+
+def single_value(text: str, depth: int) -> Value | None:
+    """The value that the text is; None of a text without any sign. `depth` counts the readings that this one is in."""
+    currency = find_unit("dollars") if _CURRENCY in text else None
+    core, unit = _unit(text.replace(_CURRENCY, " ").strip())
+    core = _SPACED.sub(lambda number: number.group().replace(" ", ""), core)
+    is_percent = core.endswith("%")
+    core = core.rstrip("% ").strip()
+    if mixed := _MIXED.fullmatch(core):
+        core = f"{mixed['sign']}{mixed['whole']}\\frac{{{mixed['top']}}}{{{mixed['bottom']}}}"
+    canonical = canonical_latex(core)
+    key = compact(canonical)
+    if not key:
+        return None
+    if (number := _NUMBER_WORDS.get(key.casefold())) is not None:
+        key = str(number)
+    numeral = parse_numeral(key)
+    if numeral is None and (single := _single_amount(core, depth)) is not None:
+        return single
+    is_word = key.isalpha() and (len(key) >= 4 or "\\text" in text or key.casefold() in ("yes", "no"))
+    return Value(
+        canonical, key, numeral, is_percent, unit or currency, is_word or (" " in canonical and _is_prose(canonical))
+    )
+
+
+def _is_prose(text: str) -> bool:
+    return len(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", text)) >= 2 and "\\" not in text
+
+
+def _unit(text: str) -> tuple[str, Unit | None]:
+    """The text without the unit or words that follow its number, and the unit."""
+    cut = _units_start(text)
+    core, words = text[:cut].rstrip(), text[cut:]
+    if not words.strip() or not (core.endswith("\\pi") or (core and core[-1] in "0123456789})%")):
+        return text, None
+    plain = _TEXT.sub(r" \1 ", words)
+    if _NEGATION.search(plain) or len(plain.split()) > 8:
+        return text, None
+    is_text = "\\text" in words
+    unit = find_unit(plain)
+    bare = plain.strip(" .")
+    is_letter = unit is not None and len(unit.name) == 1
+    is_apart = text[len(core)] == " " and "^" not in plain
+    if not is_text and (is_letter or (unit is None and len(bare) <= 2)) and not (unit is not None and is_apart):
+        return text, None  # `5m`, `3s^2`, `2ab`: variables.
+    if not is_text and unit is None and not re.search(r"[a-zA-Z]{3,}", plain):
+        return text, None
+    if not is_text and re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
+        return text, None
+    return core, unit
+
+
+def _units_start(text: str) -> int:
+    """Where the words begin with which the text ends: texts, words, powers of them and what stands between."""
+    tokens = list(_UNIT_TOKEN.finditer(text))
+    start = len(text)
+    for index in range(len(tokens) - 1, -1, -1):
+        kind = tokens[index].lastgroup
+        if kind == "other" or (kind == "power" and (index == 0 or tokens[index - 1].lastgroup != "word")):
+            break
+        start = tokens[index].start()
+    return start
+
+
+def _single_amount(text: str, depth: int) -> Value | None:
+    """The one number of a phrase: `about 5`, `she has 18 left`."""
+    words = _TEXT.sub(r"\1", text)
+    if "\\" in words or not re.search(r"[a-zA-Z]{3,}", words) or _NEGATION.search(words) or len(words) > 120:
+        return None
+    amounts = _AMOUNT.findall(words)
+    if len(amounts) != 1 or re.search(r"[a-zA-Z0-9]\s*[\^*/+_]|[\^*/+_]\s*[a-zA-Z0-9(]|[(){}]", words):
+        return None
+    start = words.index(amounts[0])
+    sign = "-" if words[:start].rstrip().endswith("-") and not re.search(r"[a-zA-Z]-$", words[:start].rstrip()) else ""
+    core, unit = _unit(sign + words[start:])
+    if not re.fullmatch(r"-?[0-9.,]+%?", core.strip()):
+        return None
+    return (
+        single_value(core if unit is None else f"{core}\\text{{ {unit.name}}}", depth + 1)
+        if depth < MAX_NESTING
+        else None
+    )
