@@ -4,13 +4,14 @@ python tools/benchmark.py answers --responses 4000 --workers 1
 
 Ordinary responses are solutions that end in numbers, fractions, lists, intervals, roots and expressions; most differ
 from each other, as nothing is compared twice. They are counted against the wall time of caller and workers, without the
-workers' start. Hostile answers are within all bounds and keep an algebra system busy; each is given alone, and its wait
-includes a new worker where one had to be ended.
+workers' start. Hostile answers keep an algebra system busy or exceed its bounds, with numbers drawn anew for each; each is given
+alone. Where one had its worker ended, the next one waits for a new worker before its time counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -26,14 +27,18 @@ _ENDINGS = (
     "Putting both together, we get $x = {}$.",
 )
 _HOSTILE = (
-    r"\binom{1000000000}{500000000}",
-    r"\frac{(x+1)^{80}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
-    r"\int_0^1 \sin(x^x)\cos(x^{x^2})dx",
-    r"\sum_{n=1}^{99999999} \frac{1}{n^{n}}",
-    r"\prod_{n=1}^{99999999} (1+\frac{1}{n^2})",
-    r"\sqrt{\sqrt{\sqrt{x+1}+\sqrt{x+2}}+\sqrt{\sqrt{x+3}+\sqrt{x+4}}}",
-    r"\lim_{x \to 0} \frac{\sin(\tan x)-\tan(\sin x)}{x^7}",
-    r"((((x+1)^9+1)^9+1)^9+1)^9",
+    r"\binom{10000000NN}{5000000NN}",
+    r"\frac{(x+1)^{NN}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
+    r"\int_0^{NN} \sin(x^x)\cos(x^{x^2})dx",
+    r"\sum_{n=1}^{999999NN} \frac{1}{n^{n}}",
+    r"\prod_{n=1}^{999999NN} (1+\frac{1}{n^2})",
+    r"\sqrt{\sqrt{\sqrt{x+1}+\sqrt{x+2}}+\sqrt{\sqrt{x+3}+\sqrt{x+NN}}}",
+    r"\lim_{x \to 0} \frac{\sin(\tan x)-\tan(\sin x)}{x^7} + NN",
+    r"((((x+NN)^9+1)^9+1)^9+1)^9",
+    r"NN^{9^{9^{9^9}}}",
+    r"\frac{" * 300 + "NN",
+    "(" * 140 + "NN" + ")" * 140,
+    "NN" * 500_000,
 )
 
 
@@ -42,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="benchmark answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--responses", type=int, default=4000)
+    parser.add_argument("--hostile", type=int, default=24, help="hostile answers (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--extraction", default="auto")
     parser.add_argument("--time-limit-s", type=float, default=2.0, help="of one comparison")
@@ -58,7 +64,7 @@ def run(options: argparse.Namespace) -> list[str]:
         begin = time.perf_counter()
         verdicts = verifier.verify(items)
         seconds = time.perf_counter() - begin
-        waits = [_wait(verifier, f"Answer: {answer}") for answer in _HOSTILE]
+        waits = [_wait(verifier, hostile, str(draw.randint(10, 99))) for hostile in _hostile(options.hostile)]
     right = sum(verdict.correct for verdict in verdicts)
     return [
         "| what | figure |",
@@ -66,14 +72,20 @@ def run(options: argparse.Namespace) -> list[str]:
         f"| ordinary answers per second, {options.workers} workers | {len(items) / seconds:.0f} |",
         f"| of them right | {right / len(items):.3f} |",
         f"| {len(waits)} hostile answers, median wait | {statistics.median(waits):.2f} s |",
+        f"| 99th percentile | {sorted(waits)[math.ceil(0.99 * len(waits)) - 1]:.2f} s |",
         f"| longest wait | {max(waits):.2f} s |",
         f"| limit of one comparison | {options.time_limit_s:.2f} s |",
     ]
 
 
-def _wait(verifier: AnswerVerifier, response: str) -> float:
+def _hostile(count: int) -> list[str]:
+    return [_HOSTILE[index % len(_HOSTILE)] for index in range(count)]
+
+
+def _wait(verifier: AnswerVerifier, hostile: str, number: str) -> float:
+    verifier.verify([(f"Answer: x+x+{number}", f"2x+{number}")])  # With a new worker, if there must be one.
     begin = time.perf_counter()
-    verifier.verify([(response, "x+1")])
+    verifier.verify([(f"Answer: {hostile.replace('NN', number)}", "x+1")])
     return time.perf_counter() - begin
 
 

@@ -3,15 +3,21 @@
 import json
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from aiohttp import web
 
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.evaluation.evaluator import make_evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
+from dapo_mega.rewards.build import make_reward
+from dapo_mega.rewards.sandbox import seccomp
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
+from tests.unit.rewards.local_server import serving
 from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other, partial
 
 FUNCTION = {"function": "my_reward.py:score"}
@@ -168,6 +174,45 @@ def test_a_stop_does_not_wait_for_a_reward_that_hangs_and_loses_no_group(make_co
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     for _ in range(2):
         assert sorted(group_numbers(resumed.collect(0)[0])) == sorted(group_numbers(whole.collect(0)[0]))
+
+
+@pytest.mark.skipif(not seccomp.is_supported(), reason="solutions run on Linux on x86_64 and aarch64 only")
+def test_a_judge_and_unit_tests_of_code_reach_the_advantages():
+    programs = ["print(2 * int(input()))", "print(42)", "x = int(input())\nprint(x + x)", "input()"]
+    tests = json.dumps({"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]})
+    prompts = [replace(prompt, ground_truth=tests) for prompt in PROMPTS]
+
+    async def judge(request):
+        question = (await request.json())["messages"][-1]["content"]
+        text = "Score: 8" if "int(input" in question else "Score: 2"
+        return web.json_response({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+
+    def programs_of(responses):
+        """Each response in a group of four has another program."""
+        return [f"```python\n{programs[i % 4]}\n```" for i in range(len(responses))]
+
+    with serving(judge) as url:
+        run = config(
+            reward={
+                "components": [
+                    {"kind": "code", "allow_code": True, "num_workers": 1},
+                    {"kind": "judge", "model": "m", "urls": [url], "weight": 0.5},
+                ]
+            },
+            batch={"groups_per_step": 1, "generation_groups": 1, "mini_batch_groups": 1},
+        )
+        reward = make_reward(run)
+        scorer = ResponseScorer(run.reward, reward, programs_of)
+        groups, metrics = Collector(run, prompts, ScriptedEngine(every_other), scorer, (2,)).collect(0)
+        reward.close()
+    rewards = np.array([1.4, 0.1, 1.4, 0.1])
+    assert [scored.reward for scored in groups[0].responses] == pytest.approx(rewards)
+    assert [scored.correct for scored in groups[0].responses] == [True, False, True, False]
+    assert (metrics["reward/part_code"], metrics["reward/part_judge"]) == pytest.approx((0.5, 0.5))
+    columns = samples_of_groups(groups, run, 0).columns
+    advantages = [columns.advantages[columns.response_mask & (columns.sample_ids == i)] for i in range(4)]
+    expected = (rewards - rewards.mean()) / rewards.std(ddof=1)
+    assert [values.unique().tolist() for values in advantages] == [[pytest.approx(one, abs=1e-4)] for one in expected]
 
 
 def evaluation(rule):
