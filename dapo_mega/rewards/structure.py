@@ -1,7 +1,7 @@
 r"""Reads an answer as what it is in mathematics: a value, a list, a tuple or interval, a set, a matrix, a relation.
 
-Reading is a matter of spelling alone and takes time linear in the text, whose length the caller bounds. A text that has
-more than one sensible reading (`1,5` is a decimal to some and a list to others) is given all of them.
+Reading is a matter of spelling alone and takes at most quadratic time in the length of the text, which the caller
+bounds. A text that has more than one sensible reading (`1,5` is a decimal to some and a list to others) is given all.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ python tools/benchmark.py answers --responses 4000 --workers 1
 
 Ordinary responses are solutions that end in numbers, fractions, lists, intervals, roots and expressions; most differ
 from each other, as nothing is compared twice. They are counted against the wall time of caller and workers, without the
-workers' start. Hostile answers keep an algebra system busy or exceed its bounds, with numbers drawn anew for each; each is given
-alone. Where one had its worker ended, the next one waits for a new worker before its time counts.
+workers' start. Hostile answers keep an algebra system busy or exceed its bounds, with numbers drawn anew for each; each
+is given alone. Where one had its worker ended, the next one waits for a new worker before its time counts.
 """
 
 from __future__ import annotations

@@ -6,28 +6,34 @@ from typing import TypeVar
 
 Case = TypeVar("Case")
 
-_SHORT, _LONG = 10_000, 20_000
-_LINEAR = 3.0
-"""Between 2 for linear and 4 for quadratic time."""
+LINEAR, QUADRATIC = 3.0, 6.0
+"""Most growth of the time from a text to one of twice its length: between 2, 4 and 8 for powers of 1, 2 and 3."""
 _BARELY_MEASURABLE_S = 0.01
 
 
 def growing_too_fast(
-    call: Callable[[Case, str], object], cases: Iterable[Case], text: Callable[[Case, int], str]
+    call: Callable[[Case, str], object],
+    cases: Iterable[Case],
+    text: Callable[[Case, int], str],
+    *,
+    length: int = 10_000,
+    most: float = LINEAR,
 ) -> dict[Case, float]:
-    """The cases for which twice the text takes far more than twice the processor time, with how much more.
+    """The cases for which twice the text takes more than `most` times the processor time, with how much more.
 
-    `text` makes a case's text of about so many characters.
+    `text` makes a case's text of about so many characters: `length`, and twice that.
     """
-    return {case: factor for case in cases if (factor := _factor(call, case, text)) > _LINEAR}
+    return {case: factor for case in cases if (factor := _factor(call, case, text, length, most)) > most}
 
 
-def _factor(call: Callable[[Case, str], object], case: Case, text: Callable[[Case, int], str]) -> float:
+def _factor(
+    call: Callable[[Case, str], object], case: Case, text: Callable[[Case, int], str], length: int, most: float
+) -> float:
     factors = []
     for _ in range(3):  # A collection of garbage in one of them is no growth.
-        short, long = (_processor_s(call, case, text(case, length)) for length in (_SHORT, _LONG))
+        short, long = (_processor_s(call, case, text(case, size)) for size in (length, 2 * length))
         factors.append(long / max(short, _BARELY_MEASURABLE_S / 2))
-        if factors[-1] <= _LINEAR or long > 0.5:
+        if factors[-1] <= most or long > 0.5:
             break
     return min(factors)
 
