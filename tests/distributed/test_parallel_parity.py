@@ -74,6 +74,7 @@ EXPERTS = {
     },
     4: {
         "tp2_ep4": {"parallel": {**TP2, "expert": 4}},
+        "tp2_ep2_expert_tp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}},
         "tp4_ep4": {"parallel": {"tensor": 4, "sequence": True, "expert": 4}},
         "tp2_ep4_from_ep2": {"parallel": {**TP2, "expert": 4}, "resume": "ep2"},
         "vpp2x2_ep2": {"parallel": {**VPP, "expert": 2}},

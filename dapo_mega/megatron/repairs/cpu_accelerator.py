@@ -163,7 +163,8 @@ def _make_cuda() -> types.ModuleType:
 
 def _make_distributed() -> types.ModuleType:
     """The token dispatcher of experts turns split sizes into lists only when it copies them from a CUDA device
-    (moe_utils.maybe_move_tensor_to_cpu); gloo takes lists only."""
+    (moe_utils.maybe_move_tensor_to_cpu); gloo takes lists only. Processes that share experts' matrices have different
+    numbers of tokens for them (tensor_parallel.mappings), which NCCL gathers and sums, but not gloo."""
     distributed: Any = _copy_of(torch.distributed)
 
     def all_to_all_single(
@@ -180,9 +181,32 @@ def _make_distributed() -> types.ModuleType:
             output, input, as_list(output_split_sizes), as_list(input_split_sizes), **rest
         )
 
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **rest: Any) -> Any:
+        if _are_alike(tensor_list):
+            return torch.distributed.all_gather(tensor_list, tensor, group=group, **rest)
+        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
+        for source, part in enumerate(tensor_list):
+            torch.distributed.broadcast(part, group=group, group_src=source)
+        return None
+
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], group: Any = None, **rest: Any) -> Any:
+        if _are_alike(input_list):
+            return torch.distributed.reduce_scatter(output, input_list, group=group, **rest)
+        for target, part in enumerate(input_list):
+            total = part.clone()
+            torch.distributed.reduce(total, group=group, group_dst=target)
+            if target == torch.distributed.get_rank(group):
+                output.copy_(total)
+        return None
+
     distributed.all_to_all_single = all_to_all_single
+    distributed.all_gather, distributed.reduce_scatter = all_gather, reduce_scatter
     result: types.ModuleType = distributed
     return result
+
+
+def _are_alike(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) == 1
 
 
 def _replace_tensor_methods() -> None:
