@@ -6,7 +6,7 @@
 # Uses the environment of tools/install_gpu.sh. Every step has a limit in seconds and none waits for the one before to
 # succeed. DIR must be new or empty (default: runs/gpu_first_hour/DATE-TIME); DIR/report.md is there from the first step
 # on. Exit status 1: a step failed; 2: an argument is wrong.
-#   PYTHON=python                    the interpreter, or the command that stands for it
+#   PYTHON=python                    the interpreter, or a command that begins with it
 #   DAPO_MEGA_SGLANG_PYTHON=python   the interpreter of the engines (default: PYTHON)
 #   SMALL=1                          tiny shapes and two steps of training: to see whether this script works
 set -uo pipefail
@@ -65,9 +65,9 @@ learn() {  # FOLDER OVERRIDES...: the quickstart's task in one process on the de
         evaluation.every=0 batch.groups_per_step=4 batch.generation_groups=4 batch.mini_batch_groups=2
         algorithm.dynamic_sampling=false); fi
     rm -rf "$folder"
-    "${python[@]}" tools/prepare_data.py arithmetic --output "$folder/data" --min-digits 3 \
+    "${python[0]}" tools/prepare_data.py arithmetic --output "$folder/data" --min-digits 3 \
         --num-train "${sizes[0]}" --num-eval "${sizes[1]}" --num-demonstrations "${sizes[2]}" &&
-    "${python[@]}" tools/prepare_data.py init-model --output "$folder/initial" --hidden-size 256 --layers 2 --heads 4 \
+    "${python[0]}" tools/prepare_data.py init-model --output "$folder/initial" --hidden-size 256 --layers 2 --heads 4 \
         --kv-heads 4 --intermediate-size 512 &&
     "${python[@]}" launch/train_sft.py --config configs/quickstart_sft.yaml output_dir="$folder/sft" \
         model.path="$folder/initial" data.train.path="$folder/data/demonstrations.parquet" "${sft[@]}" "$@" &&

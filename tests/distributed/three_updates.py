@@ -16,6 +16,7 @@ from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, Optimi
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
+from tests import te_cpu
 
 from .launching import run_distributed
 from .tiny import make_samples
@@ -97,6 +98,7 @@ def _three_updates(name, case, model, checkpoints):
     biases = expert_biases(policy)
     deterministic = torch.are_deterministic_algorithms_enabled()
     parallel_state.destroy_model_parallel()
+    te_cpu.forget_models()
     if processes.rank != 0:
         return None
     return {

@@ -6,31 +6,21 @@ import torch
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import LossSettings, ParallelConfig
 from dapo_mega.distributed import accelerator
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
+from tests.gpu.device_policy import DEVICE_SIZES, device_policy
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    """Head size 64 and sizes that are multiples of 16, as Transformer Engine's kernels want them."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
     folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**DEVICE_SIZES)).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -40,21 +30,6 @@ def processes():
 
     yield start_processes(ParallelConfig(), 0)
     stop_processes()
-
-
-def policy(model_path, processes, implementation, *, dtype="bf16", **compute):
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
-
-    return MegatronPolicy(
-        ModelConfig(path=str(model_path), dtype=dtype, layer_implementation=implementation),
-        ParallelConfig(),
-        OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
-        processes,
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=2,
-        compute=ComputeConfig(**compute),
-    )
 
 
 def score_and_update(subject):
@@ -70,7 +45,7 @@ def score_and_update(subject):
 
 @pytest.fixture(scope="module")
 def local(model_path, processes):
-    return score_and_update(policy(model_path, processes, "local"))
+    return score_and_update(device_policy(model_path, processes, "local"))
 
 
 def assert_agrees(result, local, mean_difference, grad_norm):
@@ -82,7 +57,7 @@ def assert_agrees(result, local, mean_difference, grad_norm):
 
 def test_transformer_engine_layers_agree_with_the_local_ones(model_path, processes, local):
     pytest.importorskip("transformer_engine")
-    assert_agrees(score_and_update(policy(model_path, processes, "transformer_engine")), local, 0.02, 0.05)
+    assert_agrees(score_and_update(device_policy(model_path, processes, "transformer_engine")), local, 0.02, 0.05)
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "blockwise"])
@@ -92,7 +67,7 @@ def test_fp8_agrees_with_bf16_within_its_precision(model_path, processes, local,
     pytest.importorskip("transformer_engine")
     if accelerator.capability() < (9, 0):
         pytest.skip("FP8 needs Hopper or newer")
-    subject = policy(
+    subject = device_policy(
         model_path, processes, "transformer_engine", fp8={"scaling": scaling, "params": params, "amax_history": 16}
     )
     assert_agrees(score_and_update(subject), local, 0.1, 0.25)
@@ -106,23 +81,12 @@ def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes)
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.001,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(Qwen2Config(**DEVICE_SIZES, initializer_range=0.001))
     torch.nn.init.normal_(model.lm_head.weight, std=3.0 / 16)  # Logits of standard deviation 3.
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     fp8 = {"scaling": "delayed", "amax_history": 16}
     of_local, of_delayed = (
-        score_and_update(policy(tmp_path, processes, name, **compute))[0]
+        score_and_update(device_policy(tmp_path, processes, name, **compute))[0]
         for name, compute in (("local", {}), ("transformer_engine", {"fp8": fp8}))
     )
     # 0.01 with scales; 0.12 without, on the emulated device.
@@ -141,7 +105,7 @@ def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes)
     ids=lambda compute: next(iter(compute)),
 )
 def test_saving_memory_changes_nothing(model_path, processes, local, compute):
-    assert_agrees(score_and_update(policy(model_path, processes, "local", **compute)), local, 0.01, 0.01)
+    assert_agrees(score_and_update(device_policy(model_path, processes, "local", **compute)), local, 0.01, 0.01)
 
 
 def test_grouped_experts_of_transformer_engine_agree_with_the_local_ones(tmp_path, processes):
@@ -149,23 +113,12 @@ def test_grouped_experts_of_transformer_engine_agree_with_the_local_ones(tmp_pat
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-    )
+    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**DEVICE_SIZES, **experts, head_dim=64)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    results = {name: score_and_update(policy(tmp_path, processes, name)) for name in ("local", "transformer_engine")}
-    assert_agrees(results["transformer_engine"], results["local"], 0.03, 0.1)
+    names = ("local", "transformer_engine")
+    local, te = (score_and_update(device_policy(tmp_path, processes, name)) for name in names)
+    assert_agrees(te, local, 0.03, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +133,11 @@ def test_the_switches_of_dense_families_agree_with_the_local_ones(tmp_path, proc
     pytest.importorskip("transformer_engine")
     make(tmp_path, vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, **changes)
     names = ("local", "transformer_engine")
-    exact, exact_te = (score_and_update(policy(tmp_path, processes, name, dtype="fp32")) for name in names)
+    exact, exact_te = (score_and_update(device_policy(tmp_path, processes, name, dtype="fp32")) for name in names)
     # A device multiplies float32 in TF32 there, which has 3 bits more than bf16.
     assert_agrees(exact_te, exact, 0.02, 0.05)
     # In bf16 two right programs differ by as much as each differs from float32.
-    local, te = (score_and_update(policy(tmp_path, processes, name)) for name in names)
+    local, te = (score_and_update(device_policy(tmp_path, processes, name)) for name in names)
     errors = [(result[0] - exact[0]).abs().mean() for result in (local, te)]
     assert errors[1] < 1.5 * errors[0]
 
@@ -193,7 +146,7 @@ def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, proce
     from dapo_mega.engines.embedded.engine import EmbeddedEngine
     from dapo_mega.types import GenerationRequest, SamplingParams
 
-    subject = policy(model_path, processes, "auto")
+    subject = device_policy(model_path, processes, "auto")
     engine = EmbeddedEngine.from_config(model_path, torch.bfloat16, device=processes.device)
     engine.load_weights(subject.weights(1 << 20), 0)
     prompt = make_samples(1)[0].token_ids[:5].numpy()

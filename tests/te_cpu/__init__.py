@@ -70,6 +70,14 @@ def install_if_asked() -> None:
         install()
 
 
+def forget_models() -> None:
+    """Forget the largest values of delayed scaling of all models of this process: Transformer Engine would reduce them
+    with those of every later model, over groups that the later layout may not enter in step."""
+    if is_installed():
+        quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+        quantization.FP8GlobalStateManager.reset()
+
+
 def _pretend_a_gpu() -> None:
     """The project builds what it builds on a Hopper GPU; tensors stay on the CPU."""
     replaced: Any = accelerator

@@ -49,9 +49,10 @@ def test_a_machine_without_what_is_needed_is_told_so_and_nothing_is_installed(
     assert not (tmp_path / "environment").exists()
 
 
-def first_hour(folder, *arguments):
-    script = PROJECT / "tools" / "gpu_first_hour.sh"
-    return subprocess.run(["bash", script, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+def first_hour(folder, *arguments, **variables):
+    command = ["bash", PROJECT / "tools" / "gpu_first_hour.sh", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,24 @@ def test_the_first_hour_writes_where_its_caller_says_and_lists_its_steps(tmp_pat
     assert os.listdir(tmp_path) == []
     limits = [int(line.split()[1]) for line in listed.stdout.splitlines()]
     assert sum(limits) <= 3600
-    (tmp_path / "python").write_text("#!/bin/sh\necho fine\n")
+
+
+def test_the_first_hour_reports_what_failed_and_what_showed_nothing(tmp_path):
+    python = """#!/bin/sh
+case "$*" in
+    *gpu_environment*) echo this process sees no GPU; exit 2 ;;
+    *test_fleet*) echo 2 skipped in 1s ;;
+    *) echo 4 passed, 1 skipped in 1s ;;
+esac
+"""
+    (tmp_path / "python").write_text(python)
     (tmp_path / "python").chmod(0o755)
-    script = [PROJECT / "tools" / "gpu_first_hour.sh", "--output", "mine", "--only", "environment"]
-    environment = {**os.environ, "PYTHON": str(tmp_path / "python")}
-    done = subprocess.run(["bash", *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "| environment | versions and devices | passed |" in (tmp_path / "mine" / "report.md").read_text()
+    steps = ("environment", "kernels", "engines", "logprobs")
+    arguments = ("--output", "mine", "--only", ",".join(steps))
+    done = first_hour(tmp_path, *arguments, PYTHON=str(tmp_path / "python"))
+    report = (tmp_path / "mine" / "report.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    results = ("failed (exit status 2)", "passed", "skipped", "passed")
+    assert [(row[0], row[2]) for row in rows[1:]] == list(zip(steps, results, strict=True)), done.stderr
+    assert "this process sees no GPU" in report
+    assert done.returncode == 1

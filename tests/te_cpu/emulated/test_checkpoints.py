@@ -9,39 +9,22 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.data.tokenizer import build_character_tokenizer
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from tests.distributed.tiny import make_samples, save_random
+from tests.gpu.device_policy import DEVICE_SIZES, device_policy
 
 
 @pytest.fixture
 def policy(tmp_path):
     """After one update."""
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    folder = save_random(config, tmp_path / "model", scale=0.03)
+    folder = save_random(Qwen2Config(**DEVICE_SIZES), tmp_path / "model", scale=0.03)
     build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
-    policy = MegatronPolicy(
-        ModelConfig(path=str(folder), dtype="bf16"),
-        ParallelConfig(),
-        OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        start_processes(ParallelConfig(), 0),
-        temperature=1.0,
-        updates_per_step=1,
-        num_steps=2,
-        compute=ComputeConfig(fp8={"scaling": "blockwise", "params": True}),
-    )
+    fp8 = {"scaling": "blockwise", "params": True}
+    policy = device_policy(folder, start_processes(ParallelConfig(), 0), learning_rate=1e-2, fp8=fp8)
     batch = pack(flatten(make_samples(8, all_in_loss=True)), policy.packing_layout, max_response_tokens=64)
     policy.update([TokenBatch(batch)], SupervisedLoss())
     yield policy

@@ -1,10 +1,14 @@
 """Transformer Engine's layers learn under every layout, precision and FP8 recipe what the local layers learn."""
 
+import functools
+
 import pytest
 import torch
+import transformers
 
 from tests.distributed.three_updates import relative_error, three_updates
 from tests.distributed.tiny import make_deepseek_v3_model, save_random
+from tests.gpu.device_policy import DEVICE_SIZES
 from tests.te_cpu import apex
 from tests.te_cpu.plugin import DEVIATIONS
 
@@ -30,11 +34,16 @@ EXACT = {
             "tp2": {"parallel": {"tensor": 2}},
             "tp2_sp_recompute": {"parallel": TP2, "compute": SELECTIVE},
             "pp2": {"parallel": {"pipeline": 2}},
-            "vpp2x2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save_after": 2},
-            "tp2_from_vpp2x2": {"parallel": TP2, "resume": "vpp2x2"},
             "dp2_overlap": {"compute": OVERLAP},
             "tp2_apex": {"parallel": TP2, "within": apex.used_by_transformer_engine},
             "dp2_overlap_apex_local": {"compute": OVERLAP, "layers": "local", "within": apex.used_by_local_layers},
+        },
+    },
+    "deep": {
+        1: {"local": {"layers": "local"}},
+        2: {
+            "vpp2x2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save_after": 2},
+            "tp2_from_vpp2x2": {"parallel": TP2, "resume": "vpp2x2"},
         },
     },
     "experts": {
@@ -55,25 +64,46 @@ RECIPES = {
     for scaling in ("delayed", "tensorwise", "blockwise")
     for params in (False, True)
 }
-
-
-def recipe(scaling, params):
-    return {**BF16, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
+PRECISIONS = {"bf16": BF16} | {
+    name: {**BF16, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
+    for name, (scaling, params) in RECIPES.items()
+}
+# Besides Qwen2 and Qwen3-MoE, which the models "dense" and "experts" are.
+DENSE_FAMILIES = ("qwen3", "llama", "mistral")
+FAMILIES_OF_EXPERTS = ("qwen2_moe", "deepseek_v2", "deepseek_v3")
 
 
 def rounded():
-    """As EXACT: bf16, and every FP8 recipe with and without FP8 parameters."""
-    table = {name: {1: {"local": {"layers": "local"}}, 2: {}} for name in ("dense", "experts")}
-    for name, case in {"bf16": BF16, **{name: recipe(*kind) for name, kind in RECIPES.items()}}.items():
-        compute = {**case.get("compute", {}), **OVERLAP, "recompute": "full"}
+    """As EXACT: bf16, and every FP8 recipe with and without FP8 parameters; all families in bf16 and block-wise FP8."""
+    models = ("dense", "deep", "experts", *DENSE_FAMILIES, *FAMILIES_OF_EXPERTS)
+    table = {name: {1: {"local": {"layers": "local"}}, 2: {}} for name in models}
+    for name, case in PRECISIONS.items():
+        compute = case.get("compute", {})
+        overlap, recompute = {**compute, **OVERLAP}, {**compute, **OVERLAP, "recompute": "full"}
         table["dense"][1] |= {name: {**case, "save_after": 2}}
         table["dense"][2] |= {
             f"{name}_tp2": {**case, "parallel": TP2},
-            f"{name}_cp2_overlap_recompute": {**case, "compute": compute, "parallel": {"context": 2}},
+            f"{name}_pp2": {**case, "parallel": {"pipeline": 2}},
+            f"{name}_dp2_overlap": {**case, "compute": overlap},
+            f"{name}_cp2_overlap_recompute": {**case, "compute": recompute, "parallel": {"context": 2}},
         }
-    for name, kind in RECIPES.items():
-        table["dense"][1][f"{name}_resumed"] = {**recipe(*kind), "resume": name}
-        table["experts"][2][f"{name}_ep2"] = {**recipe(*kind), "parallel": {"expert": 2}}
+        table["deep"][2] |= {
+            f"{name}_vpp2x2": {**case, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save_after": 2},
+            f"{name}_tp2_from_vpp2x2": {**case, "parallel": TP2, "resume": f"{name}_vpp2x2"},
+        }
+        table["experts"][2] |= {
+            f"{name}_ep2": {**case, "parallel": {"expert": 2}},
+            f"{name}_tp2_expert_tp2": {**case, "parallel": {**TP2, "expert_tensor": 2}},
+        }
+    for name in RECIPES:
+        table["dense"][1][f"{name}_resumed"] = {**PRECISIONS[name], "resume": name}
+    for name in ("bf16", "blockwise"):
+        case = PRECISIONS[name]
+        for model in DENSE_FAMILIES:
+            table[model][2][f"{name}_tp2"] = {**case, "parallel": TP2}
+        for model in FAMILIES_OF_EXPERTS:
+            table[model][2][f"{name}_tp2"] = {**case, "parallel": {**TP2, "expert_tensor": 2}}
+            table[model][2][f"{name}_ep2"] = {**case, "parallel": {"expert": 2}}
     table["experts"][1]["bf16"] = BF16
     return table
 
@@ -82,77 +112,102 @@ ROUNDED = rounded()
 
 # What stands here runs with the gate, each property once; `--whole-table` runs the rest too.
 IN_GATE = {
-    "dense": """one tp2_sp_recompute vpp2x2 tp2_from_vpp2x2 dp2_overlap tp2_apex dp2_overlap_apex_local
+    "dense": """one tp2_sp_recompute dp2_overlap tp2_apex dp2_overlap_apex_local
         delayed delayed_resumed tensorwise_params tensorwise_params_resumed blockwise blockwise_params
         blockwise_params_resumed bf16_cp2_overlap_recompute delayed_params_tp2 tensorwise_tp2 blockwise_params_tp2
         tensorwise_params_cp2_overlap_recompute blockwise_cp2_overlap_recompute""",
+    "deep": "vpp2x2 tp2_from_vpp2x2",
     "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2",
     "latent": "tp2",
 }
 
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    **DEVICE_SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# model -> (its configuration in transformers, values of it).
+MODELS = {
+    "dense": ("Qwen2Config", DEVICE_SIZES),
+    "deep": ("Qwen2Config", {**DEVICE_SIZES, "num_hidden_layers": 4}),  # A chunk for each of two virtual stages.
+    "experts": ("Qwen3MoeConfig", {**DEVICE_SIZES, **EXPERTS, "head_dim": 64, "norm_topk_prob": True}),
+    "qwen3": ("Qwen3Config", {**DEVICE_SIZES, "head_dim": 64}),
+    "llama": ("LlamaConfig", {**DEVICE_SIZES, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {**DEVICE_SIZES, "head_dim": 64, "sliding_window": 7}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**DEVICE_SIZES, **EXPERTS, "shared_expert_intermediate_size": 128}),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "num_mtp_layers": 0}),
+}
+
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Head size 64 and sizes that are multiples of 16, as a device's kernels want them."""
-    from transformers import Qwen2Config, Qwen3MoeConfig
-
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
-    experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+def model_of(tmp_path_factory):
+    """Makes a model when it is first asked for: name -> folder."""
     folder = tmp_path_factory.mktemp("models")
-    scale = 0.03  # As a trained model's: larger weights make more of every rounding.
-    return {
-        "dense": save_random(Qwen2Config(**sizes), folder / "dense", scale=scale),
-        "experts": save_random(
-            Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True), folder / "experts", scale=scale
-        ),
-        "latent": make_deepseek_v3_model(folder / "latent"),
-    }
+
+    @functools.cache
+    def make(name):
+        if name == "latent":
+            return make_deepseek_v3_model(folder / name)
+        kind, values = MODELS[name]
+        # As a trained model's: larger weights make more of every rounding.
+        return save_random(getattr(transformers, kind)(**values), folder / name, scale=0.03)
+
+    return make
 
 
 # So that each start of processes ends within its limit of time, also on a busy machine.
 CASES_AT_A_TIME = 12
 
 
-def is_chosen(model, name, whole_table):
-    return whole_table or name == "local" or name in IN_GATE[model].split()
+def needed_cases(table, session):
+    """(model, name) of what the session's tests compare: their own cases, what these resume, the local layers."""
+    chosen = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
+    cases = {(model, name): c for model, sizes in table.items() for of in sizes.values() for name, c in of.items()}
+    needed = cases.keys() & {(values.get("model"), values.get("name")) for values in chosen}
+    needed |= {(model, cases[model, name].get("resume", name)) for model, name in needed}
+    return needed | {(model, "local") for model, _ in needed}
 
 
-def run_table(table, models, folder, whole_table):
-    results = {}
+def run_table(table, model_of, folder, session):
+    results, needed = {}, needed_cases(table, session)
     for model, sizes in table.items():
         for world_size, cases in sizes.items():
-            cases = {name: {"budget": 512, **c} for name, c in cases.items() if is_chosen(model, name, whole_table)}
+            cases = {name: {"budget": 512, **case} for name, case in cases.items() if (model, name) in needed}
             for start in range(0, len(cases), CASES_AT_A_TIME):
                 some = dict(list(cases.items())[start : start + CASES_AT_A_TIME])
-                done = three_updates(world_size, some, dict.fromkeys(some, models[model]), folder / model)
+                done = three_updates(world_size, some, dict.fromkeys(some, model_of(model)), folder / model)
                 results |= {(model, name): result for name, result in done.items()}
     return results
 
 
 @pytest.fixture(scope="module")
-def exact(models, tmp_path_factory, pytestconfig):
-    return run_table(EXACT, models, tmp_path_factory.mktemp("exact"), pytestconfig.getoption("whole_table", False))
+def exact(model_of, tmp_path_factory, request):
+    return run_table(EXACT, model_of, tmp_path_factory.mktemp("exact"), request.session)
 
 
 @pytest.fixture(scope="module")
-def rounding(models, tmp_path_factory, pytestconfig):
-    return run_table(ROUNDED, models, tmp_path_factory.mktemp("rounded"), pytestconfig.getoption("whole_table", False))
+def rounding(model_of, tmp_path_factory, request):
+    return run_table(ROUNDED, model_of, tmp_path_factory.mktemp("rounded"), request.session)
 
 
 def parameters(table, needed=()):
     """All cases of a table, or those of `needed`: (model, name)."""
     found = [(model, name) for model, sizes in table.items() for of_size in sizes.values() for name in of_size]
     return [
-        pytest.param(*case, marks=[] if is_chosen(*case, whole_table=False) else pytest.mark.whole_table)
+        pytest.param(*case, marks=[] if case[1] in IN_GATE.get(case[0], "").split() else pytest.mark.whole_table)
         for case in found
         if case[1] != "local" and (not needed or case in needed)
     ]
@@ -193,8 +248,10 @@ def test_in_float32_nothing_differs_but_the_order_of_sums(exact, model, name):
 def test_with_rounding_the_same_is_learnt_within_its_precision(rounding, model, name):
     of_weights, of_losses, of_norms = deviation(rounding, model, name, lambda got, local: got["after"])
     assert of_weights < (0.04 if "_params" in name else 0.005)
-    assert of_losses < (0.02 if "bf16" in name else 0.12)
-    assert of_norms < (0.05 if "bf16" in name else 0.2)
+    # The last loss of latent attention is a tenth of the first: in bf16 the local layers miss it by 4 %, too.
+    looser = 3 if model.startswith("deepseek") else 1
+    assert of_losses < looser * (0.02 if "bf16" in name else 0.12)
+    assert of_norms < looser * (0.05 if "bf16" in name else 0.2)
 
 
 @pytest.mark.parametrize(("model", "name"), [p for p in parameters(ROUNDED) if not p.values[1].endswith("_resumed")])

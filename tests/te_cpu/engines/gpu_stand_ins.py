@@ -9,6 +9,7 @@ allocation of CUDA. The file goes when the sender frees the storage: who opens i
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import mmap
@@ -59,7 +60,7 @@ def send_from_a_gpu(patch: Any) -> None:
         if address not in files:
             name = f"gpu_stand_in_{os.getpid()}_{next(_counters)}"
             files[address] = name
-            (_MEMORY / name).write_bytes(bytes(_OFFSET) + bytes(self))
+            (_MEMORY / name).write_bytes(bytes(_OFFSET) + ctypes.string_at(address, self.nbytes()))
             weakref.finalize(self, _free, files, address)
         handle = files[address].encode().ljust(_HANDLE_BYTES, b"\0")
         return 0, handle, self.nbytes(), _OFFSET, b"counters", next(_counters), b"event", True
