@@ -64,6 +64,7 @@ class MegatronModel:
         """What config.json of an export holds; None: what that in `path` does."""
         arch = stored.arch
         arch.check_layout(parallel)
+        arch.check_fp8(parallel, compute.fp8.scaling)
         check_compute(arch, model, compute)
         if compute.deterministic:
             use_deterministic_algorithms()

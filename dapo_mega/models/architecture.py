@@ -14,6 +14,8 @@ from dapo_mega.models.rope import RopeScaling, unscaled_frequencies
 
 # Far above any model's; lists as long are made.
 _MOST_LAYERS_TIMES_EXPERTS = 1_000_000
+# Columns of a block of Transformer Engine's block-wise FP8.
+_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,24 @@ class Architecture:
                 f"choose one of {divisors(self.num_layers)}"
             )
         self._check_experts(parallel)
+
+    def check_fp8(self, parallel: ParallelConfig, scaling: str) -> None:
+        """Raise InputError for sizes that FP8 products with this `compute.fp8.scaling` cannot take in this layout."""
+        if scaling != "blockwise" or not parallel.sequence:
+            return
+        # Transformer Engine gathers the inputs of products over the tensor-parallel processes in whole blocks.
+        widths: dict[str, int | None] = {"hidden_size": self.hidden_size}
+        if self.latent_attention:
+            widths |= {
+                "q_lora_rank": self.latent_attention.query_rank,
+                "kv_lora_rank": self.latent_attention.key_value_rank,
+            }
+        for name, width in widths.items():
+            if width and width % _BLOCK:
+                raise InputError(
+                    f"compute.fp8.scaling=blockwise with parallel.sequence=true needs multiples of {_BLOCK}, but the "
+                    f"model has {name}={width}; set compute.fp8.scaling=tensorwise"
+                )
 
     def _check_experts(self, parallel: ParallelConfig) -> None:
         if self.experts is None:

@@ -53,6 +53,7 @@ def _describe_model(
     arch, notes = find_architecture(config)
     if arch:
         arch.check_layout(parallel)
+        arch.check_fp8(parallel, config.compute.fp8.scaling)
     try:
         data_size = parallel.data_size(world_size)
     except ValueError as error:

@@ -125,8 +125,8 @@ EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok"
 LATENT = {
     **DEVICE_SIZES,
     "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, ShardRule, load_architecture, merge_shards, take_shard
-from dapo_mega.models.architecture import Experts
+from dapo_mega.models.architecture import Experts, LatentAttention
 
 
 def architecture(heads=4, groups=2, head_dim=3, vocab=11):
@@ -118,6 +118,23 @@ def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout
     arch = replace(architecture(), experts=experts)
     with pytest.raises(InputError, match=message):
         arch.check_layout(ParallelConfig(**layout))
+
+
+def test_blocks_of_fp8_that_sequence_parallelism_would_cut_are_refused():
+    sequence = ParallelConfig(tensor=2, sequence=True)
+    latent = LatentAttention(256, 512, 128, 64, 128)
+    whole = replace(architecture(), hidden_size=256, latent_attention=latent)
+    for arch, width in (
+        (replace(whole, hidden_size=192), "hidden_size=192"),
+        (replace(whole, latent_attention=replace(latent, query_rank=64)), "q_lora_rank=64"),
+        (replace(whole, latent_attention=replace(latent, key_value_rank=96)), "kv_lora_rank=96"),
+    ):
+        with pytest.raises(InputError, match=rf"multiples of 128, but the model has {width}; set .*=tensorwise"):
+            arch.check_fp8(sequence, "blockwise")
+        for parallel, scaling in ((sequence, "tensorwise"), (sequence, "none"), (ParallelConfig(), "blockwise")):
+            assert arch.check_fp8(parallel, scaling) is None
+    for fitting in (whole, replace(whole, latent_attention=replace(latent, query_rank=None))):
+        assert fitting.check_fp8(sequence, "blockwise") is None
 
 
 @pytest.mark.parametrize(
