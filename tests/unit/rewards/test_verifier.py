@@ -125,25 +125,24 @@ def test_many_comparisons_survive_repeated_crashes(hostile_compare: Callable[[st
     assert outcomes(verdicts) == ["crash" if answer == "exit" else "correct" for answer in answers]
 
 
-@pytest.mark.parametrize(
-    "slow",
-    [
-        r"\binom{1000000000}{500000000}",  # minutes inside big-integer arithmetic
-        r"\frac{(x+1)^{80}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
-        r"\int_0^1 \sin(x^x)\cos(x^{x^2})dx",
-    ],
+SLOW = (
+    r"\binom{1000000000}{500000000}",  # minutes inside big-integer arithmetic
+    r"\frac{(x+1)^{80}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
+    r"\int_0^1 \sin(x^x)\cos(x^{x^2})dx",
 )
-def test_a_slow_expression_within_the_bounds_is_cut_at_the_time_limit(slow: str) -> None:
-    items = [(f"Answer: {slow}", "x+1"), ("Answer: 1+x", "x+1"), ("Answer: $x+x$", "2x")]
-    with AnswerVerifier(1, 1.0) as verifier:
-        assert outcomes(verifier.verify(items)) == ["timeout", "correct", "correct"]
 
 
-@pytest.mark.parametrize("extraction", ["dapo", "boxed", "auto"])
+def test_slow_expressions_within_the_bounds_are_cut_at_the_time_limit() -> None:
+    easy = [("Answer: 1+x", "x+1"), ("Answer: $x+x$", "2x")]
+    items = [*((f"Answer: {slow}", "x+1") for slow in SLOW), *easy]
+    with AnswerVerifier(2, 1.0) as verifier:
+        assert outcomes(verifier.verify(items)) == ["timeout"] * 3 + ["correct"] * 2
+
+
+@pytest.mark.parametrize("extraction", ["dapo", "auto"])
 def test_code_in_an_answer_is_not_executed(extraction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    written = "\\boxed{{{}}}" if extraction == "boxed" else "Answer: {}"
-    items = [(written.format(code), truth) for code in CODE for truth in ("42", "x+1", r"\text{east}")]
+    items = [(f"Answer: {code}", truth) for code in CODE for truth in ("42", "x+1", r"\text{east}")]
     with AnswerVerifier(1, 10.0, extraction) as verifier:
         verdicts = verifier.verify(items)
     assert [item for item, verdict in zip(items, verdicts, strict=True) if verdict.correct] == []
