@@ -83,7 +83,8 @@ def _hostile(count: int) -> list[str]:
 
 
 def _wait(verifier: AnswerVerifier, hostile: str, number: str) -> float:
-    verifier.verify([(f"Answer: x+x+{number}", f"2x+{number}")])  # With a new worker, if there must be one.
+    # Takes a worker, a new one if the last answer had its worker ended.
+    verifier.verify([(f"Answer: \\sin(x)^2+\\cos(x)^2-{number}", "1")])
     begin = time.perf_counter()
     verifier.verify([(f"Answer: {hostile.replace('NN', number)}", "x+1")])
     return time.perf_counter() - begin
