@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from dapo_mega.cli import quiet_libraries
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
-from dapo_mega.data.preparation import demonstration_table, prepare_folder, problem_table
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_prompt
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
 from dapo_mega.errors import InputError
+from dapo_mega.preparation.folders import prepare_folder
+from dapo_mega.preparation.tables import demonstration_table, problem_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config

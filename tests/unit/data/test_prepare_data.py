@@ -12,10 +12,10 @@ import pytest
 
 from dapo_mega.commands import prepare
 from dapo_mega.config import DatasetConfig
-from dapo_mega.data.preparation import RECORD, prepare_folder
 from dapo_mega.data.prompts import load_demonstrations, load_prompts
 from dapo_mega.data.tokenizer import load_tokenizer
 from dapo_mega.errors import InputError
+from dapo_mega.preparation.folders import RECORD, prepare_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "prepare_data.py"

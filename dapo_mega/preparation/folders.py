@@ -1,21 +1,18 @@
-"""Writes prepared data: folders atomically, and tables with the columns of DAPO-Math-17k."""
+"""Writes folders that appear complete or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapo_mega.atomic_files import read_json_object
-from dapo_mega.data.arithmetic import ArithmeticDemonstration, Problem, prompt_text
 from dapo_mega.errors import InputError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 RECORD = "preparation.json"
 """Kept in every prepared folder: the parameters it was made from and the files it held."""
@@ -31,53 +28,28 @@ def prepare_folder(
     """
     if not _must_write(folder, parameters, force):
         return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        content = staging / "new"
-        content.mkdir()
+    with complete_folder(folder) as (content, _):
         write(content)
         files = sorted(str(file.relative_to(content)) for file in content.rglob("*") if file.is_file())
         record = {"parameters": parameters, "files": files}
         (content / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        _swap_in(content, folder, staging / "old")
-    finally:
-        shutil.rmtree(staging)
     return True
 
 
-def problem_table(problems: Sequence[Problem]) -> pa.Table:
-    """The columns of DAPO-Math-17k, with their types; the prompt is the bare problem (template as_is)."""
-    import pyarrow as pa
-
-    schema = pa.schema(
-        {
-            "data_source": pa.string(),
-            "prompt": pa.list_(pa.field("element", pa.struct({"content": pa.string(), "role": pa.string()}))),
-            "ability": pa.string(),
-            "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
-            "extra_info": pa.struct({"index": pa.int64(), "raw_problem": pa.string(), "split": pa.null()}),
-        }
-    )
-    records = [
-        {
-            "data_source": "arithmetic",
-            "prompt": [{"content": prompt_text(problem), "role": "user"}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-            "extra_info": {"index": index, "raw_problem": prompt_text(problem), "split": None},
-        }
-        for index, problem in enumerate(problems)
-    ]
-    return pa.Table.from_pylist(records, schema=schema)
-
-
-def demonstration_table(demonstrations: Sequence[ArithmeticDemonstration]) -> pa.Table:
-    """Columns prompt, response and quality."""
-    import pyarrow as pa
-
-    schema = pa.schema({"prompt": pa.string(), "response": pa.string(), "quality": pa.string()})
-    return pa.Table.from_pylist([vars(demonstration) for demonstration in demonstrations], schema=schema)
+@contextlib.contextmanager
+def complete_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """A new folder to fill, and one for temporary files; the first replaces `folder` when the block ends without an
+    exception. Both are on the file system of `folder`, and are gone afterwards."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        content, temporary = staging / "new", staging / "temporary"
+        content.mkdir()
+        temporary.mkdir()
+        yield content, temporary
+        _swap_in(content, folder, staging / "old")
+    finally:
+        shutil.rmtree(staging)
 
 
 def _swap_in(content: Path, folder: Path, replaced: Path) -> None:

@@ -1,0 +1,4 @@
+"""Makes training data: folders that appear complete or not at all, each with a card that says how it was made.
+
+Reads what `data` reads, and judges answers as `rewards` does. Runs read the cards, and nothing else of this room.
+"""
