@@ -22,6 +22,7 @@ COMMANDS = {
     "replay-step": "train on a recorded step again and say what differs",
     "evaluate": "avg@k, pass@k and maj@k of a checkpoint",
     "convert": "convert, reshard, verify and inspect checkpoints",
+    "compare": "what training changed: evaluations side by side",
 }
 _STARTS_PROCESSES = ("train", "sft", "replay-step")
 

@@ -29,6 +29,12 @@ class ProblemResponses:
     def num_correct(self) -> int:
         return sum(self.correct)
 
+    def first(self, count: int) -> ProblemResponses:
+        """The first `count` of them."""
+        return ProblemResponses(
+            self.correct[:count], self.answers[:count], self.lengths[:count], self.truncated[:count]
+        )
+
 
 def powers_of_two(max_k: int) -> list[int]:
     """1, 2, 4, ... below `max_k`, and `max_k`: the k at which pass@k is reported."""

@@ -13,6 +13,7 @@ from dapo_mega.commands.main import COMMANDS, usage
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "ablate": "tools/ablate.py",
+    "compare": "tools/compare.py",
     "convert": "tools/convert_checkpoint.py",
     "evaluate": "tools/evaluate.py",
     "plan": "tools/plan_run.py",

@@ -27,6 +27,7 @@ SCRIPTS = {
     "launch/train_sft.py": "sft",
     "launch/serve_rollouts.py": "serve",
     "tools/ablate.py": "ablate",
+    "tools/compare.py": "compare",
     "tools/convert_checkpoint.py": "convert",
     "tools/evaluate.py": "evaluate",
     "tools/plan_run.py": "plan",

@@ -1,0 +1,145 @@
+"""A comparison in words and tables, and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from dapo_mega.evaluation.comparison import AgainstBase, BenchmarkComparison, ChangedProblem, Crossing
+from dapo_mega.evaluation.statistics import Estimate
+
+_MAX_LISTED: Final = 5
+_MAX_PROMPT: Final = 60
+
+
+def as_text(comparison: BenchmarkComparison) -> str:
+    """What the command prints of one benchmark."""
+    parts = [_head(comparison)]
+    for label, against in comparison.against_base.items():
+        parts.append(_differences(comparison, label, against))
+        parts.append("\n".join(_findings(comparison, label, against)))
+    parts.append(_difficulty(comparison))
+    if comparison.notes:
+        parts.append("\n".join(f"note: {note}" for note in comparison.notes))
+    return "\n\n".join(parts)
+
+
+def as_values(comparison: BenchmarkComparison) -> dict[str, Any]:
+    """Everything as JSON values, the findings in words among them."""
+    values = asdict(comparison)
+    for label, against in comparison.against_base.items():
+        values["against_base"][label]["findings"] = list(_findings(comparison, label, against))
+    return {"base": comparison.base, **values}
+
+
+def crossing_in_words(comparison: BenchmarkComparison, label: str, crossing: Crossing) -> str:
+    """Where the curves cross, and whether that is more than noise."""
+    first, second = (comparison.base, label) if crossing.behind_before == "model" else (label, comparison.base)
+    differences = comparison.against_base[label].differences
+    told = f"{label} and {comparison.base} cross at k = {crossing.k}: below {first} is ahead, from there on {second}."
+    sides = []
+    for side, at in (("below", crossing.last_before), ("from there on", crossing.first_after)):
+        if at is None:
+            sides.append(f"{side} no interval of the difference excludes 0")
+        else:
+            sides.append(f"at k = {at} the difference is {_signed(differences[f'pass@{at}'].mean)}")
+    verdict = (
+        "the intervals separate on both sides, so the crossing is more than noise"
+        if crossing.is_separated
+        else "the intervals do not separate on both sides, so these responses do not show that the curves really cross"
+    )
+    return f"{told} {'; '.join(sides).capitalize()}: {verdict}."
+
+
+def _head(comparison: BenchmarkComparison) -> str:
+    counts = [
+        f"{label} {low}" if low == high else f"{label} {low} to {high}"
+        for label, (low, high) in comparison.num_samples.items()
+    ]
+    return f"{comparison.name}: {comparison.num_problems} problems; responses to each: {', '.join(counts)}"
+
+
+def _differences(comparison: BenchmarkComparison, label: str, against: AgainstBase) -> str:
+    rows = [["", comparison.base, label, "difference", "p", "won", "lost"]]
+    for name, difference in against.differences.items():
+        if name == "pass@1":  # The same as avg@k.
+            continue
+        base, model = comparison.measures[comparison.base][name], comparison.measures[label][name]
+        p = "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
+        counts = [str(difference.won), str(difference.lost)]
+        rows.append([name, _plain(base), _plain(model), _signed(difference.mean), p, *counts])
+    return _table(rows)
+
+
+def _findings(comparison: BenchmarkComparison, label: str, against: AgainstBase) -> Iterator[str]:
+    base, largest = comparison.base, comparison.ks[-1]
+    for crossing in against.crossings:
+        yield crossing_in_words(comparison, label, crossing)
+    if not against.crossings:
+        yield _without_crossing(comparison, label)
+    yield (
+        f"Sampling-efficiency gap, pass@{largest} of {base} minus pass@1 of {label}: {_signed(against.sampling_gap)}."
+    )
+    yield from _listed(f"{label} solves {{}} that {base} never does", against.newly_solved, label, base)
+    yield from _listed(f"{base} solves {{}} that {label} never does", against.no_longer_solved, label, base)
+
+
+def _without_crossing(comparison: BenchmarkComparison, label: str) -> str:
+    differences, largest = comparison.against_base[label].differences, comparison.ks[-1]
+    means = {k: differences[f"pass@{k}"].mean for k in comparison.ks}
+    apart = [k for k, mean in means.items() if abs(mean.value) > 1e-9]
+    if not apart:
+        return f"No crossing: {label} and {comparison.base} are equal up to k = {largest}."
+    ahead = label if means[apart[0]].value > 0 else comparison.base
+    end = f"there the difference is {_signed(means[largest])}" if apart[-1] == largest else "beyond both are equal"
+    return f"No crossing up to k = {largest}: {ahead} is ahead up to k = {apart[-1]}, {end}."
+
+
+def _listed(sentence: str, problems: Sequence[ChangedProblem], label: str, base: str) -> Iterator[str]:
+    count = f"{len(problems) or 'no'} problem{'' if len(problems) < 2 else 's'}"
+    yield sentence.format(count) + (":" if problems else ".")
+    for problem in problems[:_MAX_LISTED]:
+        prompt = " ".join(problem.prompt.split())
+        shown = prompt if len(prompt) <= _MAX_PROMPT else f"{prompt[:_MAX_PROMPT]}..."
+        yield (
+            f"  problem {problem.index} ({label} {problem.model_correct} of {problem.model_samples}, {base} "
+            f"{problem.base_correct} of {problem.base_samples}): {shown}"
+        )
+    if len(problems) > _MAX_LISTED:
+        yield f"  and {len(problems) - _MAX_LISTED} more"
+
+
+def _difficulty(comparison: BenchmarkComparison) -> str:
+    labels, largest = list(comparison.measures), comparison.ks[-1]
+    columns = [f"{name} {label}" for name in (f"pass@{largest}", "pass@1") for label in labels]
+    rows = [[f"responses of {comparison.base} that are right", "problems", *columns]]
+    for group in comparison.difficulty:
+        shares = [f"{found[label]:.3f}" for found in (group.solved, group.success_rate) for label in labels]
+        rows.append([group.name, str(group.num_problems), *shares])
+    return _table(rows)
+
+
+def _plain(estimate: Estimate) -> str:
+    return _with_interval(estimate, "")
+
+
+def _signed(estimate: Estimate) -> str:
+    return _with_interval(estimate, "+")
+
+
+def _with_interval(estimate: Estimate, sign: str) -> str:
+    """Without an interval where all problems have the same value: they show no spread."""
+    form = f"{sign}.{1 if abs(estimate.value) >= 10 else 3}f"
+    interval = f" [{estimate.low:{form}}, {estimate.high:{form}}]" if estimate.low < estimate.high else ""
+    return f"{estimate.value:{form}}{interval}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cell, all but the first aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""Whether saved evaluations may be compared: the same problems, asked, judged and sampled in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from dapo_mega.errors import InputError
+from dapo_mega.evaluation.measures import ProblemResponses
+from dapo_mega.evaluation.saved import Problem, SavedBenchmark, SavedEvaluation
+from dapo_mega.evaluation.settings import GROUPS
+
+_MAX_SHOWN = 60
+
+
+def common_benchmarks(evaluations: Sequence[SavedEvaluation], only: Collection[str] = ()) -> list[str]:
+    """The benchmarks to compare, in the order of the first evaluation; `only` chooses some. Raises InputError unless
+    every evaluation has each."""
+    wanted = list(only) or list(dict.fromkeys(name for one in evaluations for name in one.benchmarks))
+    for name in wanted:
+        absent = [one.label for one in evaluations if name not in one.benchmarks]
+        if absent:
+            there = "; ".join(f"{one.label}: {', '.join(sorted(one.benchmarks))}" for one in evaluations)
+            raise InputError(
+                f"{absent[0]} has no evaluation of {name!r} ({there}); --only compares the benchmarks that all have"
+            )
+    return wanted
+
+
+def different_settings(name: str, evaluations: Sequence[SavedEvaluation], allowed: Collection[str]) -> list[str]:
+    """Notes on what differs and was allowed to, or is not known. Raises InputError for any other difference in the
+    settings of the benchmark `name`; `allowed` are names of `GROUPS`."""
+    notes = []
+    known = [one for one in evaluations if one.benchmarks[name].settings]
+    for one in evaluations:
+        if one not in known:
+            notes.append(f"{one.label} does not say its settings: only its problems and prompts were checked")
+    for group, keys in GROUPS.items():
+        for key in keys:
+            for other in known[1:]:
+                values = [one.benchmarks[name].settings.get(key) for one in (known[0], other)]
+                if values[0] == values[1]:
+                    continue
+                difference = (
+                    f"different {group}: {known[0].label} has {key}={_shown(values[0])}, "
+                    f"{other.label} has {key}={_shown(values[1])}"
+                )
+                if group not in allowed:
+                    raise InputError(f"{name}: {difference}; --allow-different {group} compares them nevertheless")
+                notes.append(difference)
+    return notes
+
+
+def aligned(
+    name: str, evaluations: Sequence[SavedEvaluation], allowed: Collection[str]
+) -> tuple[list[Problem], list[list[ProblemResponses]]]:
+    """The problems as the first evaluation has them, and every evaluation's responses to them in their order. Raises
+    InputError for different problems, ground truths, or prompts of the same problems."""
+    first = evaluations[0]
+    problems = list(first.benchmarks[name].responses)
+    responses = []
+    for one in evaluations:
+        by_place = _places(name, first, one, allowed)
+        responses.append([by_place[problem] for problem in problems])
+    return problems, responses
+
+
+def _places(
+    name: str, first: SavedEvaluation, other: SavedEvaluation, allowed: Collection[str]
+) -> dict[Problem, ProblemResponses]:
+    """The responses of `other` by the problems of `first`."""
+    ours, theirs = first.benchmarks[name], other.benchmarks[name]
+    by_prompt = {(problem.prompt, problem.ground_truth): problem for problem in theirs.responses}
+    wanted = {(problem.prompt, problem.ground_truth): problem for problem in ours.responses}
+    if by_prompt.keys() == wanted.keys() and len(wanted) == len(ours.responses):
+        return {wanted[key]: theirs.responses[problem] for key, problem in by_prompt.items()}
+    by_index = {problem.index: problem for problem in theirs.responses}
+    pairs = [(problem, by_index[problem.index]) for problem in ours.responses if problem.index in by_index]
+    changed = [(mine, their) for mine, their in pairs if mine != their]
+    if len(pairs) == len(ours.responses) == len(theirs.responses):
+        if all(mine.ground_truth == their.ground_truth for mine, their in changed):
+            _check_prompts(name, first.label, other.label, changed, allowed)
+            return {mine: theirs.responses[their] for mine, their in pairs}
+        for mine, their in changed:
+            if mine.prompt == their.prompt:
+                raise InputError(
+                    f"{name}: different ground truths: the answer of {_shown(mine.prompt)} is "
+                    f"{_shown(mine.ground_truth)} in {first.label}, {_shown(their.ground_truth)} in {other.label}"
+                )
+    raise InputError(f"{name}: different problem sets: {_difference(first.label, ours, other.label, theirs)}")
+
+
+def _check_prompts(
+    name: str, ours: str, theirs: str, changed: Sequence[tuple[Problem, Problem]], allowed: Collection[str]
+) -> None:
+    """Raises InputError where the same problems are asked in other words, unless that is allowed."""
+    if changed and "template" not in allowed:
+        mine, their = (problem.prompt for problem in changed[0])
+        differs = [i for i, (a, b) in enumerate(zip(mine, their, strict=False)) if a != b]
+        start = max(min([*differs, len(mine), len(their)]) - _MAX_SHOWN // 3, 0)
+        raise InputError(
+            f"{name}: different template: {ours} asks {_shown(mine[start:])}, {theirs} asks {_shown(their[start:])}; "
+            "--allow-different template compares them nevertheless"
+        )
+
+
+def _difference(our_label: str, ours: SavedBenchmark, their_label: str, theirs: SavedBenchmark) -> str:
+    prompts = [{problem.prompt for problem in one.responses} for one in (ours, theirs)]
+    sentences = [
+        f"only {label} has {len(only)} of the problems ({_shown(min(only))}{', ...' if len(only) > 1 else ''})"
+        for label, only in ((our_label, prompts[0] - prompts[1]), (their_label, prompts[1] - prompts[0]))
+        if only
+    ]
+    return "; ".join(sentences) or f"{our_label} and {their_label} hold other answers to the same prompts"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

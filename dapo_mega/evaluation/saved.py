@@ -1,0 +1,143 @@
+"""Saved evaluations: the responses of one model to the problems of one or several benchmarks, from files of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_mega.errors import InputError
+from dapo_mega.evaluation.measures import ProblemResponses
+from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
+from dapo_mega.samples.table import account_of
+
+_COLUMNS: Final = (
+    *("prompt_index", "data_source", "prompt", "ground_truth"),
+    *("answer", "correct", "length", "finish_reason"),
+)
+_WHAT_TO_GIVE: Final = (
+    "give the folder of a run (RUN@STEP for one of its evaluations), the folder of dapo-mega evaluate --samples, or "
+    "one of their files evaluation_*.parquet"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One problem: its number in the dataset, the prompt as the model got it, and the dataset's answer."""
+
+    index: int
+    prompt: str
+    ground_truth: str
+
+
+@dataclass(frozen=True, eq=False)
+class SavedBenchmark:
+    """The scored responses to each problem of one benchmark, and the settings under which they were sampled and judged
+    (empty where the file does not say). `has_answers`: the grader reads answers."""
+
+    settings: Mapping[str, Any]
+    responses: Mapping[Problem, ProblemResponses]
+    has_answers: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SavedEvaluation:
+    """One model's evaluation. `label` names it in tables and pictures."""
+
+    label: str
+    benchmarks: Mapping[str, SavedBenchmark]
+
+
+def load_evaluations(sources: Sequence[str]) -> list[SavedEvaluation]:
+    """The evaluations that the arguments of a command name: PATH or PATH@STEP. Raises InputError in one line."""
+    found = [_find(source) for source in sources]
+    labels = [label for label, _ in found]
+    if len(set(labels)) < len(labels):
+        labels = list(sources)
+    if len(set(labels)) < len(labels):
+        raise InputError(f"{sources[0]} is compared with itself; {_WHAT_TO_GIVE}")
+    return [SavedEvaluation(label, _read(files)) for label, (_, files) in zip(labels, found, strict=True)]
+
+
+def _find(source: str) -> tuple[str, list[Path]]:
+    """A label, and the files of one evaluation."""
+    path, step = Path(source), None
+    head, at, tail = source.rpartition("@")
+    if at and not path.exists():
+        if not tail.isdecimal():
+            raise InputError(f"{source}: after @ stands the step of an evaluation, such as {head}@100")
+        path, step = Path(head), int(tail)
+    if path.is_file():
+        return path.stem, [path]
+    if not path.is_dir():
+        raise InputError(f"{path} does not exist; {_WHAT_TO_GIVE}")
+    folders = [samples_folder(path), path, *sorted(path.glob("*/samples"))]
+    by_folder = [[file for file in stored_files(folder) if file.is_evaluation] for folder in folders]
+    by_folder = [files for files in by_folder if files]
+    if not by_folder:
+        raise InputError(f"{path} holds no saved evaluation; {_WHAT_TO_GIVE}")
+    steps = sorted({file.step for files in by_folder for file in files})
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise InputError(f"{path} holds no evaluation after step {chosen}; there are {', '.join(map(str, steps))}")
+    name = path.resolve().name
+    return (name if len(steps) == 1 else f"{name}@{chosen}"), _of_step(by_folder, chosen)
+
+
+def _of_step(by_folder: Sequence[Sequence[StoredFile]], step: int) -> list[Path]:
+    return [file.path for files in by_folder for file in files if file.step == step]
+
+
+def _read(files: Sequence[Path]) -> dict[str, SavedBenchmark]:
+    benchmarks: dict[str, SavedBenchmark] = {}
+    for file in files:
+        for name, benchmark in _read_file(file).items():
+            if name in benchmarks:
+                raise InputError(f"{file} holds the benchmark {name!r} again; give one of the folders alone")
+            benchmarks[name] = benchmark
+    return benchmarks
+
+
+def _read_file(path: Path) -> dict[str, SavedBenchmark]:
+    """The benchmarks of one file by the name that it has for them, or their `data_source`."""
+    try:
+        account = account_of(pq.read_metadata(path).metadata)
+        if account["kind"] != "evaluation":
+            raise InputError(f"{path} holds the groups of a training step, not an evaluation; {_WHAT_TO_GIVE}")
+        rows = pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); {_WHAT_TO_GIVE}") from error
+    settings = account.get("settings", {})
+    by_name: dict[str, dict[Problem, list[dict[str, Any]]]] = {}
+    for row in rows:
+        name = settings.get("benchmark") or row["data_source"] or "evaluation"
+        problem = Problem(row["prompt_index"], row["prompt"] or "", row["ground_truth"] or "")
+        by_name.setdefault(name, {}).setdefault(problem, []).append(row)
+    if not by_name:
+        raise InputError(f"{path} holds no response; evaluate again")
+    return {name: _benchmark(path, settings, problems) for name, problems in by_name.items()}
+
+
+def _benchmark(
+    path: Path, settings: Mapping[str, Any], problems: Mapping[Problem, Sequence[Mapping[str, Any]]]
+) -> SavedBenchmark:
+    """Responses that were not judged are left out, as in the metrics of a run."""
+    responses = {}
+    for problem in sorted(problems):
+        rows = [row for row in problems[problem] if row["correct"] is not None]
+        if rows:
+            responses[problem] = ProblemResponses(
+                [row["correct"] for row in rows],
+                [row["answer"] for row in rows],
+                [row["length"] for row in rows],
+                [row["finish_reason"] == "length" for row in rows],
+            )
+    if not responses:
+        raise InputError(f"{path}: no response was judged right or wrong; the reward must decide correctness")
+    reads = (settings.get("grader") or {}).get("kind") == "answer"
+    given = any(answer is not None for found in responses.values() for answer in found.answers)
+    return SavedBenchmark(settings, responses, reads or given)

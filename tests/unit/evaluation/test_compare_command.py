@@ -1,0 +1,38 @@
+"""`dapo-mega compare` as users start it."""
+
+import json
+
+import pytest
+
+from dapo_mega.commands.compare import main
+from dapo_mega.errors import InputError
+from tests.unit.evaluation.made_evaluations import save
+
+
+def test_it_prints_tables_and_writes_picture_and_data(tmp_path, capsys):
+    base, trained = save(tmp_path / "base", [1] * 20, 16), save(tmp_path / "$dapo$", [16, 0] * 10, 16)
+    output = tmp_path / "new" / "comparison"
+    main([str(base), str(trained), "--output", str(output), "--k", "1", "4", "16"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("sums: 20 problems; responses to each: base 16, $dapo$ 16\n")
+    rows = {line.split()[0]: line for line in printed.splitlines() if line}
+    assert "0.062" in rows["avg@16"]
+    assert rows["avg@16"].endswith("10    10")
+    assert "pass@1" not in rows
+    assert (output / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    (benchmark,) = json.loads((output / "comparison.json").read_text())["benchmarks"]
+    assert (benchmark["base"], benchmark["name"], benchmark["ks"]) == ("base", "sums", [1, 4, 16])
+    assert benchmark["measures"]["$dapo$"]["pass@16"]["value"] == 0.5
+    (crossing,) = benchmark["against_base"]["$dapo$"]["crossings"]
+    assert crossing["k"] == 9
+    assert "cross at k = 9" in benchmark["against_base"]["$dapo$"]["findings"][0]
+
+
+def test_a_refusal_leaves_nothing_behind(tmp_path):
+    base = save(tmp_path / "base", [1], 4)
+    with pytest.raises(InputError, match="does not exist"):
+        main([str(base), str(tmp_path / "absent"), "--output", str(tmp_path / "comparison")])
+    assert not (tmp_path / "comparison").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--output .*file cannot be made a folder"):
+        main([str(base), str(save(tmp_path / "dapo", [1], 4)), "--output", str(tmp_path / "file")])
