@@ -9,7 +9,7 @@ collect_ignore = [] if te_cpu.is_installed() else ["emulated"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole-table", action="store_true", help="also the layouts and models that the gate leaves out: 5 minutes"
+        "--whole-table", action="store_true", help="also the layouts and models that the gate leaves out: 10 minutes"
     )
 
 
