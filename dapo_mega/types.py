@@ -38,7 +38,8 @@ class Prompt:
     `index` is the row in the dataset after deduplication: the prompt's identity within a run. `text` and `token_ids`
     [P] int32 already contain the chat or bare template. The rest is for rewards, and not part of the prompt's
     identity: `problem` is the text without the template, `messages` are the turns with it, as {role, content},
-    `data_source` says where the row comes from, and `fields` are its other columns, read-only.
+    `data_source` says where the row comes from, and `fields` are its other columns, read-only. `dataset` names the
+    dataset of `data.mixture`, and `difficulty` is the column of that name, if there is one.
     """
 
     index: int
@@ -49,6 +50,8 @@ class Prompt:
     problem: str = ""
     messages: tuple[Mapping[str, str], ...] = ()
     data_source: str = ""
+    dataset: str = ""
+    difficulty: float | None = None
 
 
 @dataclass(frozen=True)

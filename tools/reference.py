@@ -11,7 +11,7 @@ import ast
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dapo_mega.config import RewardConfig, RunConfig, Section, SftConfig
-from dapo_mega.config.base import may_change_at_resume
+from dapo_mega.config.base import may_change_at_resume, section_in
 from dapo_mega.config.components import KINDS, Component, ComponentConfig
 from dapo_mega.evaluation.benchmarks import benchmark_table
 from dapo_mega.metrics.catalogue.tables import metric_tables
@@ -101,7 +101,7 @@ def configuration_keys() -> str:
     """The tables of all keys: those of a run, section by section, then those that only supervised training has.
     Raises ValueError, naming the key, for one without a description."""
     run, fine_tuning = dict(_sections(RunConfig)), dict(_sections(SftConfig))
-    parts = [_section_text(kind, prefixes, RunConfig) for kind, prefixes in run.items()]
+    parts = [_section_text(kind, prefixes, RunConfig, _inherited(kind, run)) for kind, prefixes in run.items()]
     shared = sorted({prefix for kind, found in fine_tuning.items() if kind in run for prefix in found})
     parts.append(
         "### Supervised training\n\nThe files of `launch/train_sft.py` have the sections "
@@ -141,25 +141,26 @@ def _sections(root: type[Section]) -> Iterator[tuple[type[Section], list[str]]]:
     def visit(kind: type[Section], prefix: str) -> None:
         found.setdefault(kind, []).append(prefix)
         for name, field in kind.model_fields.items():
-            if inner := _section_in(field):
-                visit(inner, f"{prefix}.{name}".lstrip("."))
+            if inner := section_in(field.annotation):
+                is_named = get_origin(field.annotation) is dict
+                visit(inner, f"{prefix}.{name}{'.NAME' if is_named else ''}".lstrip("."))
 
     visit(root, "")
     yield from found.items()
 
 
-def _section_in(field: FieldInfo) -> type[Section] | None:
-    candidates = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
+def _inherited(kind: type[Section], shown: Container[type[Section]]) -> tuple[str, ...]:
+    """The keys that stand in the table of the section which this one extends."""
+    return tuple(key for base in kind.__bases__ if base in shown for key in base.model_fields)
 
 
-def _section_text(kind: type[Section], prefixes: list[str], root: type[Section]) -> str:
+def _section_text(kind: type[Section], prefixes: list[str], root: type[Section], without: tuple[str, ...]) -> str:
     title = ", ".join(f"`{prefix}`" for prefix in prefixes if prefix) or "Top level"
     about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
     also = ", ".join(f"`{prefix}`" for prefix in prefixes[1:])
     if also:
-        about += f" {also} has the same keys."
-    rows = _table(list(_rows(kind, prefixes[0], root)))
+        about += f" {also} {'has' if len(prefixes) == 2 else 'have'} the same keys."
+    rows = _table(list(_rows(kind, prefixes[0], root, without)))
     return f"### {title}\n\n{about}\n\n{rows}"
 
 
@@ -168,7 +169,7 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
         if key in without:
             continue
         name = f"{prefix}.{key}".lstrip(".")
-        is_section = _section_in(field) is not None
+        is_section = section_in(field.annotation) is not None
         if is_section and not field.description:
             continue  # It has a table of its own.
         if not field.description:
@@ -181,7 +182,7 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
 def _other_defaults(fine_tuning: dict[type[Section], list[str]]) -> Iterator[list[str]]:
     """Rows of keys in shared sections for which supervised training has another default."""
     for section, field in SftConfig.model_fields.items():
-        kind = _section_in(field)
+        kind = section_in(field.annotation)
         if kind is None or not isinstance(field.default, kind):
             continue
         for row, key in zip(_rows(kind, fine_tuning[kind][0], SftConfig), kind.model_fields, strict=False):
@@ -246,6 +247,8 @@ def _value_text(value: Any) -> str:
         return "null"
     if value == ():
         return "[]"
+    if value == {}:
+        return "{}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

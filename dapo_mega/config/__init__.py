@@ -18,7 +18,14 @@ from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, Fp8Config, MoeConfig
 from dapo_mega.config.critic import CriticConfig
-from dapo_mega.config.data import ColumnsConfig, DataConfig, DatasetConfig, SftDataConfig
+from dapo_mega.config.data import (
+    ColumnsConfig,
+    DataConfig,
+    DatasetConfig,
+    MixedDatasetConfig,
+    PromptSamplingConfig,
+    SftDataConfig,
+)
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
 from dapo_mega.config.fleet import FleetConfig
@@ -54,11 +61,13 @@ __all__ = [
     "KlConfig",
     "KlKind",
     "LossSettings",
+    "MixedDatasetConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PolicyLossKind",
+    "PromptSamplingConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

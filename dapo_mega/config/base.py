@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.config import JsonDict
@@ -66,8 +66,16 @@ def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
         return False
     if field.json_schema_extra == FREE:
         return True
-    inner = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
-    return bool(rest) and any(issubclass(t, BaseModel) and may_change_at_resume(t, rest) for t in inner)
+    if get_origin(field.annotation) is dict:
+        rest = rest.partition(".")[2]
+    inner = section_in(field.annotation)
+    return bool(rest) and inner is not None and may_change_at_resume(inner, rest)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds, if any: itself, or the values of a mapping by names."""
+    candidates = (annotation, *get_args(annotation))
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def divisors(number: int) -> list[int]:

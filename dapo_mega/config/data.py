@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
 
@@ -29,6 +32,11 @@ class ColumnsConfig(Section):
         default=None,
         json_schema_extra=FREE,
         description="Other columns that stay with a prompt, for rewards; null: all. Name few where rows are large.",
+    )
+    difficulty: str | None = Field(
+        default=None,
+        description="Column of a number that says how hard a problem is, such as a pass rate; for "
+        "data.sampling.order=curriculum.",
     )
     response: str = Field(
         default="response", description="Column of the response to imitate; only supervised training reads it."
@@ -78,10 +86,71 @@ class DatasetConfig(Section):
     )
 
 
+class MixedDatasetConfig(DatasetConfig):
+    """One of several datasets to train on: the keys of `data.train`, and its weight."""
+
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="Its part of the prompts that are asked, in proportion to the other weights. Give the sizes of the "
+        "datasets to ask each prompt equally often.",
+    )
+
+
+class PromptSamplingConfig(Section):
+    """The order in which training asks its prompts, for each dataset by itself."""
+
+    order: Literal["shuffle", "curriculum", "prioritised"] = Field(
+        default="shuffle",
+        description="shuffle: every prompt once per epoch, in a new order each; curriculum: from easy to hard; "
+        "prioritised: prompts that the policy fails at come more often (Kimi k1.5).",
+    )
+    floor: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="prioritised: a prompt is asked in proportion to 1 - success rate, but at least to this. 0: solved "
+        "prompts hardly ever come again.",
+    )
+    easiest: Literal["highest", "lowest"] = Field(
+        default="highest",
+        description="curriculum: which values of columns.difficulty are the easy ones. highest: a pass rate; lowest: a "
+        "level of difficulty.",
+    )
+    stages: tuple[float, ...] = Field(
+        default=(),
+        description="curriculum: values of columns.difficulty at which a new stage begins; within a stage prompts are "
+        "shuffled. Empty: every value is a stage.",
+    )
+    curriculum_epochs: int = Field(
+        default=1, ge=1, description="curriculum: epochs from easy to hard; later ones are shuffled."
+    )
+    retire_after: int | None = Field(
+        default=None,
+        ge=1,
+        description="Leave a prompt out once all its responses were right this many times in a row, which are epochs "
+        "unless order=prioritised; null: never. One step's prompts always stay.",
+    )
+
+    @property
+    def needs_outcomes(self) -> bool:
+        """Whether the order depends on which responses were right."""
+        return self.order == "prioritised" or self.retire_after is not None
+
+
+_DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: DatasetConfig = Field(description="Prompts to train on; keys below.")
+    train: DatasetConfig | None = Field(
+        default=None, description="Prompts to train on; keys below. This or mixture is needed."
+    )
+    mixture: dict[str, MixedDatasetConfig] = Field(
+        default={}, description="Several datasets to train on, by names of yours, in place of train; keys below."
+    )
+    sampling: PromptSamplingConfig = PromptSamplingConfig()
     evaluation: DatasetConfig | None = Field(
         default=None, description="Held-out prompts, needed by the section evaluation; the same keys."
     )
@@ -96,6 +165,52 @@ class DataConfig(Section):
         description="What to do with a prompt over max_prompt_tokens. refuse: end with an error that names it; drop: "
         "leave it out and count it.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, raw: Any) -> Any:
+        mixture = raw.get("mixture") if isinstance(raw, Mapping) else None
+        if not isinstance(mixture, Mapping):
+            return raw
+        complete = [str(name) for name, given in mixture.items() if not isinstance(given, Mapping) or "path" in given]
+        for name in map(str, mixture):
+            if not _DATASET_NAME.fullmatch(name):
+                raise ValueError(f"data.mixture: {name!r} is no name; use letters, digits, _ and -")
+            if name not in complete:
+                near = difflib.get_close_matches(name, complete, n=1)
+                hint = f"did you mean data.mixture.{near[0]}?" if near else f"add data.mixture.{name}.path"
+                raise ValueError(f"data.mixture.{name} has no path; {hint}")
+        return raw
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.train and self.mixture:
+            raise ValueError("data.train and data.mixture are both given; put all datasets into data.mixture")
+        if not self.train and not self.mixture:
+            raise ValueError("data.train is missing; add it to the file or as data.train.path=FILE")
+        if self.sampling.order == "curriculum":
+            for name, dataset in self.training.items():
+                if dataset.columns.difficulty is None:
+                    raise ValueError(
+                        f"data.sampling.order=curriculum needs to know how hard each prompt is; set "
+                        f"{self.key_of(name)}.columns.difficulty to a column of numbers"
+                    )
+        return self
+
+    @property
+    def training(self) -> Mapping[str, DatasetConfig]:
+        """The datasets to train on, by name; the name of `data.train` is empty."""
+        return {"": self.train} if self.train else self.mixture
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each dataset to train on, by name."""
+        return {name: dataset.weight for name, dataset in self.mixture.items()} or {"": 1.0}
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """The dotted key under which the training dataset of this name stands."""
+        return f"data.mixture.{name}" if name else "data.train"
 
 
 class SftDataConfig(Section):

@@ -6,12 +6,12 @@ import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
-from dapo_mega.config.base import Section, merged
+from dapo_mega.config.base import Section, merged, section_in
 from dapo_mega.config.components import KINDS, component_keys
 from dapo_mega.errors import InputError
 
@@ -77,20 +77,21 @@ def _yaml_value(text: str, override: str) -> Any:
 
 def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
     """Whether to take the value verbatim: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
-    section: type[Section] | None = kind
-    for part in parts[:-1]:
-        section = _section_of(section, part) if section else None
+    section = _section_at(kind, parts[:-1])
     field = section.model_fields.get(parts[-1]) if section else None
     return field is not None and (field.annotation is str or str in get_args(field.annotation))
 
 
-def _section_of(section: type[Section], key: str) -> type[Section] | None:
-    """The section that `key` of `section` holds, if any."""
-    field = section.model_fields.get(key)
-    if field is None:
-        return None
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+def _section_at(kind: type[Section], location: Sequence[str]) -> type[Section] | None:
+    """The section with this dotted name in `kind`, if any. A mapping of sections has one name more."""
+    section: type[Section] | None = kind
+    parts = iter(location)
+    for part in parts:
+        field = section.model_fields.get(part) if section else None
+        section = section_in(field.annotation) if field else None
+        if field and get_origin(field.annotation) is dict and next(parts, None) is None:
+            return None
+    return section
 
 
 def _explain(kind: type[Section], detail: Any) -> str:
@@ -116,7 +117,5 @@ def _explain(kind: type[Section], detail: Any) -> str:
 
 def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
     """The valid keys of the section at `location`."""
-    section: type[Section] | None = kind
-    for part in location:
-        section = _section_of(section, part) if section else None
+    section = _section_at(kind, location)
     return list(section.model_fields) if section else []

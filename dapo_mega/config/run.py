@@ -72,6 +72,7 @@ class RunConfig(TrainingConfig):
                 "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; set it to at least 1"
             )
+        self._check_sampling()
         if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
             raise ValueError(
                 f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="
@@ -104,6 +105,16 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"algorithm.dynamic_sampling_on=correctness, but no component of the reward says which responses are "
                 f"correct; {OTHER_FILTERS}"
+            )
+
+    def _check_sampling(self) -> None:
+        if not self.data.sampling.needs_outcomes or self.algorithm.dynamic_sampling_on == "score_threshold":
+            return
+        if self.reward.deciding is None:
+            raise ValueError(
+                "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
+                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on=score_threshold, "
+                "or leave them out"
             )
 
     def _check_algorithm(self) -> None:

@@ -1,12 +1,13 @@
-"""Chooses the next prompts: every prompt once per epoch, in an order that depends only on (seed, epoch)."""
+"""Walks over prompts: every prompt once per epoch, by default in an order that depends only on (seed, epoch)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from dapo_mega.data.orders import Indices, random_words, shuffled
 from dapo_mega.errors import InputError
 
 _KEYS = ("seed", "num_prompts", "epoch", "position")
@@ -19,7 +20,15 @@ class PromptCursor:
     continued from it equals one that was never interrupted.
     """
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_prompts: int,
+        seed: int,
+        order: Callable[[int], Indices] | None = None,
+        retired: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`order(epoch)` is a permutation of the prompts, by default a shuffle. `retired` [num_prompts] marks those
+        that are passed over; it may change, but never to all."""
         if num_prompts < 1:
             raise InputError(f"num_prompts={num_prompts}: the dataset has no prompts; give one that has some")
         if seed < 0:
@@ -28,7 +37,9 @@ class PromptCursor:
         self._seed = seed
         self._epoch = 0
         self._position = 0
-        self._order = _epoch_order(num_prompts, seed, 0)
+        self._order_of = order or (lambda epoch: shuffled(random_words(num_prompts, seed, epoch)))
+        self._order: Indices | None = None
+        self._retired = retired
 
     @classmethod
     def from_state(cls, state: Mapping[str, int]) -> PromptCursor:
@@ -49,12 +60,21 @@ class PromptCursor:
             raise InputError(f"asked for {n} prompts; give 0 or more")
         indices: list[int] = []
         while len(indices) < n:
+            if self._order is None:
+                self._order = self._order_of(self._epoch)
             stop = min(self._num_prompts, self._position + n - len(indices))
-            indices.extend(int(i) for i in self._order[self._position : stop])
+            coming = self._order[self._position : stop]
+            if self._retired is not None:
+                coming = coming[~self._retired[coming]]
+            indices.extend(int(i) for i in coming)
             self._position = stop
             if stop == self._num_prompts:
                 self._enter(self._epoch + 1, 0)
         return indices
+
+    def begin_epoch(self) -> None:
+        """Go to the start of the next epoch, whose order is made when it is needed."""
+        self._enter(self._epoch + 1, 0)
 
     def state(self) -> dict[str, int]:
         """The state that decides all further results of `next`, as plain integers."""
@@ -74,19 +94,13 @@ class PromptCursor:
                     f"the saved prompt cursor has {key}={checked[key]}, this run has {own}; resume with the data and "
                     f"seed of the saved run, or start a new run from its weights"
                 )
+        self._order = None  # It may depend on more than the epoch.
         self._enter(checked["epoch"], checked["position"])
 
     def _enter(self, epoch: int, position: int) -> None:
         if epoch != self._epoch:
-            self._order = _epoch_order(self._num_prompts, self._seed, epoch)
+            self._order = None
         self._epoch, self._position = epoch, position
-
-
-def _epoch_order(num_prompts: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    # Sorting raw Philox words instead of calling Generator.permutation: NumPy promises the words never change
-    # between its versions, but not the algorithms of Generator, and a resumed run may meet another version.
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_prompts)
-    return np.argsort(words, kind="stable")
 
 
 def _checked(state: Mapping[str, int]) -> Mapping[str, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dapo_mega.config import DatasetConfig
+from dapo_mega.config import DataConfig, DatasetConfig
 from dapo_mega.data.readers import Row, plain, read_rows
 from dapo_mega.data.templates import render_messages, template_text, templated_messages
 from dapo_mega.errors import InputError
@@ -70,6 +71,34 @@ class _Question:
     truth: str
     answer: str
     fields: dict[str, Any]
+    difficulty: float | None
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """The prompts of all datasets to train on, with `prompts[i].index == i`, and what was read of each dataset by its
+    name."""
+
+    prompts: tuple[Prompt, ...]
+    datasets: Mapping[str, PromptDataset]
+
+
+def load_training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingPrompts:
+    """The datasets to train on, one after the other. A row without a data source has its dataset's name there.
+
+    A prompt that two datasets have stays in both. Raises `InputError` as `load_prompts` does.
+    """
+    datasets = {}
+    prompts: list[Prompt] = []
+    for name, dataset in config.training.items():
+        try:
+            datasets[name] = load_prompts(dataset, tokenizer, config.max_prompt_tokens, config.long_prompts)
+        except InputError as error:
+            raise InputError(f"{config.key_of(name)}: {error}" if name else str(error)) from error
+        for prompt in datasets[name].prompts:
+            source = prompt.data_source or name
+            prompts.append(replace(prompt, index=len(prompts), dataset=name, data_source=source) if name else prompt)
+    return TrainingPrompts(tuple(prompts), datasets)
 
 
 def load_prompts(
@@ -159,6 +188,7 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
         else:
             _extracted(row, _ground_truth_text(row, config), config)
             _fields(row, config)
+            _difficulty(row, config)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one that has some")
 
@@ -192,7 +222,8 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
         place = Row(row.source, row.number, {}, row.unit)
         answer, fields = _extracted(row, truth, config), _fields(row, config)
         source = _data_source(row, config)
-        questions[key] = _Question(place, text, problem, tuple(messages), source, truth, answer, fields)
+        difficulty = _difficulty(row, config)
+        questions[key] = _Question(place, text, problem, tuple(messages), source, truth, answer, fields, difficulty)
     return list(questions.values()), num_rows, num_conflicting
 
 
@@ -224,6 +255,7 @@ def _tokenized(
                 problem=question.problem,
                 messages=question.messages,
                 data_source=question.data_source,
+                difficulty=question.difficulty,
             )
         )
     return prompts
@@ -259,6 +291,19 @@ def _fields(row: Row, config: DatasetConfig) -> dict[str, Any]:
 def _data_source(row: Row, config: DatasetConfig) -> str:
     source = row.optional(config.columns.data_source or "data_source")
     return "" if source is None else str(source)
+
+
+def _difficulty(row: Row, config: DatasetConfig) -> float | None:
+    column = config.columns.difficulty
+    if column is None:
+        return None
+    value = plain(row.value(column, "columns.difficulty"))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(
+            f"{row.where}: the difficulty in column {column!r} must be a finite number, got {value!r:.80}; correct or "
+            f"remove the row, or set columns.difficulty to another column"
+        )
+    return float(value)
 
 
 def _ground_truth_text(row: Row, config: DatasetConfig) -> str:

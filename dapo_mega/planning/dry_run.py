@@ -27,7 +27,8 @@ def print_dry_run(config: RunConfig | SftConfig) -> None:
         _check("data.train", config.data.train, has_responses=True)
     else:
         lines = describe_run(config, world_size) + _key_notes(config)
-        _check("data.train", config.data.train)
+        for name, dataset in config.data.training.items():
+            _check(config.data.key_of(name), dataset)
         if config.data.evaluation:
             _check("data.evaluation", config.data.evaluation)
         lines += _reward_lines(config)
@@ -49,7 +50,8 @@ def _reward_lines(config: RunConfig) -> list[str]:
     """What an own or composed reward says of one record. Raises InputError if it cannot be used."""
     if not config.reward.is_own:
         return []
-    record = first_record(config.data.train)
+    name, dataset = next(iter(config.data.training.items()))
+    record = first_record(dataset)
     notes = [
         f"note: the reward {part.label} was not tried, as it needs a network"
         for part in config.reward.parts
@@ -59,7 +61,8 @@ def _reward_lines(config: RunConfig) -> list[str]:
     try:
         if record is None:
             load_functions(reward)
-            return ["note: the reward was not tried, as data.train.path is not on this machine", *notes]
+            key = config.data.key_of(name)
+            return [f"note: the reward was not tried, as {key}.path is not on this machine", *notes]
         tried = try_reward(reward, record, needs_correctness=needed_correctness(config))
         return [*(f"reward of a made-up response to the first prompt: {line}" for line in tried), *notes]
     finally:

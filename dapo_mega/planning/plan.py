@@ -26,8 +26,10 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
         notes += _critic_notes(config)
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
-    datasets = (("data.train", config.data.train), ("data.evaluation", config.data.evaluation))
-    notes += [note for name, dataset in datasets if dataset for note in _missing_dataset(name, dataset)]
+    datasets = {config.data.key_of(name): dataset for name, dataset in config.data.training.items()}
+    if config.data.evaluation:
+        datasets["data.evaluation"] = config.data.evaluation
+    notes += [note for name, dataset in datasets.items() for note in _missing_dataset(name, dataset)]
     return lines + [f"note: {note}" for note in notes]
 
 

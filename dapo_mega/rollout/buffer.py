@@ -59,7 +59,7 @@ class GroupBuffer:
         Raises InputError where correctness decides and a response has none.
         """
         self.counts.offered += 1
-        passed = [self._passes(scored) for scored in group.responses]
+        passed = [self.passes(scored) for scored in group.responses]
         if None not in passed:
             self.counts.judged += 1
             self.counts.all_right += all(passed)
@@ -81,7 +81,7 @@ class GroupBuffer:
         self._note(group, "surplus" if keep else _reason(passed))
         return keep
 
-    def _passes(self, scored: ScoredResponse) -> bool | None:
+    def passes(self, scored: ScoredResponse) -> bool | None:
         """Whether a response is right by itself; None where nothing says so."""
         if self.dynamic_sampling_on == "score_threshold" and self.score_threshold is not None:
             return scored.accuracy_reward >= self.score_threshold

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from dapo_mega.config import RunConfig
-from dapo_mega.data import PromptCursor
+from dapo_mega.config.algorithm import OTHER_FILTERS
+from dapo_mega.data.outcomes import GroupOutcome
+from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
@@ -23,6 +25,7 @@ from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
+from dapo_mega.rollout.sources import metrics_of_sources, source_labels
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
 
 _NUM_RECENT = 32
@@ -37,6 +40,7 @@ class RolloutStats:
     too old before it was complete.
     """
 
+    groups: list[Group] = field(default_factory=list)
     scored: list[ScoredResponse] = field(default_factory=list)
     greedy: list[ScoredResponse] = field(default_factory=list)
     asked_prompts: int = 0
@@ -47,7 +51,7 @@ class RolloutStats:
 
 
 class Collector:
-    """Owns the state that decides which groups come next: cursor, buffer, request ids and groups in flight."""
+    """Owns the state that decides which groups come next: sampler, buffer, request ids and groups in flight."""
 
     def __init__(
         self,
@@ -71,7 +75,10 @@ class Collector:
         )
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._has_greedy = config.algorithm.advantage == "greedy_baseline"
-        self.cursor = PromptCursor(len(prompts), config.seed)
+        self.sampler = PromptSampler(
+            prompts, config.data.sampling, config.seed, config.data.weights, config.batch.groups_per_step
+        )
+        self._source_labels = source_labels(prompts)
         self.buffer = GroupBuffer(
             config.algorithm.dynamic_sampling,
             config.algorithm.max_staleness,
@@ -84,7 +91,7 @@ class Collector:
         self._last_staleness: list[int] = []
         self._unscored: list[GroupFate] = []
         self._in_flight = GroupsInFlight(engine)
-        self._beginning: tuple[Any, int, list[Group]] = (self.cursor.state(), 0, [])
+        self._beginning: tuple[Any, int, list[Group]] = (self.sampler.state()[0], 0, [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is the engines' weight version.
@@ -93,7 +100,7 @@ class Collector:
         the scorer raises StopRequested, the state goes back to the beginning of the step; with partial rollouts it
         keeps all requests and answers since then.
         """
-        self._beginning = self.cursor.state(), self.next_request_id, list(self.buffer.groups)
+        self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups)
         self.pop_fates()  # Nobody asked for those of the step before.
         try:
             return self._collect(version)
@@ -106,8 +113,8 @@ class Collector:
         if self._config.rollout.partial:
             return
         self._in_flight.cancel_all()
-        cursor, self.next_request_id, self.buffer.groups = self._beginning
-        self.cursor.load_state(cursor)
+        sampler, self.next_request_id, self.buffer.groups = self._beginning
+        self.sampler.rewind(sampler)
 
     def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """One loop for complete rounds and for partial rollouts.
@@ -130,6 +137,7 @@ class Collector:
                 raise StarvedError(self._starvation(stats))
             self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
         stats.seconds = time.perf_counter() - started
+        self.sampler.end_step()
         groups = list(self.buffer.take(config.batch.groups_per_step))
         self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
         return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
@@ -208,14 +216,15 @@ class Collector:
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
         records, arrays = pack_groups(self.buffer.groups)
-        numbers = {"cursor": self.cursor.state(), "next_request_id": self.next_request_id}
+        sampler, sampler_arrays = self.sampler.state()
+        numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
         in_flight, in_flight_arrays = self._in_flight.state()
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
-        return values, {**arrays, **in_flight_arrays}
+        return values, {**arrays, **in_flight_arrays, **sampler_arrays}
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises InputError for groups in flight if this run has no partial rollouts."""
-        self.cursor.load_state(values["collector"]["cursor"])
+        self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts)
         if self._has_greedy and any(group.greedy is None for group in self.buffer.groups):
@@ -235,7 +244,7 @@ class Collector:
         self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests)
 
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:
-        return [self.prompts[i] for i in self.cursor.next(num_prompts)]
+        return [self.prompts[i] for i in self.sampler.next(num_prompts)]
 
     def new_requests(self, prompt: Prompt) -> list[GenerationRequest]:
         """The requests of one group, with new ids."""
@@ -270,8 +279,24 @@ class Collector:
             self.recent.extend((prompt, member.response) for member in members)
             stats.scored.extend(members)
             stats.greedy.extend([greedy] if greedy else [])
-            groups.append(Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy))
+            group = Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy)
+            self._observe(group)
+            groups.append(group)
+        stats.groups.extend(groups)
         return groups
+
+    def _observe(self, group: Group) -> None:
+        """Tell the sampler how the group came out. Raises InputError where that decides and nothing says it."""
+        if not self._config.data.sampling.needs_outcomes:
+            return
+        passed = [self.buffer.passes(scored) for scored in group.responses]
+        if None in passed:
+            raise InputError(
+                f"data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
+                f"correct, and the reward did not say so of every response; {OTHER_FILTERS}"
+            )
+        first = group.responses[0].response.request_id
+        self.sampler.observe(GroupOutcome(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
         counts, num_failed = self.buffer.counts, stats.dropped_groups + len(stats.unscored)
@@ -297,7 +322,12 @@ class Collector:
             "rollout/unscored_groups": float(len(stats.unscored)),
             "rollout/groups_in_flight": float(len(self._in_flight)),
             "rollout/groups_expired_in_flight": float(stats.expired_groups),
+            **self.sampler.metrics(),
+            **metrics_of_sources(stats.groups, self._source_labels),
         }
+        difficulties = [g.prompt.difficulty for g in stats.groups if g.prompt.difficulty is not None]
+        if difficulties:
+            metrics["sampling/difficulty_mean"] = float(np.mean(sorted(difficulties)))
         counts = self._scorer.pop_counts()
         for outcome in ("no_answer", "timeout", "crash", "refused"):
             metrics[f"reward/num_{outcome}"] = float(counts.outcomes[outcome])

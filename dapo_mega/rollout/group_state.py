@@ -113,9 +113,12 @@ def unpack_responses(
 
 
 def dataset_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A hash of all prompts and answers in order; a resumed run must have the same."""
+    """A hash of all prompts and answers, and difficulties if there are any, in order; a resumed run must have the
+    same."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.token_ids.tobytes())
         digest.update(b"\0" + prompt.ground_truth.encode() + b"\0")
+        if prompt.difficulty is not None:
+            digest.update(f"{prompt.difficulty!r}\0".encode())
     return digest.hexdigest()

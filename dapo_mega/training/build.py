@@ -21,7 +21,7 @@ from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.config import RunConfig, TrainingConfig, dump_config
 from dapo_mega.config.base import flat
-from dapo_mega.data import PromptDataset, load_prompts, load_tokenizer
+from dapo_mega.data import PromptDataset, TrainingPrompts, load_prompts, load_tokenizer, load_training_prompts
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
@@ -58,7 +58,7 @@ class RunInputs:
     """The tokenizer and the datasets of a run."""
 
     tokenizer: Any
-    train_prompts: PromptDataset
+    train_prompts: TrainingPrompts
     evaluation_prompts: PromptDataset | None
 
 
@@ -116,7 +116,7 @@ class TrainingRun:
 def read_inputs(config: RunConfig) -> RunInputs:
     """Read the run's inputs, on every rank. Raises InputError before any rank waits for another."""
     tokenizer = load_tokenizer(config.model.path)
-    train_prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
+    train_prompts = load_training_prompts(config.data, tokenizer)
     evaluation_prompts = None
     if config.data.evaluation:
         evaluation_prompts = load_prompts(
@@ -258,10 +258,11 @@ def _controller(
         evaluator = make_evaluator(
             config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
         )
-    for name, dataset in (("training", train_prompts), ("evaluation", evaluation_prompts)):
+    datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
+    for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
         if dataset:
             logger.info(
-                "%s prompts: %d of %d rows, %d duplicates and %d over data.max_prompt_tokens dropped",
+                "%s: %d of %d rows, %d duplicates and %d over data.max_prompt_tokens dropped",
                 name,
                 len(dataset.prompts),
                 dataset.num_rows,

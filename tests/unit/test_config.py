@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, dump_config, load_config
-from dapo_mega.config.base import merged
+from dapo_mega.config.base import differences, may_change_at_resume, merged
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
 
@@ -46,6 +46,17 @@ def file(tmp_path):
         ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1: input should be greater than 0"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast'"),
         ("evaluation.every=5", "data.evaluation names no dataset"),
+        ("data.train=null", "data.train is missing; add it to the file or as data.train.path=FILE"),
+        ("data.mixture.a.path=a.jsonl", "data.train and data.mixture are both given"),
+        ("data={train: null, mixture: {math: {path: m}, mth: {weight: 2}}}", "no path; did you mean data.mixture.math?"),
+        ("data={train: null, mixture: {a.b: {path: m}}}", "data.mixture: 'a.b' is no name; use letters"),
+        ("data={train: null, mixture: {a: {path: m, weight: 0}}}", "data.mixture.a.weight=0: input should be greater"),
+        ("data={train: null, mixture: {a: {path: m, wieght: 1}}}", "did you mean 'data.mixture.a.weight'?"),
+        ("data={train: null, mixture: [m]}", "data.mixture=['m']: input should be a valid dictionary"),
+        ("data.sampling.floor=1.5", "data.sampling.floor=1.5: input should be less than or equal to 1"),
+        ("data.sampling.retire_after=0", "data.sampling.retire_after=0: input should be greater than or equal to 1"),
+        ("data.sampling.order=random", "data.sampling.order='random': input should be 'shuffle', 'curriculum' or"),
+        ("data.sampling.order=curriculum", "set data.train.columns.difficulty to a column of numbers"),
         ("reward.correct=-2", "must be larger than reward.incorrect"),
         ("algorithm.importance_cap=0", "algorithm.importance_cap=0 must be positive, auto or null"),
         ("algorithm.sequence_mask=[1.5, 2]", "[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
@@ -215,6 +226,35 @@ def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
 def test_a_path_is_taken_as_it_is_written(file, path):
     run = load_config(RunConfig, file, [f"model.path={path}", f"output_dir={path}", f"data.train.path={path}"])
     assert (run.model.path, run.output_dir, run.data.train.path) == (path, path, path)
+
+
+def test_an_order_by_outcomes_needs_a_reward_that_says_what_is_right(file):
+    reward = ["reward.components=[{kind: r1_format}]", "algorithm.dynamic_sampling=false"]
+    for key in ("order=prioritised", "retire_after=1"):
+        with pytest.raises(InputError, match="need to know which responses are correct"):
+            load_config(RunConfig, file, [f"data.sampling.{key}", *reward])
+        threshold = ["algorithm.dynamic_sampling_on=score_threshold", "algorithm.score_threshold=0.5"]
+        load_config(RunConfig, file, [f"data.sampling.{key}", *reward, *threshold])
+
+
+def test_the_datasets_of_a_mixture_are_overridden_by_name(file, tmp_path):
+    mixture = {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "weight": 3}}
+    file.write_text(yaml.safe_dump({**MINIMAL, "data": {"mixture": mixture}}))
+    before, after = (
+        load_config(RunConfig, file, overrides)
+        for overrides in ([], ["data.mixture.a.weight=0.5", "data.mixture.a.columns.prompt=q", "data.mixture.b.path=1"])
+    )
+    assert after.data.weights == {"a": 0.5, "b": 3}
+    assert (after.data.mixture["a"].columns.prompt, after.data.mixture["b"].path) == ("q", "1")
+    changed = differences(before, after)
+    assert {name: may_change_at_resume(RunConfig, name) for name in changed} == {
+        "data.mixture.a.weight": False,
+        "data.mixture.a.columns.prompt": False,
+        "data.mixture.b.path": True,
+    }
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(after))
+    assert load_config(RunConfig, copy) == after
 
 
 def test_a_resolved_configuration_reads_back_equal(file, tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dapo_mega.config import ColumnsConfig, DatasetConfig
-from dapo_mega.data.prompts import PromptDataset, load_demonstrations, load_prompts
+from dapo_mega.config import ColumnsConfig, DataConfig, DatasetConfig
+from dapo_mega.data.prompts import PromptDataset, check_dataset, load_demonstrations, load_prompts, load_training_prompts
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import render
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
@@ -84,6 +84,43 @@ def test_all_other_columns_stay_with_the_first_of_equal_prompts(tmp_path: Path) 
         data.prompts[0].fields["share"] = 0.2
     bare = _load(_dataset(tmp_path, [{"prompt": p.text, "answer": p.ground_truth} for p in data.prompts]))
     assert dataset_fingerprint(bare.prompts) == dataset_fingerprint(data.prompts)
+
+
+def test_a_mixture_is_one_numbering_with_the_datasets_names(tmp_path: Path) -> None:
+    mixture = {}
+    for name, sources in (("school", ["", "", "book"]), ("contest", [""])):
+        (tmp_path / name).mkdir()
+        records = [{"prompt": f"{i}+1", "answer": 1, "from": source or None} for i, source in enumerate(sources)]
+        config = _dataset(tmp_path / name, records, columns={"ground_truth": "answer", "data_source": "from"})
+        mixture[name] = config.model_dump()
+    data = load_training_prompts(DataConfig.model_validate({"mixture": mixture}), TOKENIZER)
+    assert [(p.index, p.text, p.dataset, p.data_source) for p in data.prompts] == [
+        (0, "0+1", "school", "school"), (1, "1+1", "school", "school"), (2, "2+1", "school", "book"),
+        (3, "0+1", "contest", "contest"),
+    ]  # fmt: skip
+    assert {name: read.num_rows for name, read in data.datasets.items()} == {"school": 3, "contest": 1}
+    mixture["contest"]["columns"]["prompt"] = "question"
+    with pytest.raises(InputError, match=r"^data\.mixture\.contest: .*has no column 'question'"):
+        load_training_prompts(DataConfig.model_validate({"mixture": mixture}), TOKENIZER)
+
+
+@pytest.mark.parametrize("value", ["hard", "0.5", True, None, float("nan"), float("inf"), [1]])
+def test_a_difficulty_is_a_number_of_the_row_or_the_row_is_named(value: object, tmp_path: Path) -> None:
+    columns = {"ground_truth": "answer", "difficulty": "meta.pass"}
+    rows = [{"prompt": "a", "answer": 1, "meta": {"pass": 0.25}}, {"prompt": "b", "answer": 1, "meta": {"pass": 1}}]
+    known = _load(_dataset(tmp_path, rows, columns=columns))
+    assert [prompt.difficulty for prompt in known.prompts] == [0.25, 1.0]
+    plain = _load(_dataset(tmp_path, rows))
+    assert plain.prompts[0].difficulty is None
+    assert dataset_fingerprint(plain.prompts) != dataset_fingerprint(known.prompts)
+    rows[1]["meta"]["pass"] = value
+    bad = _dataset(tmp_path, rows, columns=columns)
+    for read in (_load, check_dataset):
+        with pytest.raises(InputError, match=r"line 2: the difficulty in column 'meta\.pass' must be a finite number"):
+            read(bad)
+    rows[1]["meta"] = {}
+    with pytest.raises(InputError, match=r"line 2 has no column 'meta\.pass'; it has .*columns\.difficulty"):
+        _load(_dataset(tmp_path, rows, columns=columns))
 
 
 def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_step_holds_n_mixed_groups_in_cursor_order_and_surplus_waits():
     assert metrics["groups/kept_share"] == 1.0
     order = [g.prompt.index for g in [*groups, *subject.buffer.groups]]
     fresh = collector(ScriptedEngine(every_other), config())
-    assert order == fresh.cursor.next(6)
+    assert order == fresh.sampler.next(6)
 
 
 def test_the_next_round_asks_less_when_surplus_is_held():
