@@ -151,7 +151,9 @@ def _sections(root: type[Section]) -> Iterator[tuple[type[Section], list[str]]]:
 
 def _inherited(kind: type[Section], shown: Container[type[Section]]) -> tuple[str, ...]:
     """The keys that stand in the table of the section which this one extends."""
-    return tuple(key for base in kind.__bases__ if base in shown for key in base.model_fields)
+    return tuple(
+        key for base in kind.__bases__ if issubclass(base, Section) and base in shown for key in base.model_fields
+    )
 
 
 def _section_text(kind: type[Section], prefixes: list[str], root: type[Section], without: tuple[str, ...]) -> str:

@@ -48,7 +48,7 @@ def file(tmp_path):
         ("evaluation.every=5", "data.evaluation names no dataset"),
         ("data.train=null", "data.train is missing; add it to the file or as data.train.path=FILE"),
         ("data.mixture.a.path=a.jsonl", "data.train and data.mixture are both given"),
-        ("data={train: null, mixture: {math: {path: m}, mth: {weight: 2}}}", "no path; did you mean data.mixture.math?"),
+        ("data={train: null, mixture: {math: {path: m}, mth: {weight: 2}}}", "did you mean data.mixture.math?"),
         ("data={train: null, mixture: {a.b: {path: m}}}", "data.mixture: 'a.b' is no name; use letters"),
         ("data={train: null, mixture: {a: {path: m, weight: 0}}}", "data.mixture.a.weight=0: input should be greater"),
         ("data={train: null, mixture: {a: {path: m, wieght: 1}}}", "did you mean 'data.mixture.a.weight'?"),

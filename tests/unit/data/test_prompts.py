@@ -8,7 +8,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dapo_mega.config import ColumnsConfig, DataConfig, DatasetConfig
-from dapo_mega.data.prompts import PromptDataset, check_dataset, load_demonstrations, load_prompts, load_training_prompts
+from dapo_mega.data.prompts import (
+    PromptDataset,
+    check_dataset,
+    load_demonstrations,
+    load_prompts,
+    load_training_prompts,
+)
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import render
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer

@@ -106,7 +106,9 @@ def test_a_resume_anywhere_equals_no_interruption(config, is_mixed, steps, stop,
         if i == stop:
             values, arrays = whole.state()
             resumed = sampler(prompts, weights=weights, num_kept=3, **config)
-            resumed.next(2)
+            for _ in range(sum(ends for *_, ends in steps[:i])):
+                step(resumed, {3: 1})
+            resumed.next(2)  # What it did before does not count.
             resumed.load_state(json.loads(json.dumps(values)), arrays)
         asked = whole.next(num_asked)
         outcomes = [outcome(index, num_right + i % 2, 4, request_id + n) for n, index in enumerate(asked)]
@@ -128,12 +130,12 @@ def test_a_resume_anywhere_equals_no_interruption(config, is_mixed, steps, stop,
 
 
 def test_prompts_are_drawn_in_proportion_to_one_minus_their_success_rate_with_a_floor():
-    subject = sampler(dataset(4), order="prioritised", floor=0.2)
+    subject = sampler(dataset(4), order="prioritised", floor=0.4)
     # Never asked: 1/2. Of 4 responses 4, 0 and 2 right: 5/6, 1/6 and 1/2.
     assert subject.metrics() == {"sampling/success_rate_train": 0.5}
     step(subject, {1: 4, 2: 0, 3: 2})
     assert subject.metrics()["sampling/success_rate_train"] == pytest.approx((1 / 2 + 5 / 6 + 1 / 6 + 1 / 2) / 4)
-    weights = np.array([1 / 2, 0.2, 5 / 6, 1 / 2])
+    weights = np.array([1 / 2, 0.4, 5 / 6, 1 / 2])
     num_draws = 4000
     first = []
     for _ in range(num_draws):
@@ -192,7 +194,9 @@ def test_a_prompt_retires_when_it_was_right_as_a_whole_so_many_times_in_a_row():
 def test_one_steps_prompts_are_never_retired_each_dataset_its_share_of_them(caplog):
     prompts = [*dataset(9, "a"), *dataset(9, "b", first=9)]
     subject = sampler(prompts, weights={"a": 3.0, "b": 1.0}, num_kept=6, retire_after=1)
-    step(subject, dict.fromkeys(range(18), 4))
+    for index in reversed(range(18)):  # The order of requests counts, not that of answers.
+        subject.observe(outcome(index, 4, request_id=index))
+    subject.end_step()
     assert sorted(set(subject.next(80))) == [4, 5, 6, 7, 8, 16, 17], "5 of 4.5, and 2 of 1.5"
     (record,) = caplog.records
     assert "all prompts of data.mixture.a are solved and retired but the last 5" in record.getMessage()
