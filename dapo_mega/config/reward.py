@@ -211,6 +211,11 @@ class RewardConfig(Section):
         )
 
     @property
+    def answer_extraction(self) -> str | None:
+        """Where the rule looks for the answer; None if the reward has no rule."""
+        return next((part.extraction for part in self.parts if isinstance(part, AnswerComponent)), None)
+
+    @property
     def deciding(self) -> str | None:
         """The name of the component that decides correctness, None if none can. Raises ValueError, for users, if it is
         not clear which."""

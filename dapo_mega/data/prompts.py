@@ -15,7 +15,7 @@ import numpy as np
 
 from dapo_mega.config import DataConfig, DatasetConfig
 from dapo_mega.data.readers import Row, plain, read_rows
-from dapo_mega.data.templates import render_messages, template_text, templated_messages
+from dapo_mega.data.templates import as_messages, render_messages, template_text, templated_messages
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.rewards.trial import made_up_record
@@ -53,6 +53,18 @@ class Demonstration:
 
     prompt_token_ids: TokenIds
     response_token_ids: TokenIds
+
+
+@dataclass(frozen=True, eq=False)
+class RenderedRow:
+    """A row as the policy gets it: `text` and `token_ids` [P]; for a demonstration `response_token_ids` [L], too.
+    `untemplated` are the contents of its turns before the template is put around the problem."""
+
+    where: str
+    untemplated: str
+    text: str
+    token_ids: TokenIds
+    response_token_ids: TokenIds | None
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,24 @@ def first_record(config: DatasetConfig) -> RewardRecord | None:
     problem, messages, _ = _prompt(row, config.model_copy(update={"chat_template": False}), None)
     truth = _extracted(row, _ground_truth_text(row, config), config)
     return made_up_record(problem, messages, truth, _data_source(row, config), _fields(row, config))
+
+
+def first_rows(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int, *, has_responses: bool = False
+) -> list[RenderedRow]:
+    """The first rows, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
+    length."""
+    rows = []
+    for row in islice(read_rows(config), num_rows):
+        text = _prompt_text(row, config, tokenizer)
+        before = "\n".join(turn["content"] for turn in as_messages(row.value(config.columns.prompt, "columns.prompt")))
+        (token_ids,) = _encode([text], tokenizer, not config.chat_template)
+        response = None
+        if has_responses:
+            (answer,) = _encode([str(row.value(config.columns.response, "columns.response"))], tokenizer, False)
+            response = _ids([*answer, tokenizer.eos_token_id])
+        rows.append(RenderedRow(row.where, before, text, _ids(token_ids), response))
+    return rows
 
 
 def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Question], int, int]:

@@ -19,14 +19,15 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Of a run's start: its name, the versions of its packages, its configuration as nested values and as text, and
-    the values of the configuration that decide what is learnt, by dotted name."""
+    """Of a run's start: its name, the versions of its packages, its configuration as nested values and as text, the
+    values of the configuration that decide what is learnt, by dotted name, and a text that shows prompts."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
     hyper_parameters: Mapping[str, bool | float | str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    prompts: str = ""
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,15 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder), purge_step=start_step)
 
     def describe_run(self, run: RunDescription) -> None:
-        """Write what is known at the start: configuration and versions as text; the layout and the hyper-parameters
-        unless an earlier start has done so."""
+        """Write what is known at the start: configuration, versions and prompts as text; the layout and the
+        hyper-parameters unless an earlier start has done so."""
         step = self._start_step
         self._writer.add_text("run/configuration", code_block(run.config_text, limit=None), step)
         versions = "\n".join(f"| {name} | {version} |" for name, version in run.versions.items())
         self._writer.add_text("run/versions", f"| package | version |\n|---|---|\n{versions}", step)
         self._writer.add_text("run/metrics", metric_tables(), step)
+        if run.prompts:
+            self._writer.add_text("run/prompts", code_block(run.prompts, limit=None), step)
         if self._is_described:
             return
         self._writer.add_custom_scalars(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from dapo_mega.cli import print_once
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
 from dapo_mega.config.fleet import require_api_key
-from dapo_mega.data import check_dataset, first_record
+from dapo_mega.data import check_dataset, first_record, load_tokenizer
+from dapo_mega.data.preview import preview_run
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.planning.plan import describe_fine_tuning, describe_run
@@ -17,7 +19,8 @@ from dapo_mega.rewards.trial import try_reward
 
 
 def print_dry_run(config: RunConfig | SftConfig) -> None:
-    """Print the resolved configuration, the layout, the batch arithmetic, and notes on what is not on this machine.
+    """Print the resolved configuration, the layout, the batch arithmetic, notes on what is not on this machine, and a
+    prompt of each dataset where the model's folder is here.
 
     Raises InputError, in one line, for errors that would end the run at its start.
     """
@@ -34,9 +37,20 @@ def print_dry_run(config: RunConfig | SftConfig) -> None:
         lines += _reward_lines(config)
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")
+    preview = _preview(config)
     print_once(dump_config(config))
     print_once("\n".join(lines))
+    if preview:
+        print_once(preview)
     print_once(f"dry run: the configuration is valid{_exceptions(lines)}; nothing was started")
+
+
+def _preview(config: RunConfig | SftConfig) -> str:
+    """What the datasets that are here look like to the policy, if its tokenizer is here, too. Raises InputError for a
+    tokenizer that cannot be used."""
+    if not Path(config.model.path).is_dir():
+        return ""
+    return preview_run(config, load_tokenizer(config.model.path), only_local=True)
 
 
 def _check(name: str, dataset: DatasetConfig, has_responses: bool = False) -> None:

@@ -19,9 +19,11 @@ from dapo_mega.algorithms import EntropyControl
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
+from dapo_mega.cli import is_rank_zero
 from dapo_mega.config import RunConfig, TrainingConfig, dump_config
 from dapo_mega.config.base import flat
 from dapo_mega.data import PromptDataset, TrainingPrompts, load_prompts, load_tokenizer, load_training_prompts
+from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
@@ -55,11 +57,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The tokenizer and the datasets of a run."""
+    """The tokenizer and the datasets of a run, and on rank 0 a text that shows prompts of them."""
 
     tokenizer: Any
     train_prompts: TrainingPrompts
     evaluation_prompts: PromptDataset | None
+    preview: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Controller:
     progress: ProgressDisplay
     dataset_fingerprint: str
     tokenizer: Any
+    preview: str = ""
     writer: MetricsWriter | None = None
     recorder: SampleRecorder | None = None
 
@@ -125,7 +129,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
-    return RunInputs(tokenizer, train_prompts, evaluation_prompts)
+    preview = preview_run(config, tokenizer) if is_rank_zero() else ""
+    return RunInputs(tokenizer, train_prompts, evaluation_prompts, preview)
 
 
 def make_rewards(config: RunConfig) -> RunRewards:
@@ -276,12 +281,14 @@ def _controller(
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
         tokenizer=tokenizer,
+        preview=inputs.preview,
     )
 
 
-def open_writer(config: TrainingConfig, first_step: int = 0) -> MetricsWriter:
-    """The metrics writer from `first_step` on. Raises InputError if the file of earlier steps is unreadable."""
-    run = describe_run(config)
+def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") -> MetricsWriter:
+    """The metrics writer from `first_step` on; `preview` shows prompts. Raises InputError if the file of earlier steps
+    is unreadable."""
+    run = describe_run(config, preview)
     try:
         return MetricsWriter(
             Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0)
@@ -316,8 +323,9 @@ def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) 
     return [BackgroundTracker(backend, tracked, hidden=hidden) for backend in tracking.backends]
 
 
-def describe_run(config: TrainingConfig) -> RunDescription:
-    """The run as trackers and TensorBoard show it. Hyper-parameters are the keys that may not change at a resume."""
+def describe_run(config: TrainingConfig, preview: str = "") -> RunDescription:
+    """The run as trackers and TensorBoard show it; `preview` shows its prompts. Hyper-parameters are the keys that may
+    not change at a resume."""
     values = without_credentials(config.model_dump(mode="json"))
     decisive = {name: value for name, value in flat(values).items() if not is_free(name, config)}
     return RunDescription(
@@ -326,6 +334,7 @@ def describe_run(config: TrainingConfig) -> RunDescription:
         config_text=without_credentials(dump_config(config)),
         hyper_parameters={n: v if isinstance(v, bool | int | float) else str(v) for n, v in decisive.items()},
         versions=package_versions(),
+        prompts=preview,
     )
 
 

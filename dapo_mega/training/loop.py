@@ -81,7 +81,7 @@ def open_records(run: TrainingRun, controller: Controller) -> None:
     """Open what the run's metrics and samples are written to."""
     if controller.writer is None:
         num_recorded = run.step + (run.unrecorded is None)  # Step 0 included.
-        controller.writer = open_writer(run.config, num_recorded if run.step else 0)
+        controller.writer = open_writer(run.config, num_recorded if run.step else 0, controller.preview)
     if controller.recorder is None:
         controller.recorder = open_recorder(run.config, controller.tokenizer, run.step)
 

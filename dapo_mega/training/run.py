@@ -82,6 +82,7 @@ def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
 def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     folder = Path(config.output_dir)
     inputs = read_inputs(config)
+    print_once(inputs.preview)
     with contextlib.ExitStack() as stack:
         rewards = None
         if is_rank_zero():

@@ -15,9 +15,10 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.cli import print_once
+from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
+from dapo_mega.data.preview import preview_run
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import StopRequested
@@ -79,6 +80,8 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
+    preview = preview_run(config, tokenizer) if is_rank_zero() else ""
+    print_once(preview)
     processes = start_processes(config.parallel, config.seed)
     watch.follow_peers(group_is_up=True)
     with held_folder(folder, status, processes):
@@ -92,7 +95,7 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
             num_steps=config.num_steps,
             compute=config.compute,
         )
-        tuning = _Tuning(config, policy, demonstrations)
+        tuning = _Tuning(config, policy, demonstrations, preview)
         tuning.resume()
         status.completed_step = lambda: tuning.step
         if processes.rank == 0:
@@ -111,8 +114,12 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
 class _Tuning:
     """The loop and its state: the last completed step and the position in the demonstrations."""
 
-    def __init__(self, config: SftConfig, policy: MegatronPolicy, demonstrations: Sequence[Demonstration]) -> None:
+    def __init__(
+        self, config: SftConfig, policy: MegatronPolicy, demonstrations: Sequence[Demonstration], preview: str
+    ) -> None:
+        """`preview` shows a demonstration, on rank 0."""
         self.step = 0
+        self._preview = preview
         self._config = config
         self._policy = policy
         self._demonstrations = demonstrations
@@ -140,7 +147,8 @@ class _Tuning:
             with raise_on_all_ranks(control):
                 if self._policy.processes.rank == 0:
                     write_run_record(config)
-                    self._writer = stack.enter_context(open_writer(config, self.step + 1 if self.step else 0))
+                    first = self.step + 1 if self.step else 0
+                    self._writer = stack.enter_context(open_writer(config, first, self._preview))
                     progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)
                     self._progress = stack.enter_context(progress)
                     if self.step:
