@@ -131,10 +131,12 @@ def is_started_by_torchrun() -> bool:
 
 
 def print_once(text: str) -> None:
-    """Print once per run; exit silently if the reader is gone, as after `| head`."""
+    """Print once per run, what the terminal cannot show as escapes; exit silently if the reader is gone, as after
+    `| head`."""
     if is_rank_zero():
+        encoding = sys.stdout.encoding or "utf-8"
         try:
-            print(printable(text), flush=True)
+            print(printable(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
         except BrokenPipeError:
             os._exit(EXIT_PIPE_CLOSED)
 

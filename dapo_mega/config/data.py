@@ -60,8 +60,8 @@ class DatasetConfig(Section):
     template: str = Field(
         default="dapo",
         description="Instruction around the problem: dapo, qwen_math, r1, or a text of your own with {problem} in it. "
-        "bare (also as_is, none) adds nothing; use it where prompts hold their instruction already, as in "
-        "DAPO-Math-17k.",
+        "as_is adds nothing, as prompts hold their instruction already, as in DAPO-Math-17k; bare (also none) adds "
+        "nothing, as none is wanted.",
     )
     chat_template: bool = Field(
         default=False,

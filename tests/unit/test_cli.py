@@ -1,6 +1,7 @@
 """What the command lines print is for people: no control characters, no tracebacks of closed pipes."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,11 @@ def test_escape_codes_are_spelled_out():
     code = "from dapo_mega.cli import *; print_once('a\\33[31m'); run_command(lambda: fail('b\\33[2J'))"
     result = run("def fail(text): raise InputError(text)\n" + code)
     assert (result.returncode, result.stdout, result.stderr) == (2, b"a\\x1b[31m\n", b"error: b\\x1b[2J\n")
+
+
+def test_a_terminal_that_knows_few_characters_is_no_error():
+    result = run("from dapo_mega.cli import *; print_once('⟦é')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (result.returncode, result.stdout) == (0, b"\\u27e6\\xe9\n")
 
 
 def test_a_closed_pipe_ends_a_command_without_a_word():

@@ -25,6 +25,7 @@ def description(learning_rate=0.5):
         config_text=f"learning_rate: {learning_rate}\n",
         hyper_parameters={"learning_rate": learning_rate, "dynamic": True, "preset": "dapo"},
         versions={"torch": "2.13.0"},
+        prompts="first prompt\n  | 1+1?",
     )
 
 
@@ -55,6 +56,7 @@ def test_a_run_is_described_by_texts(tmp_path):
     record(tmp_path, [0])
     assert texts(tmp_path, "run/configuration") == {0: "    learning_rate: 0.5"}
     assert "| torch | 2.13.0 |" in texts(tmp_path, "run/versions")[0]
+    assert texts(tmp_path, "run/prompts") == {0: "    first prompt\n      | 1+1?"}
     assert describe("policy/entropy").meaning in texts(tmp_path, "run/metrics")[0]
 
 

@@ -7,9 +7,15 @@ import pytest
 import yaml
 
 from dapo_mega.config import RunConfig, SftConfig, load_config
+from dapo_mega.data import build_byte_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.planning.dry_run import print_dry_run
 
+TINY = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32,
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260,
+    "max_position_embeddings": 2**16, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 1,
+}  # fmt: skip
 KEY = "DAPO_MEGA_API_KEY"
 FLEET = ["rollout.placement=fleet", "rollout.fleet.rendezvous=10.0.0.1:21600"]
 
@@ -77,6 +83,21 @@ def test_what_would_end_the_run_at_its_start_is_one_line(file, capsys, overrides
     assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
     assert not capsys.readouterr().out
+
+
+def test_prompts_are_shown_where_the_model_is_and_a_model_without_a_tokenizer_is_refused(file, capsys):
+    model = file.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    with pytest.raises(InputError, match="no tokenizer could be loaded from"):
+        dry_run(capsys, file, f"model.path={model}")
+    build_byte_tokenizer().save_pretrained(model)
+    lines = dry_run(capsys, file, f"model.path={model}", "data.train.template=as_is", "data.evaluation.path=elsewhere")
+    at = lines.index("first prompt of data.train, 6 tokens, special tokens in ⟦⟧:")
+    assert lines[at + 1] == "  | 0 + 1?"
+    assert lines[at + 2].startswith("WARNING: data.train: 3 of the first 3 prompts do not ask for a line 'Answer: ...'")
+    assert not any("first prompt of data.evaluation" in line for line in lines)
+    assert lines[-1].startswith("dry run: the configuration is valid")
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(file):
