@@ -1,9 +1,10 @@
 r"""Prompt templates, which turn a problem into the text of the prompt.
 
 `dapo` is the paper's; `r1` and `qwen_math` are those compared by Dr. GRPO (arXiv 2503.20783). `qwen_math` holds the
-instruction only: the chat markup around it comes from the tokenizer with `chat_template: true`. `as_is` (also `none`
-and `bare`) adds nothing; it is the one for datasets that bring their instruction along, such as DAPO-Math-17k, whose
-`prompt` column already holds the `dapo` text (its bare problem is in `extra_info.raw_problem`).
+instruction only: the chat markup around it comes from the tokenizer with `chat_template: true`. `as_is` adds
+nothing; it is the one for datasets that bring their instruction along, such as DAPO-Math-17k, whose `prompt` column
+already holds the `dapo` text (its bare problem is in `extra_info.raw_problem`). `bare` and `none` add nothing either,
+and say that no instruction is wanted.
 """
 
 from __future__ import annotations

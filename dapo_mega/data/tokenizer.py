@@ -74,6 +74,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"no tokenizer could be loaded from {path}; give a folder with tokenizer.json and tokenizer_config.json, "
             f"or a Hugging Face name that can be reached ({reason})"
         ) from error
+    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one of a model's folder without its files.
+        raise InputError(
+            f"no tokenizer could be loaded from {path}: it makes no tokens of text; copy the tokenizer's files "
+            f"(tokenizer.json, tokenizer_config.json) beside the model"
+        )
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer in {path} has no eos_token; add one to its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
