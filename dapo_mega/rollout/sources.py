@@ -1,4 +1,4 @@
-"""Metrics of a step's groups for each source of prompts (`Prompt.data_source`)."""
+"""Metrics of a step's groups for each source of prompts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from dapo_mega.types import Group, Prompt
 _MAX_LABELS = 32
 _OTHERS = "others"
 
+Source = tuple[str, str]
+"""A dataset of `data.mixture` and a data source in it."""
 
-def source_labels(prompts: Sequence[Prompt]) -> Mapping[str, str]:
+
+def source_labels(prompts: Sequence[Prompt]) -> Mapping[Source, str]:
     """The name in metrics of each source of the prompts; none if all are of one source.
 
-    Of many sources those with the most prompts have names of their own, and the others are counted together.
+    A source that several datasets have in common is named after each dataset instead. Of many sources those with the
+    most prompts have names of their own, and the others are counted together.
     """
-    counts = Counter(prompt.data_source for prompt in prompts)
+    counts = Counter(_source(prompt) for prompt in prompts)
     if len(counts) < 2:
         return {}
-    ranked = sorted(counts, key=lambda source: (-counts[source], source))
+    num_datasets = Counter(source for _, source in counts)
+    names = {pair: pair[0] if num_datasets[pair[1]] > 1 else pair[1] for pair in counts}
+    ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
     named = ranked if len(ranked) <= _MAX_LABELS else ranked[: _MAX_LABELS - 1]
-    return {source: _label(source) if source in named else _OTHERS for source in ranked}
+    return {pair: _label(names[pair]) if pair in named else _OTHERS for pair in ranked}
 
 
-def metrics_of_sources(groups: Sequence[Group], labels: Mapping[str, str]) -> dict[str, float]:
+def metrics_of_sources(groups: Sequence[Group], labels: Mapping[Source, str]) -> dict[str, float]:
     """Share of the groups, accuracy and mean length of the responses, for each source that has a label."""
     by_label: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        if group.prompt.data_source in labels:
-            by_label[labels[group.prompt.data_source]].append(group)
+        if (source := _source(group.prompt)) in labels:
+            by_label[labels[source]].append(group)
     metrics: dict[str, float] = {}
     for label, members in by_label.items():
         scored = [response for group in members for response in group.responses]
@@ -42,6 +48,10 @@ def metrics_of_sources(groups: Sequence[Group], labels: Mapping[str, str]) -> di
         if verdicts:
             metrics[f"source/accuracy_{label}"] = float(np.mean(verdicts))
     return metrics
+
+
+def _source(prompt: Prompt) -> Source:
+    return prompt.dataset, prompt.data_source
 
 
 def _label(source: str) -> str:

@@ -17,8 +17,9 @@ PREFIXES: Mapping[str, str] = {
     "needed no new responses. `requests_*` and `failed_calls*` exist with SGLang engines only; they count since the "
     "last record, evaluations included.",
     "source": "The same for each source of prompts: a value of the column `columns.data_source`, or the name of a "
-    "dataset of `data.mixture` where a row has none. Recorded if the run's prompts have several sources. The 31 "
-    "sources with the most prompts have names of their own, `others` has the rest, `none` the rows without one.",
+    "dataset of `data.mixture` where a row has none or several datasets have the same. Recorded if the run's prompts "
+    "have several sources. The 31 sources with the most prompts have names of their own, `others` has the rest, `none` "
+    "the rows without one.",
     "sampling": "Which prompts are asked. <name> is `train`, or the name of a dataset of `data.mixture`. Recorded with "
     "`data.mixture`, and with `data.sampling` other than plain shuffling.",
     "groups": "How the dynamic-sampling filter judged the groups that were completed in this step. A group is all "

@@ -67,7 +67,9 @@ def test_groups_are_counted_by_source_whatever_the_order_of_answers():
 
 def test_many_or_odd_sources_have_a_bounded_number_of_valid_names():
     odd = [replace(PROMPTS[0], data_source=source) for source in ("", "../x y", "a/b")]
-    assert source_labels(odd) == {"": "none", "../x y": "x_y", "a/b": "a_b"}
+    assert source_labels(odd) == {("", ""): "none", ("", "../x y"): "x_y", ("", "a/b"): "a_b"}
+    shared = [replace(PROMPTS[0], dataset=d, data_source=s) for d, s in (("a", "web"), ("b", "web"), ("b", "book"))]
+    assert source_labels(shared) == {("a", "web"): "a", ("b", "web"): "b", ("b", "book"): "book"}
     many = [replace(PROMPTS[0], data_source=f"s{i}") for i in range(50) for _ in range(i + 1)]
     labels = Counter(source_labels(many).values())
     assert len(labels) == 32
