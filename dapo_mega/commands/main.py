@@ -20,7 +20,7 @@ COMMANDS = {
     "plot": "draw the curves of runs",
     "show-samples": "make a page of what the model said",
     "replay-step": "train on a recorded step again and say what differs",
-    "evaluate": "avg@k, pass@k and maj@k of a checkpoint",
+    "evaluate": "measure a model on benchmarks: avg@k, pass@k and maj@k",
     "convert": "convert, reshard, verify and inspect checkpoints",
     "compare": "what training changed: evaluations side by side",
 }

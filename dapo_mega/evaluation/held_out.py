@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint outside of a training run."""
+"""Evaluates a checkpoint on the held-out prompts of a run's file, as the run would."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import contextlib
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
-from dapo_mega.distributed import accelerator
-from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import make_evaluator
+from dapo_mega.evaluation.sampling import load_engine
 from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
@@ -37,11 +35,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
-    dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-    device = accelerator.device()
-    engine = EmbeddedEngine.from_config(path, dtype, max_batch_rows=config.rollout.max_batch_rows, device=device)
-    weights = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
-    engine.load_weights([list(weights.items())], 0)
+    engine = load_engine(path, config.model.dtype, config.rollout.max_batch_rows)
     with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))

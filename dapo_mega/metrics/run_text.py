@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 EXAMPLES_TAG = "samples/evaluation"
@@ -78,3 +80,15 @@ def shortened(text: str, limit: int = _MAX_CHARACTERS) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results, where they are installed."""
+    names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

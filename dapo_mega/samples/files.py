@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,19 +56,27 @@ def file_of(folder: Path, kind: Kind, step: int) -> Path:
 
 def write_table(path: Path, table: pa.Table) -> None:
     """Write the table so that `path` is absent or complete at any moment. Leaves nothing behind if that fails."""
+    write_tables(path, table.schema, [table])
+
+
+def write_tables(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """`write_table` of tables that follow one another, of which one at a time is in memory."""
     temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
+    dictionary = [name for name in schema.names if name not in _FLOAT_COLUMNS]
     try:
         with errors_naming(path), temporary.open("wb") as file:
-            pq.write_table(
-                table,
+            with pq.ParquetWriter(
                 file,
+                schema,
                 compression="zstd",
                 compression_level=1,
-                use_dictionary=[name for name in table.schema.names if name not in _FLOAT_COLUMNS],
+                use_dictionary=dictionary,
                 write_statistics=False,
                 write_page_checksum=True,
-            )
+            ) as writer:
+                for table in tables:
+                    writer.write_table(table)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

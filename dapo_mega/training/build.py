@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, RunDescription, StageTimers
-from dapo_mega.metrics.run_text import without_credentials
+from dapo_mega.metrics.run_text import package_versions, without_credentials
 from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.rewards import ComposedReward
@@ -344,18 +342,6 @@ def write_run_record(config: TrainingConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", dump_config(config))
     replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide results, where they are installed."""
-    names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 @dataclass(frozen=True)

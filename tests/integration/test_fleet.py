@@ -1,5 +1,6 @@
 """DAPO runs through real SGLang engines, and the faults that engines and trainers have."""
 
+import json
 import logging
 import math
 import os
@@ -14,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
+from dapo_mega.commands import evaluate as evaluate_command
 from dapo_mega.engines.sglang.engine_commands import Node, router_command, router_environment
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
@@ -526,3 +529,30 @@ def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, t
     """The last test of these engines: nobody waits for the one that the launcher starts again."""
     with training_run_of(fleet_values(tmp_path, two_engines, **LOSING)) as training_run:
         run_losing_an_engine(training_run, two_engines, signal.SIGKILL)
+
+
+def test_an_evaluation_uses_engines_that_serve_its_model_and_no_others(tmp_path, two_engines, monkeypatch):
+    def evaluate(model, output):
+        arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16"]
+        arguments += ["--urls", ",".join(two_engines.launcher.urls), "--output", str(output), "--batch-rows", "4"]
+        monkeypatch.setattr(sys, "argv", ["dapo-mega evaluate", str(model), *arguments])
+        monkeypatch.setattr("dapo_mega.commands.evaluate.leave_at_sigterm", lambda message: None)
+        evaluate_command.main()
+
+    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(6)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for url in two_engines.launcher.urls:
+        assert call(url, "/update_weights_from_disk", {"model_path": str(two_engines.model)})[0] == 200
+    evaluate(two_engines.model, tmp_path / "right")
+    result = json.loads((tmp_path / "right" / "results.json").read_text())["benchmarks"]["gsm8k"]
+    assert (result["num_responses"], result["num_failed"]) == (24, 0)
+    assert result["engines"][0].startswith("SGLang ")
+    table = pq.read_table(tmp_path / "right" / "gsm8k" / "samples" / "evaluation_00000000.parquet")
+    assert sorted(set(table["prompt_index"].to_pylist())) == list(range(6))
+    asked = {span["engine"] for spans in table["engine_spans"].to_pylist() for span in spans}
+    assert asked == set(two_engines.launcher.urls)
+    # The same sizes, other weights.
+    other = tiny_model(tmp_path / "other", initializer_range=0.5)
+    with pytest.raises(FleetError, match=r"no engine fits the run: .*it serves another model than the one"):
+        evaluate(other, tmp_path / "wrong")
+    assert not list((tmp_path / "wrong").rglob("*.parquet"))

@@ -225,6 +225,10 @@ class EngineClient:
             },
         )
 
+    async def set_weight_version(self, version: str) -> None:
+        """Name the engine's weights, which stay as they are."""
+        await self._command("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Free the memory of `tags` (weights, kv_cache, cuda_graph), or all memory; the engine must be idle."""
         await self._request("POST", "/release_memory_occupation", _tagged(tags), self._timeout_s)

@@ -119,14 +119,14 @@ def test_what_comes_after_the_resumed_step_is_removed(tmp_path):
 def full_disk(monkeypatch):
     """`full_disk(False)` frees it."""
     is_full = [True]
-    write = files.pq.write_table
+    write = files.pq.ParquetWriter.write_table
 
     def refuse(*arguments, **settings):
         if is_full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(*arguments, **settings)
 
-    monkeypatch.setattr(files.pq, "write_table", refuse)
+    monkeypatch.setattr(files.pq.ParquetWriter, "write_table", refuse)
     return lambda full: is_full.__setitem__(0, full)
 
 

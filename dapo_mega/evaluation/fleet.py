@@ -1,0 +1,159 @@
+"""Samples an evaluation's responses from SGLang engines, each of which must serve the model that is evaluated."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo_mega.config import RunConfig
+from dapo_mega.config.files import validated
+from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineGarbled
+from dapo_mega.engines.sglang.fleet_client import FleetClient
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
+from dapo_mega.evaluation.sampling import Parts, Sampler
+from dapo_mega.models import load_architecture
+from dapo_mega.types import Answer, LogProbs, Prompt, TokenIds
+from dapo_mega.weight_sync.agreement import fixed_sequence, mean_difference
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_TICK_S = 0.1
+_GATHERING_S = 30.0
+_SCORING_TIMEOUT_S = 300.0
+_LENGTH = 64
+_VERSION = 0
+
+
+def with_engines(config: RunConfig, urls: Sequence[str], api_key_env: str, wait_limit_s: float) -> RunConfig:
+    """The configuration with these engines in place of the embedded one. Raises InputError for a wrong URL."""
+    raw = config.model_dump()
+    raw["rollout"] |= {
+        "placement": "fleet",
+        "fleet": {"urls": tuple(urls), "api_key_env": api_key_env, "wait_limit_s": wait_limit_s},
+    }
+    # No weights are sent, so engines need not be able to take them.
+    raw["weight_sync"] |= {"transport": "disk"}
+    return validated(RunConfig, raw)
+
+
+class FleetSampler(Sampler):
+    """Sends all requests to engines that have the model's sizes and agree with its log-probs of a fixed sequence.
+
+    An engine that agreed is given a name for its weights. Were they replaced meanwhile, its answers would carry another
+    name: such answers are not used, and the engine must agree again.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Sequence[Prompt],
+        api_key: str,
+        tend: Callable[[], None] = lambda: None,
+        close_engines: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`config` is one of `with_engines`. `tend` is called again and again, to start and restart engines."""
+        model = Path(config.model.path)
+        arch = load_architecture(model)[1]
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        self.engines: tuple[str, ...] = ()
+        self._admitted: set[str] = set()
+        self._num_engines = len(config.rollout.fleet.urls)
+        self._tolerance = config.engine_tolerance
+        self._tokens = fixed_sequence(prompts, arch.vocab_size, max(2, min(_LENGTH, longest // 2)), config.seed)
+        self._expected = _expected_logprobs(model, config.model.dtype, self._tokens)
+        self._run = run_name("evaluation")
+        self._close_engines = close_engines
+        self._client = FleetClient(config, arch.vocab_size, api_key, self._run, arch, tend)
+
+    def sample(self, parts: Parts) -> Iterator[tuple[int, Sequence[Answer]]]:
+        """See `Sampler`. Raises FleetError when no engine that serves the model can be reached."""
+        part_of = {request.request_id: number for number, requests in parts.items() for request in requests}
+        answers: dict[int, list[Answer]] = {number: [] for number in parts}
+        self._gather_engines()
+        self._client.submit([request for requests in parts.values() for request in requests])
+        for _ in range(len(part_of)):
+            answer = self._next_answer()
+            number = part_of[answer.request_id]
+            answers[number].append(answer)
+            if len(answers[number]) == len(parts[number]):
+                yield number, answers.pop(number)
+
+    def close(self) -> None:
+        """See `Sampler`. Engines of others keep running."""
+        self._client.close()
+        self._close_engines()
+
+    def _gather_engines(self) -> None:
+        """Wait a little for all engines: the first one would get all requests."""
+        deadline = time.monotonic() + _GATHERING_S
+        while len(self._admitted) < self._num_engines and time.monotonic() < deadline:
+            self._client.wait_for_engines()
+            if self._client.has_outdated():
+                self._admit()
+            time.sleep(_TICK_S)
+
+    def _next_answer(self) -> Answer:
+        while True:
+            self._client.wait_for_engines()
+            if self._client.has_outdated():
+                self._admit()
+            if answer := self._client.next_answer(_POLL_S):
+                return answer
+
+    def _admit(self) -> None:
+        """Use the engines that have joined, if they serve the model."""
+        targets = self._client.pause_generation(self._client.targets(only_outdated=True))
+        named = self._client.call(targets, self._name_weights, _SCORING_TIMEOUT_S)
+        self._client.resume_generation(targets)
+        for url, result in named.items():
+            if isinstance(result, EngineError):
+                self._client.failed(url, f"its weights could not be named: {result.reason}")
+        ready = [target for target in targets if not isinstance(named[target.url], EngineError)]
+        scores = self._client.call(ready, self._score, _SCORING_TIMEOUT_S)
+        for url, found in scores.items():
+            if isinstance(found, EngineError):
+                self._client.failed(url, f"it did not score a sequence: {found.reason}")
+            elif not (difference := mean_difference(found, self._expected)) <= self._tolerance:
+                self._client.disagrees(url, _other_model(difference, self._tolerance))
+            else:
+                logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
+                self._client.synced(url, _VERSION)
+                self._admitted.add(url)
+                self.engines = tuple(sorted({*self.engines, str(named[url])}))
+
+    async def _name_weights(self, client: EngineClient) -> str:
+        """Name the engine's weights; returns what the engine is."""
+        await client.set_weight_version(str(WeightVersion(self._run, _VERSION)))
+        return f"SGLang {(await client.info()).version}"
+
+    async def _score(self, client: EngineClient) -> LogProbs:
+        body = await client.generate(scoring_payload(self._tokens), _SCORING_TIMEOUT_S)
+        try:
+            return parse_scores(body, self._tokens, VersionRange(self._run, _VERSION, _VERSION))
+        except MalformedAnswer as error:
+            raise EngineGarbled(client.url, f"unusable answer: {error}") from error
+
+
+@torch.inference_mode()
+def _expected_logprobs(model: Path, dtype: str, token_ids: TokenIds) -> LogProbs:
+    """The model's log-probs [L - 1] of all tokens but the first, in nats."""
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
+    tokens = torch.from_numpy(token_ids.astype(np.int64))[None]
+    logprobs = loaded(tokens).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def _other_model(difference: float, tolerance: float) -> str:
+    return (
+        f"it serves another model than the one that is evaluated: log-probs of a fixed sequence are {difference:.4g} "
+        f"nats away on average, and at most {tolerance:g} are allowed; start it with the evaluated checkpoint"
+    )

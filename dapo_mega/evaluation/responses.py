@@ -1,0 +1,112 @@
+"""Keeps the responses of an evaluation on disk, so that an interrupted one continues and asks nothing twice.
+
+While an evaluation is under way its responses are in `samples/parts`, a file for so many requests that follow one
+another; a file gets its name when all of it is on disk. Finished, they are joined to one file of the samples format.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_mega.errors import InputError
+from dapo_mega.evaluation.evaluator import EvaluatedResponse
+from dapo_mega.samples.files import file_of, samples_folder, write_table, write_tables
+from dapo_mega.samples.pieces import TokenPieces
+from dapo_mega.samples.rows import FORMAT, Row, SampleFile
+from dapo_mega.samples.table import METADATA_KEY, SCHEMA, account_of, to_table
+from dapo_mega.types import GenerationRequest, Response
+
+_ID = "request_id"
+
+
+class ResponseStore:
+    """The responses to `requests`, `group_size` to a problem, in `folder`. `part_size` requests are kept together."""
+
+    def __init__(
+        self, folder: Path, requests: Sequence[GenerationRequest], group_size: int, part_size: int, tokenizer: Any
+    ) -> None:
+        self.file = file_of(samples_folder(folder), "evaluation", 0)
+        self._parts = samples_folder(folder) / "parts"
+        self._joined = samples_folder(folder) / "joined_parts"
+        self._first_id = requests[0].request_id
+        self._group_size = group_size
+        self._requests = [requests[start : start + part_size] for start in range(0, len(requests), part_size)]
+        self._pieces = TokenPieces(tokenizer)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all requests have been answered and joined. Those that failed are asked again by the next start."""
+        return self.file.exists() and not self._parts.exists()
+
+    def missing(self) -> dict[int, list[GenerationRequest]]:
+        """The requests of each part that have no response on disk. Raises InputError for a file that is damaged."""
+        if self.is_finished:
+            return {}
+        missing = {}
+        for number, requests in enumerate(self._requests):
+            known = self._known_ids(number)
+            if wanted := [request for request in requests if request.request_id not in known]:
+                missing[number] = wanted
+        return missing
+
+    def write(self, part: int, results: Sequence[EvaluatedResponse], engines: Iterable[str]) -> None:
+        """Add responses to a part. `engines` names what sampled them, with its version."""
+        rows = [Row(self._group(response), prompt, response, scored) for prompt, response, scored in results]
+        table = to_table(SampleFile(0, "evaluation", rows), self._pieces)
+        names = set(engines)
+        if self._path(part).exists():
+            earlier = _read(self._path(part))
+            names |= set(account_of(earlier.schema.metadata)["engines"])
+            table = pa.concat_tables([earlier.replace_schema_metadata(table.schema.metadata), table])
+        write_table(self._path(part), table.sort_by(_ID).replace_schema_metadata(_metadata(names)))
+
+    def finish(self, settings: Mapping[str, Any]) -> None:
+        """Join the parts to one file, whose account has the `settings`. They stay if requests failed, for the next
+        start to ask these again."""
+        if not self.is_finished:
+            self._join(settings)
+        shutil.rmtree(self._joined, ignore_errors=True)
+
+    def _join(self, settings: Mapping[str, Any]) -> None:
+        paths = [self._path(number) for number in range(len(self._requests)) if self._path(number).exists()]
+        accounts = [account_of(pq.read_metadata(path).metadata) for path in paths]
+        metadata = _metadata((name for account in accounts for name in account["engines"]), settings=dict(settings))
+        tables = (_read(path).replace_schema_metadata(metadata) for path in paths)
+        is_complete = not self.missing()
+        write_tables(self.file, SCHEMA.with_metadata(metadata), tables)
+        if is_complete:
+            # Removed under another name: a kill in between must not leave some parts, whose lack would be noticed.
+            self._parts.rename(self._joined)
+
+    def _group(self, response: Response) -> int:
+        """The smallest request id of the response's problem."""
+        return response.request_id - (response.request_id - self._first_id) % self._group_size
+
+    def _path(self, part: int) -> Path:
+        return self._parts / f"part_{part:06d}.parquet"
+
+    def _known_ids(self, part: int) -> set[int]:
+        path = self._path(part)
+        return set(_read(path, [_ID])[_ID].to_pylist()) if path.exists() else set()
+
+
+def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=columns, page_checksum_verification=True)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); remove it and start again: its responses are "
+            f"then asked for anew"
+        ) from error
+
+
+def _metadata(engines: Iterable[str], **more: Any) -> dict[bytes, bytes]:
+    account = {"format": FORMAT, "step": 0, "kind": "evaluation", "engines": sorted(set(engines)), **more}
+    return {METADATA_KEY: json.dumps(account).encode()}

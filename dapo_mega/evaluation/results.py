@@ -1,0 +1,126 @@
+"""What an evaluation came to: measures with intervals from the saved responses, as `results.json` and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_mega.atomic_files import read_json_object, replace_file
+from dapo_mega.errors import InputError
+from dapo_mega.evaluation.benchmarks import BENCHMARKS
+from dapo_mega.evaluation.measures import ProblemResponses, measure, powers_of_two
+from dapo_mega.evaluation.statistics import estimate_means
+from dapo_mega.samples.table import account_of
+
+RESULTS_FILE = "results.json"
+FORMAT = 1
+_COLUMNS = ["prompt_index", "correct", "answer", "length", "finish_reason"]
+
+
+def problems_in(file: Path) -> dict[int, ProblemResponses]:
+    """The scored responses in a file of samples, by the number of their problem. Raises InputError."""
+    try:
+        table = pq.read_table(file, columns=_COLUMNS, page_checksum_verification=True)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{file} cannot be read ({' '.join(str(error).split())}); evaluate again") from error
+    rows: dict[int, list[Mapping[str, Any]]] = {}
+    for row in table.to_pylist():
+        if row["correct"] is not None:
+            rows.setdefault(row["prompt_index"], []).append(row)
+    return {
+        index: ProblemResponses(
+            [row["correct"] for row in found],
+            [row["answer"] for row in found],
+            [row["length"] for row in found],
+            [row["finish_reason"] == "length" for row in found],
+        )
+        for index, found in sorted(rows.items())
+    }
+
+
+def result_of(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The results on one benchmark, whose responses are in `file`: counts, and measures with 95 % intervals."""
+    problems = problems_in(file)
+    metadata = pq.read_metadata(file)
+    num_responses = metadata.num_rows
+    num_scored = sum(problem.num_samples for problem in problems.values())
+    metrics = {}
+    if problems:
+        k = min(problem.num_samples for problem in problems.values())
+        values = measure(list(problems.values()), powers_of_two(k))
+        estimates = estimate_means(list(values.values()))
+        metrics = {name: vars(estimate) for name, estimate in zip(values, estimates, strict=True)}
+    return {
+        "settings": dict(settings),
+        "engines": account_of(metadata.metadata)["engines"],
+        "num_problems": len(problems),
+        "num_responses": num_responses,
+        "num_failed": settings["num_problems"] * settings["k"] - num_responses,
+        "num_unscored": num_responses - num_scored,
+        "metrics": metrics,
+    }
+
+
+def refuse_other_model(folder: Path, model_sha256: str) -> None:
+    """Raises InputError where the folder has results of another model."""
+    for name, result in _earlier(folder).items():
+        if result["settings"]["model_sha256"] != model_sha256:
+            raise InputError(
+                f"{folder} holds results of another model on {name} (model_sha256 was "
+                f"{result['settings']['model_sha256'][:12]} and is {model_sha256[:12]}); give another --output"
+            )
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """The results by benchmark that the folder holds."""
+    file = folder / RESULTS_FILE
+    if not file.exists():
+        return {}
+    found = read_json_object(file, "remove it").get("benchmarks")
+    if not isinstance(found, dict):
+        raise InputError(f"{file} holds no results; remove it, or give another --output")
+    return found
+
+
+def write_results(folder: Path, model: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Write `results.json` with these results by benchmark, and those of other benchmarks that it holds already.
+    Returns its content."""
+    merged = {**_earlier(folder), **results}
+    content = {
+        "format": FORMAT,
+        "model": model,
+        "benchmarks": {name: merged[name] for name in BENCHMARKS if name in merged},
+    }
+    replace_file(folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def results_table(content: Mapping[str, Any]) -> str:
+    """The results as lines of text: shares in percent, each with its 95 % interval."""
+    head = ["benchmark", "problems", "k", "avg@k", "maj@k", "pass@k", "length", "cut off", "no answer", "failed"]
+    rows = [head]
+    for name, result in content["benchmarks"].items():
+        metrics = result["metrics"]
+        cells = [name, str(result["num_problems"]), str(result["settings"]["k"])]
+        for prefix in ("avg@", "maj@", "pass@"):
+            # Of several k the largest.
+            found = [estimate for key, estimate in metrics.items() if key.startswith(prefix)]
+            cells.append(_share(found[-1]) if found else "-")
+        cells.append(f"{metrics['length']['value']:.0f}" if metrics else "-")
+        for key in ("truncated", "no_answer"):
+            cells.append(f"{metrics[key]['value']:.1%}" if metrics else "-")
+        rows.append([*cells, str(result["num_failed"] + result["num_unscored"])])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _share(estimate: Mapping[str, float]) -> str:
+    low, high = (f"{100 * estimate[name]:.1f}" for name in ("low", "high"))
+    return f"{100 * estimate['value']:.1f} [{low}, {high}]"
