@@ -56,6 +56,9 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 
 _FULL_BYTES = 2**24
 
+EVALUATION_UNDER_WAY = "evaluation_under_way"
+"""The name in the loop's state of the step whose evaluation beside training was under way."""
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -126,10 +129,12 @@ class CheckpointStore:
 
     def has_unrecorded_step(self, path: Path) -> bool:
         """Whether the run was stopped before the step of this checkpoint was recorded. Local: reads only."""
-        try:
-            return read_json_object(path / "loop.json").get("unrecorded") is not None
-        except (OSError, ValueError):
-            return False
+        return _loop_value(path, "unrecorded") is not None
+
+    def evaluation_under_way(self, path: Path) -> int | None:
+        """The step of the evaluation beside training that was under way, if there was one. Local: reads only."""
+        step: int | None = _loop_value(path, EVALUATION_UNDER_WAY)
+        return step
 
     def save(
         self, policy: TrainedModel, state: Callable[[], LoopState], step: int, critic: TrainedModel | None = None
@@ -235,6 +240,14 @@ class CheckpointStore:
             f"cannot write the checkpoint step_{step:08d} under {self.root} ({reason}); earlier checkpoints "
             f"are intact: free space or fix the permissions and start the same command again"
         )
+
+
+def _loop_value(path: Path, name: str) -> Any:
+    """A value of the loop's state in a checkpoint; None if it is not there or the file is damaged."""
+    try:
+        return read_json_object(path / "loop.json").get(name)
+    except (OSError, ValueError):
+        return None
 
 
 def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:

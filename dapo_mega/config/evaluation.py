@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from dapo_mega.config.base import Section
+from dapo_mega.config.rollout import RolloutConfig
 
 
 class EvaluationConfig(Section):
@@ -29,3 +30,38 @@ class EvaluationConfig(Section):
         description="Sample from the likeliest tokens that hold this share of the probability. 1: from all.",
     )
     top_k: int = Field(default=0, ge=0, description="Sample from this many likeliest tokens. 0: from all.")
+    beside_training: bool = Field(
+        default=False,
+        description="Evaluate while training goes on, by engines that keep the evaluated step's weights until its "
+        "evaluation ends; the result is recorded at that step when it is there. Needs rollout.placement=fleet, and "
+        "engines beyond rollout.fleet.min_engines.",
+    )
+    engines: int = Field(
+        default=1,
+        ge=1,
+        description="With beside_training: engines that an evaluation takes away from training while it lasts.",
+    )
+    limit_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="With beside_training: seconds after which an evaluation ends; responses that are unfinished then "
+        "are left out and counted. The next evaluation, and the end of the run, wait for it no longer than that.",
+    )
+
+
+def check_beside_training(evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:
+    """Raises ValueError where no engine can be kept for evaluations beside training."""
+    if not evaluation.beside_training:
+        return
+    if rollout.placement != "fleet":
+        raise ValueError(
+            f"evaluation.beside_training=true keeps engines of a fleet for evaluations, and rollout.placement="
+            f"{rollout.placement} has none to spare; set rollout.placement=fleet, or evaluation.beside_training=false"
+        )
+    fleet = rollout.fleet
+    if fleet.urls and not fleet.rendezvous and len(fleet.urls) < fleet.min_engines + evaluation.engines:
+        raise ValueError(
+            f"evaluation.beside_training=true needs rollout.fleet.min_engines={fleet.min_engines} engines for training "
+            f"and evaluation.engines={evaluation.engines} for evaluations, but rollout.fleet.urls names "
+            f"{len(fleet.urls)}; start more, or lower one of the two"
+        )

@@ -15,7 +15,7 @@ from dapo_mega.config.components import LengthDapoComponent
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
-from dapo_mega.config.evaluation import EvaluationConfig
+from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.presets import PRESETS
@@ -60,6 +60,7 @@ class RunConfig(TrainingConfig):
         self._check_reward()
         self._check_algorithm()
         check_placement(self.rollout, self.weight_sync)
+        check_beside_training(self.evaluation, self.rollout)
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):
             raise ValueError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from dapo_mega.types import Answer, GenerationRequest
@@ -37,6 +39,17 @@ class RolloutEngine(Protocol):
         """Answer these requests, in the order given, whatever else is in flight."""
 
 
+@dataclass(frozen=True)
+class ReservedAnswers:
+    """What `num_engines` reserved engines answered within `seconds`, by request id. Some answers are missing where they
+    had to stop, for the reason `ended_early`; it is empty if all requests have their answers."""
+
+    answers: Mapping[int, Answer]
+    ended_early: str
+    num_engines: int
+    seconds: float
+
+
 class RolloutFleet(RolloutEngine):
     """All engines of a run, constructed on every rank and used by rank 0. While rank 0 generates, the other ranks are
     in `serve` until rank 0 calls `end_serving`.
@@ -57,6 +70,14 @@ class RolloutFleet(RolloutEngine):
 
     def sleep(self) -> None:
         """Free the GPU memory that colocated engines share with the policy; rank 0 only."""
+
+    def generate_reserved(
+        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
+    ) -> Future[ReservedAnswers]:
+        """Let up to `num_engines` engines (None: all) that hold weights of `version` answer these requests within
+        `limit_s`, wholly by these weights, while the others go on; rank 0 only, and one such call at a time. Engines
+        inside the trainer or on its GPUs cannot do that."""
+        raise NotImplementedError
 
     def pop_metrics(self) -> dict[str, float]:
         """The fleet's counters since the last call; rank 0 only."""

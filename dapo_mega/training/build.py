@@ -45,6 +45,7 @@ from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder
+from dapo_mega.training.evaluation_beside import BesideTraining
 from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.resume import is_free
 from dapo_mega.types import Prompt
@@ -65,7 +66,8 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class RunRewards:
-    """The rewards of training and of held-out evaluations, which are one if nothing tells them apart."""
+    """The rewards of training and of held-out evaluations, which are one if nothing tells them apart and no evaluation
+    scores while training does."""
 
     training: ComposedReward
     evaluation: ComposedReward
@@ -79,10 +81,12 @@ class RunRewards:
 @dataclass
 class Controller:
     """The parts that only rank 0 has: data, rewards, metrics, samples and progress display. `writer` and `recorder` are
-    opened when training begins, because opening them removes an earlier run's records of the steps to come."""
+    opened when training begins, because opening them removes an earlier run's records of the steps to come.
+    `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
 
     collector: Collector
     evaluator: Evaluator | None
+    beside: BesideTraining | None
     rewards: RunRewards
     progress: ProgressDisplay
     dataset_fingerprint: str
@@ -90,6 +94,7 @@ class Controller:
     preview: str = ""
     writer: MetricsWriter | None = None
     recorder: SampleRecorder | None = None
+    interrupted: int | None = None
 
 
 @dataclass
@@ -134,7 +139,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
 def make_rewards(config: RunConfig) -> RunRewards:
     """The run's rewards, not yet tried. Their processes start when they are needed."""
     training = make_reward(config)
-    is_same = config.reward.for_evaluation() == config.reward
+    is_same = config.reward.for_evaluation() == config.reward and not config.evaluation.beside_training
     return RunRewards(training, training if is_same else make_reward(config, for_evaluation=True))
 
 
@@ -256,11 +261,12 @@ def _controller(
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
     responses_per_step = config.batch.groups_per_step * config.batch.group_size
     scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step, check_stop)
-    evaluator = None
+    evaluator = beside = None
     if evaluation_prompts:
         evaluator = make_evaluator(
             config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
         )
+        beside = BesideTraining(evaluator, config.evaluation) if config.evaluation.beside_training else None
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
     for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
         if dataset:
@@ -275,6 +281,7 @@ def _controller(
     return Controller(
         collector=Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids),
         evaluator=evaluator,
+        beside=beside,
         rewards=rewards,
         progress=ProgressDisplay(config.num_steps, start_step),
         dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
-from dapo_mega.checkpoints.store import LoopState
+from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, StarvedError
@@ -24,6 +24,13 @@ from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import Histogram, MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.evaluating import (
+    begin_beside,
+    evaluation_is_due,
+    evaluation_line,
+    settle_beside,
+    take_up_interrupted,
+)
 from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
@@ -44,15 +51,19 @@ def train(run: TrainingRun) -> None:
     after a step's update. The run then continues from `loop_state`.
     """
     config = run.config
+    is_interrupted = False
     with raise_on_all_ranks(run.policy.processes.control):
         if run.controller:
             open_records(run, run.controller)
+            is_interrupted = take_up_interrupted(run, run.controller)
     if run.unrecorded is not None:
         complete_step(run, run.unrecorded)
     else:
         run.weight_sync.push(run.policy, run.step)
         if run.step == 0 and config.evaluation.at_start:
             report(run, 0, evaluate(run))
+        elif config.evaluation.beside_training:
+            begin_beside(run, again=is_interrupted)
     while run.step < config.num_steps:
         stop_if_requested(run)
         run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
@@ -75,6 +86,8 @@ def train(run: TrainingRun) -> None:
             metrics["policy/entropy_coefficient"] = run.entropy.current()
         run.entropy.observe(metrics["policy/entropy"])
         complete_step(run, metrics)
+    if config.evaluation.beside_training:
+        settle_beside(run, wait=True)
 
 
 def open_records(run: TrainingRun, controller: Controller) -> None:
@@ -92,17 +105,26 @@ def stop_if_requested(run: TrainingRun) -> None:
 
 
 def complete_step(run: TrainingRun, metrics: Metrics) -> None:
-    """After an update: send weights to the engines, evaluate, record the step, export, save a checkpoint."""
+    """After an update: send weights to the engines, evaluate, record the step, export, save a checkpoint.
+
+    Evaluations beside training end before the next one begins, and before the last checkpoint.
+    """
     run.unrecorded = metrics
     if run.step < run.config.num_steps:
         stop_if_requested(run)
+    is_due = evaluation_is_due(run.config, run.step)
+    if run.config.evaluation.beside_training:
+        with run.timers.stage("evaluation"):
+            settle_beside(run, wait=is_due)
     with run.timers.stage("weight_sync"):
         metrics.update(run.weight_sync.push(run.policy, run.step))
-    if evaluation_is_due(run.config, run.step):
+    if is_due:
         with run.timers.stage("evaluation"):
             metrics.update(evaluate(run))
     report(run, run.step, metrics)
     run.unrecorded = None
+    if run.config.evaluation.beside_training and run.step >= run.config.num_steps:
+        settle_beside(run, wait=True)
     with run.timers.stage("checkpoint"):
         saving(run).after_step(run.step)
 
@@ -235,18 +257,16 @@ def gather_histograms(run: TrainingRun, scored: ScoredStep) -> dict[str, Histogr
     return {**counted, **run.controller.collector.histograms()} if run.controller else counted
 
 
-def evaluation_is_due(config: RunConfig, step: int) -> bool:
-    every = config.evaluation.every
-    return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
-
-
 def evaluate(run: TrainingRun) -> Metrics:
-    """Held-out metrics on rank 0; empty on the other ranks."""
+    """Held-out metrics on rank 0; empty on the other ranks, and where the evaluation only begins, beside training."""
+    if run.config.evaluation.beside_training:
+        begin_beside(run)
+        return {}
 
     def work(controller: Controller) -> Metrics:
         assert controller.evaluator
         metrics = controller.evaluator.run(run.fleet.generate)
-        record_evaluation(run, controller.evaluator.pop_results())
+        record_evaluation(run, run.step, controller.evaluator.pop_results())
         return metrics
 
     return drive(run, work) or {}
@@ -266,21 +286,7 @@ def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
         run.controller.writer.write(step, {**metrics, **times}, run.histograms, examples)
         run.controller.progress.update(step, metrics)
         if "evaluation/reward_mean" in metrics:
-            run.controller.progress.message(_evaluation_line(step, metrics))
-
-
-def _evaluation_line(step: int, metrics: Metrics) -> str:
-    k = int(metrics["evaluation/k"])
-    values = {
-        f"avg@{k}": "avg_at_k",
-        f"pass@{k}": "pass_at_k",
-        f"maj@{k}": "maj_at_k",
-        "reward": "reward_mean",
-        "length": "response_length_mean",
-    }
-    recorded = {label: metrics.get(f"evaluation/{name}") for label, name in values.items()}
-    text = "  ".join(f"{label}={value:.3f}" for label, value in recorded.items() if value is not None)
-    return f"held-out evaluation after step {step}: {text}"
+            run.controller.progress.message(evaluation_line(step, metrics))
 
 
 def saving(run: TrainingRun) -> Saving:
@@ -294,11 +300,13 @@ def loop_state(run: TrainingRun) -> LoopState:
     if controller.recorder:
         controller.recorder.flush()  # A run that continues from this state does not write them again.
     values, arrays = controller.collector.state()
+    under_way = controller.beside.step if controller.beside else None
     own = {
         "dataset_fingerprint": controller.dataset_fingerprint,
         "unrecorded": run.unrecorded,
         "unrecorded_histograms": {name: asdict(h) for name, h in run.histograms.items()} if run.unrecorded else {},
         "entropy_control": run.entropy.state(),
+        **({} if under_way is None else {EVALUATION_UNDER_WAY: under_way}),
     }
     return LoopState(run.step, {**values, **own}, arrays)
 
@@ -323,4 +331,5 @@ def restore_entropy(run: TrainingRun, state: LoopState) -> None:
 def _restore_controller(run: TrainingRun, state: LoopState) -> None:
     if run.controller:
         refuse_other_data(state.values, run.controller.dataset_fingerprint, "training prompts")
+        run.controller.interrupted = state.values.get(EVALUATION_UNDER_WAY)
         run.controller.collector.load_state(state.values, state.arrays)

@@ -68,12 +68,12 @@ def open_recorder(config: RunConfig, tokenizer: Any, last_step: int) -> SampleRe
     return SampleRecorder(config.output_dir, config.samples, tokenizer, last_step)
 
 
-def record_evaluation(run: TrainingRun, results: Sequence[EvaluatedResponse]) -> None:
-    """Write an evaluation's responses, on rank 0."""
+def record_evaluation(run: TrainingRun, step: int, results: Sequence[EvaluatedResponse]) -> None:
+    """Write the responses of the evaluation of this step's weights, on rank 0."""
     assert run.controller
     if recorder := run.controller.recorder:
         account = {"settings": evaluation_settings(run.config)}
-        recorder.write(SampleFile(run.step, "evaluation", rows_of_evaluation(results), account))
+        recorder.write(SampleFile(step, "evaluation", rows_of_evaluation(results), account))
 
 
 def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -> None:

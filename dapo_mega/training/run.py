@@ -26,6 +26,7 @@ from dapo_mega.training.build import (
     try_rewards,
     write_run_record,
 )
+from dapo_mega.training.evaluation_beside import is_recorded
 from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, require_trackers, watched
 from dapo_mega.training.loop import restore, saving, train
 from dapo_mega.training.process_watch import ProcessWatch
@@ -56,7 +57,7 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
-    is_complete = newest is not None and not store.has_unrecorded_step(newest)
+    is_complete = newest is not None and not _lacks_records(store, newest, folder)
     if newest and not accept_changes:
         refuse_changes(config, folder)
     _refuse_lost_checkpoints(folder, newest)
@@ -69,6 +70,12 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
             status.finished()
         return True
     return False
+
+
+def _lacks_records(store: CheckpointStore, newest: Path, folder: Path) -> bool:
+    """Whether the run was stopped before it had recorded the step of its newest checkpoint, or an evaluation."""
+    under_way = store.evaluation_under_way(newest)
+    return store.has_unrecorded_step(newest) or (under_way is not None and not is_recorded(str(folder), under_way))
 
 
 def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
@@ -146,6 +153,8 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
 
 def close(run: TrainingRun) -> None:
     """Close the weight sync, the fleet, and rank 0's rewards, writer and recorder."""
+    if run.controller and run.controller.beside:
+        run.controller.beside.close()
     run.weight_sync.close()
     run.fleet.close()
     if run.controller:

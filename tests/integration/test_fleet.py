@@ -380,8 +380,33 @@ def restarted_values(folder, engines, num_steps):
     )
 
 
-def test_a_killed_trainer_finds_its_engines_and_has_each_group_once(tmp_path, two_engines):
+def check_evaluations_beside(output_dir, num_steps):
+    """What came of the evaluation of every step is recorded once, at its step, and its responses are of its weights; at
+    most one was lost by a kill."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {}
+    for record in lines:
+        if any(name.startswith("evaluation/") for name in record):
+            assert record["step"] not in evaluated
+            evaluated[record["step"]] = record
+    assert sorted(evaluated) == list(range(num_steps + 1))
+    assert sum("evaluation/lost" in record for record in evaluated.values()) <= 1
+    for step, record in evaluated.items():
+        if "evaluation/lost" in record:
+            continue
+        assert (record["evaluation/failed"], record["evaluation/unfinished"]) == (0, 0)
+        rows = pq.read_table(output_dir / "samples" / f"evaluation_{step:08d}.parquet").to_pylist()
+        assert len(rows) == 4 * 2
+        assert {span["version"] for row in rows for span in row["version_spans"]} == {step}
+        assert len({span["engine"] for row in rows for span in row["engine_spans"]}) == record["evaluation/engines"]
+
+
+def test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_once(tmp_path, two_engines):
     values = restarted_values(tmp_path, two_engines, 4)
+    values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 4}
+    beside = {"every": 1, "at_start": True, "samples_per_prompt": 2, "beside_training": True, "limit_s": 120}
+    values["evaluation"] = beside
+    values["rollout"]["fleet"]["min_engines"] = 1
     workers = start_run(tmp_path, values, 1)
     try:
         wait_until(lambda: steps_done(tmp_path / "run") >= 2 or workers[0].exitcode is not None)
@@ -390,6 +415,7 @@ def test_a_killed_trainer_finds_its_engines_and_has_each_group_once(tmp_path, tw
         kill(workers)
     finish_run(start_run(tmp_path, values, 1), tmp_path, RESTART_LIMIT_S)
     check_restarted_run(tmp_path / "run", 4)
+    check_evaluations_beside(tmp_path / "run", 4)
 
 
 def test_engines_wait_for_a_trainer_killed_in_a_weight_update(tmp_path, two_engines):

@@ -300,6 +300,21 @@ def test_fp8_is_refused_around_a_model_that_cannot_use_it(file, overrides, messa
         load_config(RunConfig, file, ["compute.fp8.scaling=blockwise", *overrides])
 
 
+def test_evaluations_beside_training_need_engines_to_spare(file):
+    wanted = ["evaluation={beside_training: true, engines: 2}"]
+    fleet = "rollout={placement: PLACEMENT, fleet: {urls: [http://a:1, http://b:1, http://c:1], min_engines: 2}}"
+    cases = {
+        (): "rollout.placement=embedded has none to spare; set rollout.placement=fleet",
+        (fleet.replace("PLACEMENT", "colocated"),): "rollout.placement=colocated has none to spare",
+        (fleet.replace("PLACEMENT", "fleet"),): "evaluation.engines=2 for evaluations, but rollout.fleet.urls names 3",
+    }
+    for given, message in cases.items():
+        with pytest.raises(InputError, match=message):
+            load_config(RunConfig, file, [*wanted, *given])
+    enough = [fleet.replace("PLACEMENT", "fleet"), "rollout.fleet.min_engines=1"]
+    assert load_config(RunConfig, file, [*wanted, *enough]).evaluation.beside_training
+
+
 def test_a_reward_function_is_looked_for_beside_the_file_then_in_the_working_directory(file, tmp_path, monkeypatch):
     work = tmp_path / "work"
     work.mkdir()

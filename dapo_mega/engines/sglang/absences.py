@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from dapo_mega.config import FleetConfig
 from dapo_mega.engines.sglang.health import EngineHealth
-from dapo_mega.engines.sglang.membership import Member
+from dapo_mega.engines.sglang.membership import PRESENT, Member
 
 _START = "start engines with launch/serve_rollouts.py"
 
@@ -17,14 +17,14 @@ def describe_absences(members: Mapping[str, Member], health: Mapping[str, Engine
     missing = [
         f"{url} since {_clock(member.missing_since)}: {_state(member, health[url])}"
         for url, member in members.items()
-        if member.state not in ("outdated", "serving")
+        if member.state not in PRESENT
     ]
     return "; ".join(missing) or ("no others are known" if members else "none is known")
 
 
 def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fleet: FleetConfig) -> str:
     """What the user can do to get the missing engines."""
-    states = {health[url].state for url, member in members.items() if member.state not in ("outdated", "serving")}
+    states = {health[url].state for url, member in members.items() if member.state not in PRESENT}
     advice = []
     if len(members) < fleet.min_engines:
         address = f" --rendezvous {fleet.rendezvous} and this run's API key" if fleet.rendezvous else ""

@@ -45,6 +45,8 @@ from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_WITHDRAWAL_S = 10.0
+
 
 @dataclass(eq=False)
 class _Request:
@@ -154,6 +156,16 @@ class Dispatcher:
             self._start_background(slot.client.abort(all=True))
         self._start_calls()
 
+    def withdraw_engine(self, url: str) -> None:
+        """Send nothing more to an engine that stays up. Its calls are ended early and go on elsewhere after what they
+        have generated; one that does not return within `_WITHDRAWAL_S` is sent again."""
+        slot = self._slots.pop(url)
+        for attempt in self._attempts.values():
+            if attempt.slot is slot:
+                self._start_background(slot.client.abort(attempt.rid))
+        self._loop.call_later(_WITHDRAWAL_S, self._take_back, slot)
+        self._start_calls()
+
     def engines(self) -> list[EngineSnapshot]:
         return [slot.snapshot() for slot in self._slots.values()]
 
@@ -210,10 +222,7 @@ class Dispatcher:
             async with asyncio.timeout(grace_s):
                 await self.drain()
         except TimeoutError:
-            for attempt in reversed(list(self._attempts.values())):
-                self._abandon(attempt)
-                self.counters.taken_back()
-                self._wait_first(attempt.work)
+            self._take_back()
 
     def pop_metrics(self) -> dict[str, float]:
         """The counters since the last call, and the requests in attempt and waiting now."""
@@ -290,7 +299,7 @@ class Dispatcher:
         if completion.finish != "abort":
             attempt.slot.succeeded()
             self._end(work, "answered", joined(work.id, work.parts))
-        elif self._is_held:
+        elif self._is_held or self._slots.get(attempt.slot.url) is not attempt.slot:
             self.counters.taken_back()
             self._wait_first(work)
         else:
@@ -350,6 +359,15 @@ class Dispatcher:
         """Abort an attempt on an engine that stays in use."""
         self._close_attempt(attempt)
         self._start_background(attempt.slot.client.abort(attempt.rid))
+
+    def _take_back(self, slot: EngineSlot | None = None) -> None:
+        """Abandon the attempts on this engine, or all; their requests wait for other calls."""
+        attempts = [attempt for attempt in self._attempts.values() if slot in (None, attempt.slot)]
+        for attempt in reversed(attempts):
+            self._abandon(attempt)
+            self.counters.taken_back()
+            self._wait_first(attempt.work)
+        self._start_calls()
 
     def _end_with_fault(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
         """Fail the request of a call that ended with an unexpected exception, so that nothing waits for ever."""

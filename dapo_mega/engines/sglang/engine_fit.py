@@ -46,3 +46,11 @@ def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             "--disable-radix-cache, or use pause=retract or abort"
         )
     return ""
+
+
+def no_engine(answer: str) -> str:
+    """Why a server that gave this answer is refused."""
+    return (
+        f"it is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
+        "prints it, with no router or proxy between"
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.protocol import RolloutFleet
+from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.types import Answer, GenerationRequest
 
@@ -85,6 +86,12 @@ class SglangFleet(RolloutFleet):
             else:
                 self._set_aside.append(answer)
         return [by_id[request.request_id] for request in requests]
+
+    def generate_reserved(
+        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
+    ) -> Future[ReservedAnswers]:
+        """See `FleetClient`; rank 0 only."""
+        return self.client.generate_reserved(requests, version=version, num_engines=num_engines, limit_s=limit_s)
 
     def serve(self) -> None:
         """Take part in updates until rank 0 calls `end_serving`; on the other ranks only."""

@@ -7,6 +7,7 @@ decides which engines take part.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import time
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dapo_mega.config import RunConfig
+from dapo_mega.engines.protocol import ReservedAnswers
 from dapo_mega.engines.sglang.absences import advise, describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.membership import Membership, State
 from dapo_mega.engines.sglang.registry import EngineRegistry
+from dapo_mega.engines.sglang.reserved_generation import ReservedGeneration
 from dapo_mega.errors import FleetError
 from dapo_mega.models import Architecture
 from dapo_mega.types import Answer, GenerationRequest
@@ -82,6 +85,7 @@ class FleetClient:
         self._members = self._membership.members
         self._dispatcher = self._membership.dispatcher
         self._monitor = self._membership.monitor
+        self._reserved: tuple[ReservedGeneration, Future[ReservedAnswers]] | None = None
 
     # ---- generation, from the main thread ----
 
@@ -104,6 +108,18 @@ class FleetClient:
         except queue.Empty:
             return None
 
+    def generate_reserved(
+        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
+    ) -> Future[ReservedAnswers]:
+        """See `RolloutFleet`. At least `min_engines` engines are left to training, unless all are asked for. When the
+        future has its result, the reserved engines wait for the current weights."""
+        others = 0 if num_engines is None else self._fleet.min_engines
+        assert self._reserved is None or self._reserved[1].done()
+        reserved = self._on_loop(lambda: ReservedGeneration(self._membership, requests, version, num_engines, others))
+        future = self._thread.start(reserved.run(limit_s))
+        self._reserved = reserved, future
+        return future
+
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
         return bool(self._membership.in_state("outdated"))
@@ -119,6 +135,7 @@ class FleetClient:
         states = Counter(member.state for member in self._members.values())
         return {
             "fleet/engines_serving": float(states["serving"]),
+            "fleet/engines_reserved": float(states["reserved"]),
             "fleet/engines_away": float(states["away"]),
             **metrics,
             **self._monitor.metrics(),
@@ -344,6 +361,11 @@ class FleetClient:
         """Disconnect from the engines, which keep running."""
         if self._thread.loop.is_closed():
             return
+        if self._reserved:
+            reserved, future = self._reserved
+            self._on_loop(lambda: reserved.end("the run ends"))
+            with contextlib.suppress(TimeoutError):
+                future.result(_CALL_TIMEOUT_S)
         self._thread.run(self._close(), _CALL_TIMEOUT_S)
         self._thread.close()
         if self._registry:

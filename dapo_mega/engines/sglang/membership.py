@@ -6,7 +6,9 @@ An engine passes through these states::
        ^         |         |
        +------ away <------+             dead or hung: its work moves to others at once
 
-Only serving engines get requests, so no answer comes from other weights. Everything runs on one event loop.
+Only serving engines get requests, so no answer comes from other weights. A serving engine can be `reserved`: it keeps
+its weights and answers nothing of training until it is given back, and is then outdated. Everything runs on one event
+loop.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
 from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
-from dapo_mega.engines.sglang.engine_fit import incompatibility
+from dapo_mega.engines.sglang.engine_fit import incompatibility, no_engine
 from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.engines.sglang.event_loop import report_fault
 from dapo_mega.engines.sglang.health import HealthMonitor
@@ -37,11 +39,14 @@ from dapo_mega.types import Answer
 logger = logging.getLogger(__name__)
 
 _UPKEEP_S = 1.0
+_ABORT_TIMEOUT_S = 10.0
 _MAX_FAILED_UPDATES = 3
 # A killed trainer's unfinished update may end after this run's first update.
 _LATE_UPDATES = 1
 
-State = Literal["joining", "outdated", "serving", "away", "refused"]
+State = Literal["joining", "outdated", "serving", "reserved", "away", "refused"]
+PRESENT: tuple[State, ...] = ("outdated", "serving", "reserved")
+"""The states of an engine that is in the fleet."""
 
 
 @dataclass
@@ -87,7 +92,8 @@ class Membership:
     ) -> None:
         """Watch the engines of `rollout.fleet.urls` and those that register. `vocab_size` bounds the ids that are sent;
         `run` names this start of the trainer. Engines that report their model must have one of sizes `arch`. `conflict`
-        is an error text once another trainer certainly uses an engine.
+        is an error text once another trainer certainly uses an engine. `on_departure(url, reason)` is called after an
+        engine has left.
         """
         self.members: dict[str, Member] = {}
         self.counts: Counter[str] = Counter()
@@ -100,17 +106,8 @@ class Membership:
         self._api_key = api_key
         self._registry = registry
         self._joins: set[asyncio.Task[None]] = set()
-        self.dispatcher = Dispatcher(
-            vocab_size=vocab_size,
-            requests_per_engine=self._fleet.requests_per_engine,
-            request_timeout_s=self._fleet.request_timeout_s,
-            max_attempts=config.rollout.max_attempts,
-            on_answer=on_answer,
-            on_trouble=lambda url: self.monitor.check_now(url),
-            on_wrong_weights=self._answered_with_wrong_weights,
-            run=run,
-            seed=config.seed,
-        )
+        self.on_departure: Callable[[str, str], None] = lambda url, reason: None
+        self.dispatcher = self.make_dispatcher(on_answer)
         self.monitor = HealthMonitor(
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
@@ -122,6 +119,20 @@ class Membership:
         self._upkeep = asyncio.create_task(self._poll(), name="taking engines up")
         self._upkeep.add_done_callback(report_fault)
 
+    def make_dispatcher(self, on_answer: Callable[[Answer], None]) -> Dispatcher:
+        """A dispatcher that has no engine yet."""
+        return Dispatcher(
+            vocab_size=self._vocab_size,
+            requests_per_engine=self._fleet.requests_per_engine,
+            request_timeout_s=self._fleet.request_timeout_s,
+            max_attempts=self._config.rollout.max_attempts,
+            on_answer=on_answer,
+            on_trouble=lambda url: self.monitor.check_now(url),
+            on_wrong_weights=self._answered_with_wrong_weights,
+            run=self._run,
+            seed=self._config.seed,
+        )
+
     def in_state(self, *states: State) -> list[str]:
         """URLs of the engines in one of these states."""
         return [url for url, member in list(self.members.items()) if member.state in states]
@@ -131,11 +142,38 @@ class Membership:
         member = self.members[url]
         if member.state == "serving":
             self.dispatcher.remove_engine(url, reason)
-        if member.state in ("serving", "outdated"):
-            member.missing_since = time.monotonic()
-            logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
+        was_present = member.state in PRESENT
         member.changes += 1
         member.state, member.version, member.reason = "away", -1, reason
+        if was_present:
+            member.missing_since = time.monotonic()
+            logger.warning("engine %s has left the fleet (%s); its work moves to the others", url, reason)
+            self.on_departure(url, reason)
+
+    def reserve(self, url: str) -> EngineClient:
+        """Take a serving engine out of training: its requests go on elsewhere, and until `give_back` it gets neither
+        requests nor weights."""
+        member = self.members[url]
+        assert member.state == "serving"
+        self.dispatcher.withdraw_engine(url)
+        member.changes += 1
+        member.state = "reserved"
+        return member.client
+
+    async def give_back(self, url: str) -> None:
+        """End a reserved engine's calls; it then waits for the current weights. Ignored if the engine has left."""
+        member = self.members[url]
+        if member.state != "reserved":
+            return
+        change = member.changes
+        try:
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await member.client.abort(all=True)
+        except (EngineError, TimeoutError) as error:
+            if member.changes == change:
+                self.leave(url, f"its calls could not be ended: {error}")
+        if member.changes == change:
+            member.state, member.version = "outdated", -1
 
     def synced(self, url: str, version: int) -> None:
         """Record that the engine holds weights of this version and serves; ignored if it has left meanwhile."""
@@ -254,7 +292,7 @@ class Membership:
                 self._watch(registration.url, registration.instance)
             elif known.instance != registration.instance:
                 known.instance = registration.instance
-                if known.state in ("outdated", "serving"):
+                if known.state in PRESENT:
                     self.leave(registration.url, "it was restarted")
 
     def _watch(self, url: str, instance: str) -> None:
@@ -269,8 +307,8 @@ class Membership:
             self.leave(url, f"{new}: {reason}")
         elif new == "foreign":
             self.leave(url, reason)
-            self._refuse(self.members[url], _no_engine(reason))
-        elif new == "healthy" and self.members[url].state not in ("outdated", "serving"):
+            self._refuse(self.members[url], no_engine(reason))
+        elif new == "healthy" and self.members[url].state not in PRESENT:
             self._start_join(url)
 
     def _start_join(self, url: str) -> None:
@@ -362,17 +400,10 @@ class Membership:
             name = self._fleet.api_key_env
             self._refuse(member, f"it rejects the API key in {name}; give trainer and engines the same key")
         elif is_no_engine(error):
-            self._refuse(member, _no_engine(error.reason))
+            self._refuse(member, no_engine(error.reason))
         else:
             member.state, member.reason = "away", str(error)
 
     def _refuse(self, member: Member, reason: str) -> None:
         member.state, member.reason = "refused", reason
         logger.warning("engine %s is refused: %s", member.client.url, reason)
-
-
-def _no_engine(answer: str) -> str:
-    return (
-        f"it is no SGLang server ({answer}); give an engine's own URL, as launch/serve_rollouts.py "
-        "prints it, with no router or proxy between"
-    )

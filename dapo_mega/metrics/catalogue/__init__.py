@@ -11,11 +11,12 @@ __all__ = ["CATALOGUE", "PREFIXES", "Metric", "describe"]
 
 PREFIXES: Mapping[str, str] = {
     "evaluation": "In the records of steps with a held-out evaluation. The model answers each prompt "
-    "`evaluation.samples_per_prompt` (k) times. Responses that no engine could generate are left out.",
+    "`evaluation.samples_per_prompt` (k) times. Responses that no engine could generate are left out. "
+    "With `evaluation.beside_training` they are recorded later than the rest of the step.",
     "rollout": "What the engines generated, and how well they agree with the trainer. Means are over all responses "
     "that were scored in this step, also those of groups that the filter then drops. They are missing from a step that "
     "needed no new responses. `requests_*` and `failed_calls*` exist with SGLang engines only; they count since the "
-    "last record, evaluations included.",
+    "last record, evaluations included but those beside training.",
     "source": "The same for each source of prompts: a value of the column `columns.data_source`, or the name of a "
     "dataset of `data.mixture` where a row has none or several datasets have the same. Recorded if the run's prompts "
     "have several sources. The 31 sources with the most prompts have names of their own, `others` has the rest, `none` "

@@ -72,7 +72,8 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
     Metric(
         "time/evaluation_s",
         "s",
-        "The held-out evaluation, if this step had one after it.",
+        "The held-out evaluation, if this step had one after it; with `evaluation.beside_training` only the wait for "
+        "the one before.",
         "steady",
         "a large part of the run",
         "raise `evaluation.every`, or lower `evaluation.samples_per_prompt`",
@@ -148,6 +149,14 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "as many as were started",
         "more than `fleet/engines_serving` for long: engines are refused",
         "the trainer's warning says why",
+    ),
+    Metric(
+        "fleet/engines_reserved",
+        "engines",
+        "Engines that answer an evaluation beside training, and nothing else.",
+        "up to `evaluation.engines` with `evaluation.beside_training`, else 0",
+        "above 0 in nearly all steps: training lacks these engines",
+        "raise `evaluation.every`, or lower `evaluation.samples_per_prompt`",
     ),
     Metric(
         "fleet/engines_away",

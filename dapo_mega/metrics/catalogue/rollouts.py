@@ -48,7 +48,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "Responses that could not be generated.",
         "0",
         "above 0: the other values are over fewer responses",
-        "read `rollout/failed_calls_<cause>`",
+        "read `rollout/failed_calls_<cause>`, or the trainer's warning",
         better="lower",
     ),
     Metric(
@@ -89,6 +89,42 @@ ROLLOUTS: tuple[Metric, ...] = (
         "high: accuracy is limited by the length limit",
         "raise `rollout.max_response_tokens`",
         better="lower",
+    ),
+    Metric(
+        "evaluation/unfinished",
+        "responses",
+        "Of the failed responses, those that were unfinished when the evaluation ended: at `evaluation.limit_s`, or "
+        "because its engines were lost or training needed them. Only with `evaluation.beside_training`, as the next "
+        "three.",
+        "0",
+        "above 0: long responses are missing, so accuracy is too high and length too low; the trainer's warning says "
+        "why the evaluation ended",
+        "raise `evaluation.limit_s` or `evaluation.engines`",
+        better="lower",
+    ),
+    Metric(
+        "evaluation/engines",
+        "engines",
+        "Engines that generated the responses, while the others served training.",
+        "`evaluation.engines`; after the last step all",
+        "0: no engine could be spared, and there is no result",
+        "start more engines, or lower `rollout.fleet.min_engines`",
+    ),
+    Metric(
+        "evaluation/generation_s",
+        "s",
+        "Seconds in which the responses were generated.",
+        "below the time between two evaluations",
+        "longer: training waits for one evaluation before the next, in `time/evaluation_s`",
+        "raise `evaluation.every` or `evaluation.engines`",
+        better="lower",
+    ),
+    Metric(
+        "evaluation/lost",
+        "events",
+        "1: this step's evaluation was under way when the run ended, and the run went on from a checkpoint of a later "
+        "step, which does not have its weights. There is no result.",
+        "absent",
     ),
     # ---- rollout: what was generated ----
     Metric(

@@ -8,109 +8,25 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from aiohttp import web
 
-from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang import fleet_client as fleet_driver
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet import SglangFleet
-from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
+from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.registry import Registration, announce
-from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD
 from dapo_mega.errors import FleetError, StopRequested
 from dapo_mega.models.families import find_family
-from dapo_mega.types import GenerationRequest, Response, SamplingParams
+from dapo_mega.types import Response
 from tests.distributed.launching import free_port
-from tests.unit.engines.sglang.scripted_server import KEY, VOCAB_SIZE, Servers, assert_exact, serve
-
-
-@pytest.fixture
-def servers():
-    made = []
-
-    def make(count, tokens_per_s=0.0):
-        made.append(Servers(count, tokens_per_s))
-        return made[-1]
-
-    yield make
-    for group in made:
-        group.close()
-
-
-@pytest.fixture
-def drive():
-    drivers = []
-
-    def start(urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, **fleet):
-        config = RunConfig.model_validate(
-            {
-                "output_dir": "o",
-                "num_steps": 1,
-                "model": {"path": "m", "dtype": "fp32"},
-                "data": {"train": {"path": "d"}, "max_prompt_tokens": 16},
-                "rollout": {
-                    "placement": "fleet",
-                    "max_response_tokens": 64,
-                    "fleet": {"urls": urls, "heartbeat_s": 0.1, "hung_after_s": 1.0, "wait_limit_s": 20, **fleet},
-                    **(rollout or {}),
-                },
-                "reward": {"overlong_punishment": False},
-                "batch": {"tokens_per_microbatch": 128},
-                "weight_sync": weight_sync or {},
-            }
-        )
-        drivers.append(FleetClient(config, VOCAB_SIZE, KEY, run, arch, check_stop))
-        return drivers[-1]
-
-    yield start
-    for driver in drivers:
-        driver.close()
-
-
-def requests(count, first=0, length=8):
-    sampling = SamplingParams(max_new_tokens=length)
-    return [GenerationRequest(first + i, np.array([1, i % 7], np.int32), i, sampling) for i in range(count)]
-
-
-def give_weights(driver, version=0, run=""):
-    """What a push does, without weights."""
-    targets = driver.pause_generation(driver.targets(only_outdated=False))
-    set_version = str(WeightVersion(run, version))
-    driver.call(
-        targets,
-        lambda client: client.update_weights_from_distributed(
-            names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
-        ),
-        5,
-    )
-    for target in targets:
-        driver.synced(target.url, version)
-    driver.resume_generation(targets)
-    return targets
-
-
-def answers(driver, count, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    found = []
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} answers came"
-        if answer := driver.next_answer(0.1):
-            found.append(answer)
-    return found
+from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
+from tests.unit.engines.sglang.scripted_server import KEY, VOCAB_SIZE, assert_exact, serve
 
 
 def num_serving(driver):
     return driver.pop_metrics()["fleet/engines_serving"]
-
-
-def wait_until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive):

@@ -1,0 +1,138 @@
+"""Evaluations beside training: reserved engines answer while the steps go on, and a thread scores.
+
+The result of step s is of the weights of version s alone. Weight updates do not wait for an evaluation, so its engines
+are left out of them until it ends (`RolloutFleet.generate_reserved`); a response that other weights had a part in is
+refused where it arrives. Training waits for an evaluation in two places only, and there at most until
+`evaluation.limit_s` after the evaluation's start, and for its scoring: before the next evaluation begins, as there is
+one at a time, and after the last step.
+
+The result is recorded when it is there, as belonging to step s. A checkpoint names the evaluation that was under way.
+A run that continues from it begins the evaluation again if the checkpoint has the weights of step s, takes the result
+that is in `metrics.jsonl` already, or else records that the evaluation is lost: these weights are no longer anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_mega.config import EvaluationConfig
+from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
+from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
+from dapo_mega.metrics import Example, read_metrics
+from dapo_mega.types import Answer, GenerationFailure
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class FinishedEvaluation:
+    """What came of the evaluation of the weights after `step`."""
+
+    step: int
+    metrics: dict[str, float]
+    responses: Sequence[EvaluatedResponse]
+    examples: Sequence[Example]
+
+
+class BesideTraining:
+    """Rank 0's evaluations beside training, one at a time. `step` is that of the evaluation under way, from its start
+    until its result is recorded."""
+
+    def __init__(self, evaluator: Evaluator, config: EvaluationConfig) -> None:
+        """`evaluator` must have a reward of its own, as it scores in a thread."""
+        self.step: int | None = None
+        self._evaluator = evaluator
+        self._config = config
+        self._future: Future[FinishedEvaluation] | None = None
+        self._is_closed = False
+
+    def start(self, fleet: RolloutFleet, step: int, *, is_last: bool) -> None:
+        """Begin to evaluate the weights of version `step`, which the engines have just been given. After the last step
+        by all engines."""
+        assert self.step is None
+        generated = fleet.generate_reserved(
+            self._evaluator.requests,
+            version=step,
+            num_engines=None if is_last else self._config.engines,
+            limit_s=self._config.limit_s,
+        )
+        self.step, self._future = step, Future()
+        threading.Thread(
+            target=self._work, args=(step, generated, self._future), name="evaluation", daemon=True
+        ).start()
+
+    def result(self, *, wait: bool, check_stop: Callable[[], None]) -> FinishedEvaluation | None:
+        """What came of the evaluation under way; None if there is none or, without `wait`, if it has not ended.
+
+        While it waits it calls `check_stop`, which may raise. Raises InputError as `ResponseScorer` does. Call
+        `recorded` afterwards.
+        """
+        if self._future is None:
+            return None
+        while wait and not self._future.done():
+            check_stop()
+            with contextlib.suppress(TimeoutError):
+                self._future.exception(_POLL_S)
+        return self._future.result() if self._future.done() else None
+
+    def recorded(self) -> None:
+        """Note that the result is on disk: another evaluation may begin."""
+        self.step = self._future = None
+
+    def close(self) -> None:
+        """Score nothing more. The fleet ends the generation when it is closed."""
+        self._is_closed = True
+
+    def _work(self, step: int, generated: Future[ReservedAnswers], future: Future[FinishedEvaluation]) -> None:
+        try:
+            answers = generated.result()
+            if not self._is_closed:
+                future.set_result(self._evaluated(step, answers))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _evaluated(self, step: int, generated: ReservedAnswers) -> FinishedEvaluation:
+        def answer(request_id: int) -> Answer:
+            return generated.answers.get(request_id) or GenerationFailure(request_id, generated.ended_early)
+
+        metrics = self._evaluator.run(lambda requests: [answer(request.request_id) for request in requests])
+        num_unfinished = len(self._evaluator.requests) - len(generated.answers)
+        if generated.ended_early:
+            logger.warning(
+                "the evaluation of step %d ended early (%s): %d of %d responses are missing from its result",
+                step,
+                generated.ended_early,
+                num_unfinished,
+                len(self._evaluator.requests),
+            )
+        failures = [answer.reason for answer in generated.answers.values() if isinstance(answer, GenerationFailure)]
+        if failures:
+            logger.warning(
+                "%d responses of the evaluation of step %d could not be generated; the first: %s",
+                len(failures),
+                step,
+                failures[0],
+            )
+        metrics["evaluation/unfinished"] = float(num_unfinished)
+        metrics["evaluation/engines"] = float(generated.num_engines)
+        metrics["evaluation/generation_s"] = generated.seconds
+        return FinishedEvaluation(step, metrics, self._evaluator.pop_results(), self._evaluator.examples)
+
+
+LOST = {"evaluation/lost": 1.0}
+"""What is recorded of an evaluation that was under way when the run ended, and whose weights are gone."""
+
+
+def is_recorded(output_dir: str, step: int) -> bool:
+    """Whether `metrics.jsonl` says what came of the evaluation of a step."""
+    path = Path(output_dir) / "metrics.jsonl"
+    records = read_metrics(path) if path.is_file() else []
+    return any(record["step"] == step and any(name.startswith("evaluation/") for name in record) for record in records)

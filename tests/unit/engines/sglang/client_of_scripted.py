@@ -1,0 +1,47 @@
+"""A fleet's client over scripted servers: what its tests ask for, and wait for."""
+
+import time
+
+import numpy as np
+
+from dapo_mega.engines.sglang.versions import WeightVersion
+from dapo_mega.types import GenerationRequest, SamplingParams
+
+
+def requests(count, first=0, length=8):
+    sampling = SamplingParams(max_new_tokens=length)
+    return [GenerationRequest(first + i, np.array([1, i % 7], np.int32), i, sampling) for i in range(count)]
+
+
+def give_weights(driver, version=0, run=""):
+    """What a push does, without weights."""
+    targets = driver.pause_generation(driver.targets(only_outdated=False))
+    set_version = str(WeightVersion(run, version))
+    driver.call(
+        targets,
+        lambda client: client.update_weights_from_distributed(
+            names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
+        ),
+        5,
+    )
+    for target in targets:
+        driver.synced(target.url, version)
+    driver.resume_generation(targets)
+    return targets
+
+
+def answers(driver, count, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    found = []
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} answers came"
+        if answer := driver.next_answer(0.1):
+            found.append(answer)
+    return found
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,147 @@
+"""Reserved engines answer by one version of the weights, while the others are updated and serve training."""
+
+import pytest
+
+from dapo_mega.types import Response
+from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
+from tests.unit.engines.sglang.scripted_server import assert_exact
+
+LONG = 64
+PACE = 200.0
+"""Tokens per second, so that a long response takes a third of a second."""
+SLOW = 5.0
+"""At this pace nothing long ends before `hurry`."""
+PATIENT = {"hung_after_s": 30.0, "wait_limit_s": 60.0}
+"""No engine counts as hung because the machine is busy."""
+
+
+def index_of_reserved(driver, group):
+    assert driver.pop_metrics()["fleet/engines_reserved"] == 1
+    (url,) = driver._membership.in_state("reserved")
+    return group.urls.index(url)
+
+
+def hurry(group):
+    for engine in group.engines:
+        engine.tokens_per_s = 10 * PACE
+
+
+def outdated(driver):
+    return {target.url for target in driver.targets(only_outdated=True)}
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers, drive, pause):
+    group = servers(3, SLOW)
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause}, **PATIENT)
+    give_weights(driver, 7)
+    training, held_out = requests(12, length=LONG), requests(40, first=1 << 62, length=LONG)
+    driver.submit(training[:9])  # Partial rollouts leave requests in flight, also on the engine that is reserved.
+    wait_until(lambda: all(engine.in_flight for engine in group.engines))
+    future = driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=20)
+    wait_until(lambda: driver._membership.in_state("reserved"))
+    reserved = index_of_reserved(driver, group)
+    for version in (8, 9):
+        updated = {target.url for target in give_weights(driver, version)}
+        assert updated == {url for url in group.urls if url != group.urls[reserved]}
+    driver.submit(training[9:])
+    assert not future.done()
+    hurry(group)
+    of_training = {answer.request_id: answer for answer in answers(driver, len(training))}
+    for request in training:
+        assert_exact(of_training[request.request_id], request)
+    assert {of_training[request.request_id].weight_version for request in training[9:]} == {9}
+    result = future.result(20)
+    assert (result.ended_early, result.num_engines) == ("", 1)
+    for request in held_out:
+        assert_exact(result.answers[request.request_id], request)
+        assert result.answers[request.request_id].weight_version == 7
+        assert not result.answers[request.request_id].version_spans
+        assert result.answers[request.request_id].engine_spans == ((group.urls[reserved], LONG),)
+    assert outdated(driver) == {group.urls[reserved]}
+    assert len(give_weights(driver, 10)) == 3
+    metrics = driver.pop_metrics()
+    assert metrics["rollout/requests_answered"] == 12, "training's account has the requests of others"
+    assert (metrics["rollout/requests_open"], metrics["rollout/failed_calls"]) == (0, 0)
+
+
+def end_by_limit(driver, group):
+    return "the limit of 2 s was reached"
+
+
+def end_by_death(driver, group):
+    group.stop(index_of_reserved(driver, group))
+    return "no engine with the weights of version 3 is left"
+
+
+def end_by_foreign_weights(driver, group):
+    engine = group.engines[index_of_reserved(driver, group)]
+    engine.version, engine.tokens_per_s = "4", 1e6  # All of them end now, with tokens of both.
+    return "no engine with the weights of version 3 is left"
+
+
+def end_by_need(driver, group):
+    group.stop(1 - index_of_reserved(driver, group))
+    return "training has fewer than rollout.fleet.min_engines=1 engines"
+
+
+@pytest.mark.parametrize("disturb", [end_by_limit, end_by_death, end_by_foreign_weights, end_by_need])
+def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, disturb):
+    group = servers(2, PACE)
+    driver = drive(group.urls, min_engines=1, **PATIENT)
+    give_weights(driver, 3)
+    asked = [*requests(5, length=4), *requests(5, first=5, length=10**4)]
+    limit_s = 2 if disturb is end_by_limit else 20
+    future = driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s)
+    wait_until(lambda: driver._reserved and len(driver._reserved[0]._answers) == 5)
+    reason = disturb(driver, group)
+    result = future.result(20)
+    assert result.ended_early.startswith(reason), result.ended_early
+    assert result.answers.keys() == set(range(5))
+    assert all(isinstance(answer, Response) and answer.weight_version == 3 for answer in result.answers.values())
+    assert driver._membership.in_state("reserved") == []
+
+
+def test_a_dead_reserved_engines_requests_move_to_one_of_the_same_version_only(servers, drive):
+    group = servers(3, SLOW)
+    driver = drive(group.urls, **PATIENT)
+    give_weights(driver, 3)
+    held_out = requests(20, length=LONG)
+    future = driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=20)
+    wait_until(lambda: sum(engine.in_flight for engine in group.engines) == 20)
+    (others,) = driver._membership.in_state("serving")
+    give_weights(driver, 4)
+    dies = next(i for i, url in enumerate(group.urls) if url != others)
+    group.stop(dies)
+    hurry(group)
+    result = future.result(20)
+    assert result.ended_early == ""
+    assert len(result.answers) == 20
+    for request in held_out:
+        assert_exact(result.answers[request.request_id], request)
+    assert not group.engines[group.urls.index(others)].payloads
+
+
+@pytest.mark.parametrize(
+    ("min_engines", "version", "num_engines", "reserved"),
+    [(2, 3, 1, 0), (1, 2, 1, 0), (1, 3, 5, 1), (2, 3, None, 2)],
+)
+def test_training_keeps_its_engines_unless_all_are_asked_for(
+    servers, drive, min_engines, version, num_engines, reserved
+):
+    driver = drive(servers(2).urls, min_engines=min_engines, **PATIENT)
+    give_weights(driver, 3)
+    result = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=20).result(20)
+    assert result.num_engines == reserved
+    assert len(result.answers) == (3 if reserved else 0)
+    assert bool(result.ended_early) == (not reserved)
+
+
+def test_closing_the_fleet_ends_what_reserved_engines_do(servers, drive):
+    group = servers(2, PACE)
+    driver = drive(group.urls, **PATIENT)
+    give_weights(driver, 0)
+    future = driver.generate_reserved(requests(3, length=10**6), version=0, num_engines=1, limit_s=600)
+    wait_until(lambda: any(engine.in_flight for engine in group.engines))
+    driver.close()
+    assert future.result(20).ended_early == "the run ends"
