@@ -29,6 +29,15 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    """Add where a prepared dataset is written to."""
+    parser.add_argument("--output", type=Path, required=is_required, help="folder of the new dataset")
+    parser.add_argument("--force", action="store_true", help="replace a prepared dataset in this folder")
+    parser.add_argument(
+        "--dropped", choices=("parquet", "jsonl"), help="also write the rows that are left out, with their reasons"
+    )
+
+
 def parse_training_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     add_run_file(parser)

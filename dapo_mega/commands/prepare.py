@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.cli import quiet_libraries
+from dapo_mega.commands._prepare_difficulty import add_difficulty
+from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.readers import read_rows
@@ -177,6 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
     _add_init_model(commands.add_parser("init-model", help="a small Qwen2 checkpoint with random weights"))
+    add_transform(commands.add_parser("transform", help="rewrite problems so that their answers are integers"))
+    add_difficulty(commands.add_parser("difficulty", help="how often a model solves each prompt"))
     command = commands.add_parser("inspect", help="columns, rows and first prompt of a data set")
     command.add_argument("file", help="file or folder of files")
     command.add_argument("--split", default="train", help="which files of a folder (default: %(default)s)")

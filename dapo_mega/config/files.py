@@ -23,6 +23,11 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
 
     Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
     """
+    return configured(kind, read_yaml(path), overrides, path.parent)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `InputError` if there is none."""
     if not path.is_file():
         raise InputError(
             f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/"
@@ -33,9 +38,16 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
         raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds {type(raw).__name__}, expected a mapping of sections")
+    return raw
+
+
+def configured(
+    kind: type[ConfigT], raw: Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
+) -> ConfigT:
+    """The section with the values of `raw`, as `validated` makes it, after `section.key=value` overrides."""
     for override in overrides:
         raw = _overridden(kind, raw, override)
-    return validated(kind, raw, path.parent)
+    return validated(kind, raw, folder)
 
 
 def validated(kind: type[ConfigT], raw: Mapping[str, Any], folder: Path | None = None) -> ConfigT:

@@ -1,0 +1,294 @@
+"""How hard prompts are for a model: the share of its responses that are correct (Kimi k1.5, arXiv 2501.12599, section
+2.1, takes 10 responses per prompt)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dapo_mega.config import RunConfig
+from dapo_mega.data import load_prompts, load_tokenizer
+from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.errors import FleetError, InputError
+from dapo_mega.preparation.card import DATA, Card
+from dapo_mega.preparation.journal import Journal, journal_of, open_journal
+from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
+from dapo_mega.preparation.versions import deciding_versions
+from dapo_mega.rewards.build import make_reward
+from dapo_mega.rewards.trial import try_reward
+from dapo_mega.rollout.asked_model import AskedModel, asked_model, model_fingerprint
+from dapo_mega.rollout.scoring import ResponseScorer, trial_record
+from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
+
+logger = logging.getLogger(__name__)
+
+MADE_BY: Final = "prepare difficulty"
+
+# Apart from the ids of training and of evaluations, so that no response is drawn with their random numbers.
+_FIRST_REQUEST_ID: Final = 1 << 61
+_REPORT_EVERY_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class DifficultyOptions:
+    """`samples` responses are drawn per prompt. `column` is the name of the pass rate's column, and begins those of its
+    counts. Prompts with a pass rate outside of `keep` (lowest, highest) are dropped. `drop_failed`: leave out prompts
+    with responses that could not be had or scored, in place of an error. For the others see `new_dataset`."""
+
+    samples: int
+    column: str = "difficulty"
+    keep: tuple[float, float] = (0.0, 1.0)
+    drop_failed: bool = False
+    dropped: DroppedFormat | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one prompt's responses, how many were drawn, correct, and cut off at the longest length."""
+
+    samples: int
+    correct: int
+    truncated: int
+
+    @property
+    def pass_rate(self) -> float:
+        return self.correct / self.samples
+
+
+def measure_difficulty(
+    config: RunConfig,
+    source: Path,
+    output: Path,
+    options: DifficultyOptions,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Card:
+    """Write the rows of the prepared dataset `source` with their pass rates to the folder `output`; returns its card.
+
+    The sections of `config` that count are model, data.train (but for its path), rollout, reward and seed. Results
+    are kept in a journal beside `output`. Raises InputError for what cannot be used, a journal of another call among
+    it, and FleetError if engines are gone or did not answer.
+    """
+    _check(options)
+    check_folder(output, force=options.force)
+    parent, rows = read_dataset(source)
+    settings = _settings(config, options)
+    prompts = _prompts(config, source)
+    is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
+    depends_on = {"made_by": MADE_BY, "data": parent.data.sha256, **settings}
+    with open_journal(journal_of(output), depends_on) as journal:
+        short = [prompt for prompt in prompts if not is_long[prompt.index]]
+        failures = _measure(config, short, options, journal, check_stop)
+        if failures and not options.drop_failed:
+            raise FleetError(
+                f"{len(failures)} prompts have responses that could not be had or scored, lastly: "
+                f"{list(failures.values())[-1]}; the same command tries these again; --drop-failed leaves them out"
+            )
+        with new_dataset(output, options.dropped, force=options.force) as writer:
+            rates = []
+            for number, values in enumerate(rows):
+                where = f"{source}, row {number}"
+                if is_long[number]:
+                    length = f"{len(prompts[number].token_ids)} tokens"
+                    writer.drop("long_prompt", length, where, values)
+                elif number in failures:
+                    writer.drop("failed", failures[number], where, values)
+                else:
+                    found = Measured(**journal.entries[number])
+                    rates.append(found.pass_rate)
+                    if reason := _outside(found.pass_rate, options.keep):
+                        writer.drop(reason, f"{found.correct} of {found.samples} are correct", where, values)
+                    else:
+                        writer.keep(_with_columns(values, found, options.column, where), where)
+            card = writer.finish(
+                MADE_BY,
+                settings={**settings, "column": options.column, "keep": list(options.keep)},
+                versions=deciding_versions(),
+                details=_summary(rates, options.samples),
+                parent=parent,
+            )
+        journal.remove()
+    return card
+
+
+def _check(options: DifficultyOptions) -> None:
+    if options.samples < 1:
+        raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
+    lowest, highest = options.keep
+    if not 0 <= lowest <= highest <= 1:
+        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
+
+
+def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
+    """What the results depend on."""
+    rollout = config.rollout
+    is_embedded = rollout.placement == "embedded"
+    return {
+        "model": Path(config.model.path).resolve().name,
+        "model_fingerprint": model_fingerprint(Path(config.model.path)),
+        "engine": "embedded" if is_embedded else "sglang",
+        **({"dtype": config.engine_dtype, "max_batch_rows": rollout.max_batch_rows} if is_embedded else {}),
+        "samples": options.samples,
+        "seed": config.seed,
+        "sampling": rollout.model_dump(include={"temperature", "top_p", "top_k", "max_response_tokens"}),
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "data": config.data.train.model_dump(mode="json", exclude={"path", "deduplicate", "max_rows", "split"}),
+        "reward": config.reward.for_evaluation().model_dump(mode="json", exclude={"num_workers"}),
+    }
+
+
+def _prompts(config: RunConfig, source: Path) -> Sequence[Prompt]:
+    """One per row of the dataset, in order."""
+    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
+    tokenizer = load_tokenizer(config.model.path)
+    return load_prompts(config.data.train.model_copy(update=changes), tokenizer, 10**9).prompts
+
+
+def _measure(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    options: DifficultyOptions,
+    journal: Journal,
+    check_stop: Callable[[], None],
+) -> dict[int, str]:
+    """Bring every prompt's result into the journal; the reasons of those where that failed, by row."""
+    k = options.samples
+    per_batch = max(1, config.rollout.max_batch_rows // k)
+    batches = [prompts[start : start + per_batch] for start in range(0, len(prompts), per_batch)]
+    # A batch is decoded again as a whole, because its answers depend on each other by rounding.
+    todo = [batch for batch in batches if any(prompt.index not in journal.entries for prompt in batch)]
+    if not todo:
+        return {}
+    if config.rollout.placement != "embedded":
+        todo = [[prompt for prompt in batch if prompt.index not in journal.entries] for batch in todo]
+    num_open = sum(prompt.index not in journal.entries for batch in todo for prompt in batch)
+    logger.info("%d of %d prompts are measured already", len(prompts) - num_open, len(prompts))
+    path = Path(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
+        needs = "a pass rate needs that; give a reward that does"
+        try_reward(reward, trial_record(prompts[0]), needs_correctness=needs)
+        scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * k)
+        requests = _Requests(config, k, stop_tokens(path, tokenizer))
+        with asked_model(config, check_stop) as model:
+            return _collect(model, requests, todo, scorer, journal)
+
+
+class _Requests:
+    """The requests of prompts. Their ids, and so their seeds, follow from the row."""
+
+    def __init__(self, config: RunConfig, samples: int, stop_token_ids: tuple[int, ...]) -> None:
+        rollout = config.rollout
+        self._seed = config.seed
+        self.samples = samples
+        self._sampling = SamplingParams(
+            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, stop_token_ids
+        )
+
+    def of(self, prompts: Iterable[Prompt]) -> list[GenerationRequest]:
+        """`samples` requests per prompt."""
+        ids = [(prompt, _FIRST_REQUEST_ID + prompt.index * self.samples + j) for prompt in prompts for j in self._each]
+        return [
+            GenerationRequest(number, prompt.token_ids, (self._seed << 64) | number, self._sampling)
+            for prompt, number in ids
+        ]
+
+    @property
+    def _each(self) -> range:
+        return range(self.samples)
+
+    def row_of(self, answer: Answer) -> int:
+        """The row of the prompt that was answered."""
+        return (answer.request_id - _FIRST_REQUEST_ID) // self.samples
+
+
+def _collect(
+    model: AskedModel,
+    requests: _Requests,
+    batches: Sequence[Sequence[Prompt]],
+    scorer: ResponseScorer,
+    journal: Journal,
+) -> dict[int, str]:
+    prompts = {prompt.index: prompt for batch in batches for prompt in batch}
+    waiting: defaultdict[int, list[Answer]] = defaultdict(list)
+    failures: dict[int, str] = {}
+    reported = time.monotonic()
+    for answer in model.answers(requests.of(batch) for batch in batches):
+        row = requests.row_of(answer)
+        waiting[row].append(answer)
+        if len(waiting[row]) < requests.samples:
+            continue
+        answers = waiting.pop(row)
+        if row in journal.entries:
+            continue
+        found = _measured(prompts[row], answers, scorer)
+        if isinstance(found, str):
+            failures[row] = found
+        else:
+            journal.add(row, asdict(found))
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            logger.info("%d prompts are measured, %d failed", len(journal.entries), len(failures))
+    return failures
+
+
+def _measured(prompt: Prompt, answers: Sequence[Answer], scorer: ResponseScorer) -> Measured | str:
+    """The result of one prompt's answers, or why there is none."""
+    responses = [answer for answer in answers if isinstance(answer, Response)]
+    if len(responses) < len(answers):
+        return next(answer.reason for answer in answers if not isinstance(answer, Response))
+    scored = scorer.score([(prompt, response) for response in responses])
+    verdicts = []
+    for result in scored:
+        if not isinstance(result, ScoredResponse):
+            return result.reason
+        if result.correct is None:
+            return "the reward did not say whether a response is correct"
+        verdicts.append(result.correct)
+    truncated = sum(response.finish_reason == "length" for response in responses)
+    return Measured(len(verdicts), sum(verdicts), truncated)
+
+
+def _outside(pass_rate: float, keep: tuple[float, float]) -> str:
+    if pass_rate < keep[0]:
+        return "too_hard"
+    return "too_easy" if pass_rate > keep[1] else ""
+
+
+def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where: str) -> dict[str, Any]:
+    new = {
+        column: found.pass_rate,
+        f"{column}_samples": found.samples,
+        f"{column}_correct": found.correct,
+        f"{column}_truncated": found.truncated,
+    }
+    if taken := [name for name in new if name in values]:
+        raise InputError(f"{where} has a column {taken[0]!r} already; give --column another name")
+    return {**values, **new}
+
+
+def _summary(rates: Sequence[float], samples: int) -> dict[str, Any]:
+    """The mean pass rate, and how many prompts had how many correct responses, before any were dropped."""
+    if not rates:
+        return {}
+    counts = Counter(round(rate * samples) for rate in rates)
+    return {
+        "mean_pass_rate": math.fsum(rates) / len(rates),
+        "prompts_by_correct_responses": {str(n): counts[n] for n in sorted(counts)},
+    }
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """(lowest, highest) of `0.1..0.9`. Raises InputError."""
+    lowest, dots, highest = text.partition("..")
+    try:
+        return float(lowest), float(highest if dots else "")
+    except ValueError:
+        raise InputError(f"{text!r} is no range of pass rates; give one such as 0.1..0.9") from None
