@@ -112,7 +112,8 @@ class Transformation:
 
 
 class Transformer:
-    """Transforms rows, and keeps every reply in a journal. `num_answered` counts the replies that came."""
+    """Asks about rows, keeps every reply in a journal, and says what becomes of the rows. `num_answered` counts the
+    replies that came."""
 
     def __init__(self, settings: TransformationSettings, journal: Journal, verifier: AnswerVerifier) -> None:
         """`verifier` must read whole texts (extraction `none`). Raises InputError for a bad URL or key."""
@@ -122,11 +123,27 @@ class Transformer:
         self.num_answered = 0
         self._endpoints = Endpoints(settings.endpoints, CHAT_PATH, check_completion)
 
-    def transform(self, questions: Sequence[Question]) -> list[Transformation]:
-        """One result per row, in order. Asks about the rows that need it and have no reply in the journal."""
+    def ask(self, questions: Sequence[Question]) -> dict[int, str]:
+        """Ask about the rows that need it and have no reply in the journal; why some got none now, by row."""
+        known = self._journal.entries
+        missing = [each for each in questions if each.row not in known and not _without_asking(each.answer)]
+
+        def keep(index: int, answer: Any) -> None:
+            reply = {"text": text_after_thoughts(answer), "cut_off": was_cut_off(answer)}
+            self._journal.add(missing[index].row, reply)
+            self.num_answered += 1
+
+        replies = self._endpoints.post_all([self._body(question) for question in missing], keep)
+        return {
+            question.row: reply.reason
+            for question, reply in zip(missing, replies, strict=True)
+            if isinstance(reply, Unanswered)
+        }
+
+    def results(self, questions: Sequence[Question], unanswered: Mapping[int, str]) -> list[Transformation]:
+        """What becomes of each row, in order, by the replies in the journal."""
         results = {question.row: known for question in questions if (known := _without_asking(question.answer))}
         open_questions = [question for question in questions if question.row not in results]
-        unanswered = self._ask([question for question in open_questions if question.row not in self._journal.entries])
         answers: dict[int, IntegerAnswer] = {}
         for question in open_questions:
             if question.row in unanswered:
@@ -148,21 +165,6 @@ class Transformer:
             else:
                 results[question.row] = _refused("undecided", f"{verdict.outcome}: {found.value}, {question.answer}")
         return [results[question.row] for question in questions]
-
-    def _ask(self, questions: Sequence[Question]) -> dict[int, str]:
-        """Put replies into the journal as they come; the reasons of the rows that got none."""
-
-        def keep(index: int, answer: Any) -> None:
-            reply = {"text": text_after_thoughts(answer), "cut_off": was_cut_off(answer)}
-            self._journal.add(questions[index].row, reply)
-            self.num_answered += 1
-
-        replies = self._endpoints.post_all([self._body(question) for question in questions], keep)
-        return {
-            question.row: reply.reason
-            for question, reply in zip(questions, replies, strict=True)
-            if isinstance(reply, Unanswered)
-        }
 
     def _body(self, question: Question) -> dict[str, Any]:
         settings = self._settings
@@ -189,7 +191,7 @@ def _refused(reason: Refusal, detail: str) -> Transformation:
 
 def _without_asking(answer: str) -> Transformation | None:
     """What can be said of an answer by itself; None if the model is to be asked."""
-    if _INTEGER.fullmatch(answer.strip(" $").replace("{,}", ",")):
+    if _INTEGER.fullmatch(answer.strip(" $").replace("{,}", ",").replace(",\\!", ",")):
         return Transformation("integer", answer)
     if problem := bound_violation(answer):
         return _refused("unreadable", problem)

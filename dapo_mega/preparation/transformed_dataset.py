@@ -60,12 +60,14 @@ def transform_dataset(
     parent, rows = read_dataset(source)
     transformer_settings = replace(settings, endpoints=_with_deadline(settings.endpoints))
     depends_on = {"made_by": MADE_BY, "data": parent.data.sha256, **settings.decisive()}
-    with open_journal(journal_of(output), depends_on) as journal:
-        with (
-            AnswerVerifier(options.num_workers, options.time_limit_s, "none") as verifier,
-            new_dataset(output, options.dropped, force=options.force) as writer,
-        ):
-            outcomes = _transform(rows, source, Transformer(transformer_settings, journal, verifier), writer, options)
+    with (
+        open_journal(journal_of(output), depends_on) as journal,
+        AnswerVerifier(options.num_workers, options.time_limit_s, "none") as verifier,
+    ):
+        transformer = Transformer(transformer_settings, journal, verifier)
+        unanswered = _ask(_chunks(rows, source), transformer, options.drop_unanswered)
+        with new_dataset(output, options.dropped, force=options.force) as writer:
+            outcomes = _write(_chunks(read_dataset(source)[1], source), transformer, unanswered, writer)
             card = writer.finish(
                 MADE_BY,
                 settings={
@@ -83,22 +85,29 @@ def transform_dataset(
     return card
 
 
-def _transform(
-    rows: Iterable[dict[str, Any]],
-    source: Path,
-    transformer: Transformer,
-    writer: DatasetWriter,
-    options: TransformedDatasetOptions,
+def _ask(chunks: Iterable[list[Row]], transformer: Transformer, drop_unanswered: bool) -> dict[int, str]:
+    """Bring replies to all rows into the journal; the reasons of those without, by row. Raises FleetError."""
+    unanswered: dict[int, str] = {}
+    for chunk in chunks:
+        unanswered |= transformer.ask([_question(row) for row in chunk])
+        if unanswered and not drop_unanswered and transformer.num_answered == 0:
+            reason = next(iter(unanswered.values()))
+            raise FleetError(f"no server answered: {reason}; correct --urls, or start the server, and try again")
+    if unanswered and not drop_unanswered:
+        raise FleetError(
+            f"{len(unanswered)} rows got no reply, lastly: {list(unanswered.values())[-1]}; the same command asks for "
+            f"these again and keeps all other replies; --drop-unanswered leaves them out"
+        )
+    return unanswered
+
+
+def _write(
+    chunks: Iterable[list[Row]], transformer: Transformer, unanswered: Mapping[int, str], writer: DatasetWriter
 ) -> Counter[str]:
     """Give every row to the writer; counts them by outcome."""
     outcomes: Counter[str] = Counter()
-    last_failure = ""
-    for chunk in _chunks(Row(str(source), number, values) for number, values in enumerate(rows)):
-        results = transformer.transform([_question(row) for row in chunk])
-        unanswered = [result.detail for result in results if result.reason == "unanswered"]
-        if unanswered and transformer.num_answered == 0 and not options.drop_unanswered:
-            raise FleetError(f"no server answered: {unanswered[0]}; correct --urls, or start the server, and try again")
-        last_failure = unanswered[-1] if unanswered else last_failure
+    for chunk in chunks:
+        results = transformer.results([_question(row) for row in chunk], unanswered)
         for row, result in zip(chunk, results, strict=True):
             outcomes[result.outcome] += 1
             if result.reason:
@@ -106,11 +115,6 @@ def _transform(
                 writer.drop(result.reason, result.detail, row.where, row.values)
             else:
                 writer.keep(_rewritten(row, result), row.where)
-    if outcomes["refused: unanswered"] and not options.drop_unanswered:
-        raise FleetError(
-            f"{outcomes['refused: unanswered']} rows got no reply, lastly: {last_failure}; the same command asks for "
-            f"these again and keeps all other replies; --drop-unanswered leaves them out"
-        )
     return outcomes
 
 
@@ -120,7 +124,8 @@ def _with_deadline(endpoints: EndpointSettings) -> EndpointSettings:
     return replace(endpoints, deadline_s=rounds * endpoints.attempts * endpoints.timeout_s + 60.0)
 
 
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _chunks(values: Iterable[dict[str, Any]], source: Path) -> Iterator[list[Row]]:
+    rows = (Row(str(source), number, each) for number, each in enumerate(values))
     while chunk := list(islice(rows, _ROWS_AT_ONCE)):
         yield chunk
 

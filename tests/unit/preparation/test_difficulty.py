@@ -151,14 +151,14 @@ def test_engines_are_asked_and_prompts_without_all_responses_are_not_judged(mode
     try:
         for engine in group.engines:
             engine.vocab_size, engine.api_key = vocab_size, KEY * 4
-            engine.fault = lambda payload: "error_500" if payload["input_ids"][0] == broken else None
+            engine.fault = lambda payload: "error_500" if payload["input_ids"] == broken and faults.pop(0) else None
         rollout = {"placement": "fleet", "max_attempts": 1, "fleet": {"urls": group.urls, "wait_limit_s": 5}}
         run = config(model, rollout=rollout)
-        broken = group.engines[0].payloads  # No token: nothing is broken yet.
+        broken, faults = None, []
         whole = measure(model, source, tmp_path / "whole", run=run, samples=4)
         asked = [payload["input_ids"] for engine in group.engines for payload in engine.payloads]
         assert len(asked) == 4 * (NUM_ROWS - 1)
-        broken = asked[0][0]
+        broken, faults = asked[0], [True, False, False, False] * 2
         with pytest.raises(FleetError, match=r"1 prompts have responses that could not.*HTTP 500.*--drop-failed"):
             measure(model, source, tmp_path / "out", run=run, samples=4)
         num_asked = sum(len(engine.payloads) for engine in group.engines)

@@ -46,6 +46,7 @@ ROWS = [
     ("101_2", None, "subscript"),
     ('["1/2", "2/4"]', None, "several_answers"),
     ("9^{9^{9^{9}}}", None, "unreadable"),
+    ("10,\\!080", None, "integer"),
 ]
 
 
@@ -116,7 +117,7 @@ def test_rows_are_rewritten_where_the_integers_make_the_answer_and_else_refused(
     assert kept["Problem 4"]["extra_info"]["raw_problem"] == problem(4)
     assert card.parent == read_dataset(source)[0]
     outcomes = card.details["rows_by_outcome"]
-    assert (outcomes["integer"], outcomes["rewritten"], outcomes["refused"]) == (2, 4, len(ROWS) - 6)
+    assert (outcomes["integer"], outcomes["rewritten"], outcomes["refused"]) == (3, 4, len(ROWS) - 7)
     assert outcomes["refused: mismatch"] == card.dropped["mismatch"] == 2
     assert not journal_of(tmp_path / "out").exists()
 
