@@ -82,7 +82,7 @@ def measure_difficulty(
     settings = _settings(config, options)
     prompts = _prompts(config, source)
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
-    depends_on = {"made_by": MADE_BY, "data": parent.data.sha256, **settings}
+    depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
     with open_journal(journal_of(output), depends_on) as journal:
         short = [prompt for prompt in prompts if not is_long[prompt.index]]
         failures = _measure(config, short, options, journal, check_stop)

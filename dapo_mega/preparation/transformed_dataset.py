@@ -59,7 +59,7 @@ def transform_dataset(
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
     transformer_settings = replace(settings, endpoints=_with_deadline(settings.endpoints))
-    depends_on = {"made_by": MADE_BY, "data": parent.data.sha256, **settings.decisive()}
+    depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings.decisive()}
     with (
         open_journal(journal_of(output), depends_on) as journal,
         AnswerVerifier(options.num_workers, options.time_limit_s, "none") as verifier,

@@ -141,6 +141,8 @@ def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path):
     other = make_model(tmp_path / "other", seed=7)
     with pytest.raises(InputError, match=r"journal.*results of a call with model='tiny' \(now 'other'\), model_fing"):
         measure(other, measured, output)
+    with pytest.raises(InputError, match=r"journal.*results of a call with dataset_sha256='\w+' \(now '\w+'\); give"):
+        measure(model, source, output)
     assert not output.exists()
 
 
