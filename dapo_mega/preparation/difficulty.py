@@ -17,6 +17,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
+from dapo_mega.models import load_architecture
 from dapo_mega.preparation.card import DATA, Card
 from dapo_mega.preparation.journal import Journal, journal_of, open_journal
 from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
@@ -85,6 +86,7 @@ def measure_difficulty(
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
     with open_journal(journal_of(output), depends_on) as journal:
         short = [prompt for prompt in prompts if not is_long[prompt.index]]
+        _check_lengths(config, short)
         failures = _measure(config, short, options, journal, check_stop)
         if failures and not options.drop_failed:
             raise FleetError(
@@ -124,6 +126,16 @@ def _check(options: DifficultyOptions) -> None:
     lowest, highest = options.keep
     if not 0 <= lowest <= highest <= 1:
         raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
+
+
+def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    limit, response = load_architecture(Path(config.model.path))[1].max_positions, config.rollout.max_response_tokens
+    if longest + response > limit:
+        raise InputError(
+            f"the longest prompt has {longest} tokens, which with rollout.max_response_tokens={response} is more than "
+            f"the model's {limit} positions; lower it, or lower data.max_prompt_tokens, which drops long prompts"
+        )
 
 
 def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:

@@ -61,14 +61,17 @@ def open_journal(path: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]
         entries: dict[int, Any] = {}
         file.seek(0)
         head = file.readline()
-        if not head.endswith(b"\n"):
+        earlier = _parsed(head)
+        if head.endswith(b"\n"):
+            entries, end = _read(file, len(head))
+        # Without a result it does not matter what results would have depended on.
+        if not head.endswith(b"\n") or (isinstance(earlier, dict) and not entries):
             file.truncate(0)
             file.write(_line(given))
             file.flush()
             end = file.tell()
         else:
-            _check_same(path, _parsed(head), given)
-            entries, end = _read(file, len(head))
+            _check_same(path, earlier, given)
         file.truncate(end)
         file.seek(end)
         os.fsync(file.fileno())

@@ -134,6 +134,8 @@ def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path):
         measure(model, source, output, samples=0)
     with pytest.raises(InputError, match=r"from 0\.9 to 0\.1 are no range"):
         measure(model, source, output, keep=(0.9, 0.1))
+    with pytest.raises(InputError, match=r"longest prompt has 2 tokens, .*_tokens=63 is more than .* 64 pos"):
+        measure(model, source, output, run=config(model, rollout={"max_response_tokens": 63}))
     with pytest.raises(InputError, match=r"holds no card\.json"):
         measure(model, tmp_path, output)
     with pytest.raises(InputError, match="has a column 'difficulty' already; give --column another name"):

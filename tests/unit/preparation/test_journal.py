@@ -62,6 +62,9 @@ def test_a_journal_of_another_call_or_process_is_refused(tmp_path: Path) -> None
     ):
         pass
     assert entries(path) == {0: "a"}
+    with open_journal(tmp_path / "empty", {"model": "b"}):
+        pass
+    assert entries(tmp_path / "empty") == {}
     path.write_bytes(b"something else\n")
     with pytest.raises(InputError, match="no journal of this command"):
         entries(path)
