@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import DatasetConfig, RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
@@ -151,16 +151,25 @@ def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
         "seed": config.seed,
         "sampling": rollout.model_dump(include={"temperature", "top_p", "top_k", "max_response_tokens"}),
         "max_prompt_tokens": config.data.max_prompt_tokens,
-        "data": config.data.train.model_dump(mode="json", exclude={"path", "deduplicate", "max_rows", "split"}),
+        "data": _dataset(config).model_dump(mode="json", exclude={"path", "deduplicate", "max_rows", "split"}),
         "reward": config.reward.for_evaluation().model_dump(mode="json", exclude={"num_workers"}),
     }
+
+
+def _dataset(config: RunConfig) -> DatasetConfig:
+    if config.data.train is None:
+        raise InputError(
+            "the run of --config has a mixture of datasets, which does not say how this one is asked; give a file with "
+            "data.train, or leave --config out"
+        )
+    return config.data.train
 
 
 def _prompts(config: RunConfig, source: Path) -> Sequence[Prompt]:
     """One per row of the dataset, in order."""
     changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
     tokenizer = load_tokenizer(config.model.path)
-    return load_prompts(config.data.train.model_copy(update=changes), tokenizer, 10**9).prompts
+    return load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
 
 
 def _measure(
