@@ -43,6 +43,8 @@ NOT_READ_BY_A_RUN = {
     "data.sampling.floor": "with data.sampling.order=prioritised",
     "data.sampling.stages": "with data.sampling.order=curriculum",
     "data.train.columns.response": "by supervised fine-tuning",
+    "evaluation.engines": "with evaluation.beside_training",
+    "evaluation.limit_s": "with evaluation.beside_training",
     "reward.call_": "with reward.function",
     "reward.memory_limit_mib": "with reward.function",
     "reward.retries": "with reward.function",
