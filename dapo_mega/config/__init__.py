@@ -25,6 +25,7 @@ from dapo_mega.config.data import (
     MixedDatasetConfig,
     PromptSamplingConfig,
     SftDataConfig,
+    SourceConfig,
 )
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
@@ -75,6 +76,7 @@ __all__ = [
     "Section",
     "SftConfig",
     "SftDataConfig",
+    "SourceConfig",
     "TrackingConfig",
     "TrainingConfig",
     "WeightSyncConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -42,14 +43,24 @@ class ColumnsConfig(Section):
         default="response", description="Column of the response to imitate; only supervised training reads it."
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> ColumnsConfig:
+        if self.prompt == self.ground_truth:
+            raise ValueError(f"columns.prompt and columns.ground_truth are both {self.prompt!r}; name two columns")
+        repeated = [name for name, count in Counter(self.extra or ()).items() if count > 1]
+        if repeated:
+            raise ValueError(f"columns.extra names {repeated[0]!r} twice; name each column once")
+        return self
 
-class DatasetConfig(Section):
-    """One dataset: a file (parquet, JSON, JSONL, arrow), a folder of such files, or a Hugging Face name."""
+
+class SourceConfig(Section):
+    """Where rows are read: a file (parquet, JSON, JSONL, arrow, CSV), a folder of such files, or a Hugging Face
+    name."""
 
     path: str = Field(
         json_schema_extra=FREE,
-        description="File (parquet, JSON, JSONL, arrow), folder of such files, or name of a Hugging Face dataset, with "
-        ":configuration where it has several (openai/gsm8k:main).",
+        description="File (parquet, JSON, JSONL, arrow, CSV), folder of such files, or name of a Hugging Face dataset, "
+        "with :configuration where it has several (openai/gsm8k:main).",
     )
     split: str = Field(
         default="train",
@@ -57,6 +68,24 @@ class DatasetConfig(Section):
         "(test-0.parquet), or of a JSON file with one list per split.",
     )
     columns: ColumnsConfig = ColumnsConfig()
+    ground_truth_style: Literal["verbatim", "boxed", "gsm8k", "unchecked"] = Field(
+        default="verbatim",
+        description="Form of the ground-truth column. verbatim: the answer alone; gsm8k: the answer after ####; "
+        "boxed: the answer in the last \\boxed{}; unchecked: whatever a reward reads, such as unit tests.",
+    )
+    several_answers: Literal["all", "any"] = Field(
+        default="all",
+        description="What a list in the ground-truth column means. all: its values together are the answer; any: each "
+        "of them is right by itself.",
+    )
+    max_rows: int | None = Field(
+        default=None, ge=1, description="Rows that are read at most, before deduplication; null: all. For quick tries."
+    )
+
+
+class DatasetConfig(SourceConfig):
+    """One dataset: a file (parquet, JSON, JSONL, arrow, CSV), a folder of such files, or a Hugging Face name."""
+
     template: str = Field(
         default="dapo",
         description="Instruction around the problem: dapo, qwen_math, r1, or a text of your own with {problem} in it. "
@@ -68,21 +97,8 @@ class DatasetConfig(Section):
         description="Put the messages through the tokenizer's chat template. Switch it on for instruction-tuned "
         "models.",
     )
-    ground_truth_style: Literal["verbatim", "boxed", "gsm8k", "unchecked"] = Field(
-        default="verbatim",
-        description="Form of the ground-truth column. verbatim: the answer alone; gsm8k: the answer after ####; "
-        "boxed: the answer in the last \\boxed{}; unchecked: whatever a reward reads, such as unit tests.",
-    )
-    several_answers: Literal["all", "any"] = Field(
-        default="all",
-        description="What a list in the ground-truth column means. all: its values together are the answer; any: each "
-        "of them is right by itself.",
-    )
     deduplicate: bool = Field(
         default=True, description="Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."
-    )
-    max_rows: int | None = Field(
-        default=None, ge=1, description="Rows that are read at most, before deduplication; null: all. For quick tries."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dapo_mega.config import DataConfig, DatasetConfig
+from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
 from dapo_mega.data.readers import Row, plain, read_rows
 from dapo_mega.data.templates import as_messages, render_messages, template_text, templated_messages
 from dapo_mega.errors import InputError
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 _TOKENIZER_BATCH = 512
 
 _CHECKED_ROWS = 100
-
-_EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
-"""`DatasetConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
         if has_responses:
             row.value(config.columns.response, "columns.response")
         else:
-            _extracted(row, _ground_truth_text(row, config), config)
+            extracted_answer(row, ground_truth_text(row, config), config)
             _fields(row, config)
             _difficulty(row, config)
     if not num_rows:
@@ -212,7 +209,7 @@ def first_record(config: DatasetConfig) -> RewardRecord | None:
         return None
     row = next(read_rows(config))
     problem, messages, _ = _prompt(row, config.model_copy(update={"chat_template": False}), None)
-    truth = _extracted(row, _ground_truth_text(row, config), config)
+    truth = extracted_answer(row, ground_truth_text(row, config), config)
     return made_up_record(problem, messages, truth, _data_source(row, config), _fields(row, config))
 
 
@@ -241,16 +238,16 @@ def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
     template_text(config.template)  # A template that does not exist is refused before any file is read.
     for row in read_rows(config):
         problem, messages, text = _prompt(row, config, tokenizer)
-        truth = _ground_truth_text(row, config)
+        truth = ground_truth_text(row, config)
         key = text if config.deduplicate else num_rows
         num_rows += 1
         if key in questions:
             # Equal texts are not extracted again: DAPO-Math-17k repeats each a hundred times.
             kept = questions[key]
-            num_conflicting += truth != kept.truth and _extracted(row, truth, config) != kept.answer
+            num_conflicting += truth != kept.truth and extracted_answer(row, truth, config) != kept.answer
             continue
         place = Row(row.source, row.number, {}, row.unit)
-        answer, fields = _extracted(row, truth, config), _fields(row, config)
+        answer, fields = extracted_answer(row, truth, config), _fields(row, config)
         source = _data_source(row, config)
         difficulty = _difficulty(row, config)
         questions[key] = _Question(place, text, problem, tuple(messages), source, truth, answer, fields, difficulty)
@@ -334,40 +331,6 @@ def _difficulty(row: Row, config: DatasetConfig) -> float | None:
             f"remove the row, or set columns.difficulty to another column"
         )
     return float(value)
-
-
-def _ground_truth_text(row: Row, config: DatasetConfig) -> str:
-    """The column's value as text: numbers as written, a list joined by commas, or as JSON where any of it is right or
-    it is unchecked."""
-    value = row.value(config.columns.ground_truth, "columns.ground_truth")
-    if config.ground_truth_style == "unchecked":
-        return str(value) if isinstance(value, str) else json.dumps(plain(value), default=str)
-    answers = value if isinstance(value, list) else [value]
-    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
-        raise InputError(
-            f"{row.where}: the ground truth must be text, a number or a list of them, got {value!r:.80}; "
-            f"correct the row, or set columns.ground_truth to another column"
-        )
-    texts = [str(answer) for answer in answers]
-    return json.dumps(texts) if config.several_answers == "any" and len(texts) > 1 else ", ".join(texts)
-
-
-def _extracted(row: Row, text: str, config: DatasetConfig) -> str:
-    if config.ground_truth_style == "unchecked":
-        return text
-    # Imported here: package rewards is needed for this one call only.
-    from dapo_mega.rewards import extract_ground_truth, gold_answers
-
-    style = config.ground_truth_style
-    golds = gold_answers(text) if config.several_answers == "any" else (text,)
-    try:
-        answers = [extract_ground_truth(gold, _EXTRACTION[style]) for gold in golds]
-    except ValueError as error:
-        raise InputError(f"{row.where}: {error}") from error
-    if style == "gsm8k":
-        # GSM8K writes thousands with commas; no answer in it is a list.
-        answers = [answer.replace(",", "") for answer in answers]
-    return answers[0] if len(answers) == 1 else json.dumps(answers)
 
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> Iterator[list[int]]:

@@ -8,25 +8,30 @@ line. `datasets` reads what only it can: its own `save_to_disk` folders and name
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_mega.config import DatasetConfig
+from dapo_mega.config import SourceConfig
+from dapo_mega.data.json_lists import RepeatedFieldError, list_items
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
+SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv")
 
 _BATCH_ROWS = 1024
+_MAX_CELL_CHARACTERS = 2**24
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
@@ -80,7 +85,7 @@ class Row:
         return rest
 
 
-def read_rows(config: DatasetConfig, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def read_rows(config: SourceConfig, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """The rows that `config` names, in order, at most `config.max_rows` of them (counted before deduplication).
 
     `columns` (dotted names) lets columnar files skip the other columns; None reads all. Numbers in JSON files are
@@ -89,7 +94,7 @@ def read_rows(config: DatasetConfig, columns: Sequence[str] | None = None) -> It
     return islice(_all_rows(config, columns), config.max_rows)
 
 
-def dataset_files(config: DatasetConfig) -> list[Path]:
+def dataset_files(config: SourceConfig) -> list[Path]:
     """The files of a local file or folder of files, sorted by path.
 
     A folder whose file names begin with split names (train-00000.parquet, test.jsonl) gives those of `config.split`.
@@ -111,13 +116,13 @@ def dataset_files(config: DatasetConfig) -> list[Path]:
     return chosen or files
 
 
-def _all_rows(config: DatasetConfig, columns: Sequence[str] | None) -> Iterator[Row]:
+def _all_rows(config: SourceConfig, columns: Sequence[str] | None) -> Iterator[Row]:
     path = Path(config.path)
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved_dataset(path):
         yield from _dataset_rows(_saved_dataset(path, config.split), config.path, columns)
     elif path.exists():
         for file in dataset_files(config):
-            yield from _file_rows(file, config.split, columns)
+            yield from file_rows(file, config.split, columns)
     elif _HUB_NAME.fullmatch(config.path) and path.suffix not in SUFFIXES:
         yield from _dataset_rows(_hub_dataset(config.path, config.split), config.path, columns)
     else:
@@ -127,7 +132,13 @@ def _all_rows(config: DatasetConfig, columns: Sequence[str] | None) -> Iterator[
         raise InputError(f"dataset {path} does not exist; {hint}")
 
 
-def _file_rows(path: Path, split: str, columns: Sequence[str] | None) -> Iterator[Row]:
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets` wrote this folder with `save_to_disk`."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def file_rows(path: Path, split: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows of one file. Raises `InputError` for what cannot be read; see `read_rows` for the arguments."""
     import pyarrow as pa
 
     try:
@@ -137,9 +148,11 @@ def _file_rows(path: Path, split: str, columns: Sequence[str] | None) -> Iterato
             yield from _arrow_rows(_ipc_batches(path), path)
         elif path.suffix == ".jsonl":
             yield from _json_lines(path)
+        elif path.suffix == ".csv":
+            yield from _csv_rows(path)
         else:
             yield from _json_rows(path, split)
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
         reason = str(error).split("\n")[0]
         raise InputError(
             f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
@@ -170,13 +183,45 @@ def _ipc_batches(path: Path) -> Iterator[pa.RecordBatch]:
 def _arrow_rows(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[Row]:
     number = 0
     for batch in batches:
+        _refuse_repeated(batch.schema.names, path)
         for values in batch.to_pylist():
             yield Row(str(path), number, values)
             number += 1
 
 
+def _refuse_repeated(names: Sequence[str], path: Path) -> None:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(f"{path} has several columns {repeated[0]!r}; rename all but one of them")
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Rows of text under the names of the first line; a cell may span lines if it is quoted."""
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        names = next(reader, [])
+        _refuse_repeated(names, path)
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise InputError(
+                    f"{path}, line {reader.line_num} has {len(cells)} cells under {len(names)} columns; correct the "
+                    f"line: text with a comma or a line break needs double quotes"
+                )
+            yield Row(str(path), reader.line_num, dict(zip(names, cells, strict=True)), "line")
+
+
 def _json_rows(path: Path, split: str) -> Iterator[Row]:
-    """A list of records, the same under a key of an object, or (as many files in use are) one record per line."""
+    """A list of records, which is read piece by piece; the same under a key of an object, which is read as a whole; or
+    (as many files in use are) one record per line."""
+    with path.open(encoding="utf-8-sig") as file:
+        is_list = file.read(1024).lstrip().startswith("[")
+    if is_list:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, values in enumerate(list_items(file, str(path), _decoder())):
+                yield _record(Row(str(path), number, values))
+        return
     text = path.read_text(encoding="utf-8-sig")
     try:
         content = _parse_json(text)
@@ -185,15 +230,14 @@ def _json_rows(path: Path, split: str) -> Iterator[Row]:
             yield from _json_lines(path)
             return
         raise InputError(f"{path}:{error.lineno} is not valid JSON ({error.msg}); correct the file") from error
-    if isinstance(content, Mapping):
-        lists = {key: value for key, value in content.items() if _is_records(value)}
-        if split not in lists and len(lists) != 1:
-            found = ", ".join(map(repr, lists)) or "none"
-            raise InputError(f"{path} is one JSON object; its lists of records are {found}; set split to one of them")
-        content = lists[split] if split in lists else next(iter(lists.values()))
-    if not isinstance(content, list):
+    if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a JSON {type(content).__name__}; expected a list of records")
-    for number, values in enumerate(content):
+    lists = {key: value for key, value in content.items() if _is_records(value)}
+    if split not in lists and len(lists) != 1:
+        found = ", ".join(map(repr, lists)) or "none"
+        raise InputError(f"{path} is one JSON object; its lists of records are {found}; set split to one of them")
+    records = lists[split] if split in lists else next(iter(lists.values()))
+    for number, values in enumerate(records):
         yield _record(Row(str(path), number, values))
 
 
@@ -210,8 +254,23 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _parse_json(text: str) -> Any:
+    return _decoder().decode(text)
+
+
+@cache
+def _decoder() -> json.JSONDecoder:
     # Numbers as text: a ground truth of 27.0, 1e400 or 0.10 must come out as it went in.
-    return json.loads(text, parse_float=NumberText, parse_int=NumberText, parse_constant=NumberText)
+    return json.JSONDecoder(
+        parse_float=NumberText, parse_int=NumberText, parse_constant=NumberText, object_pairs_hook=_unrepeated
+    )
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise RepeatedFieldError(f"field {name!r} stands twice in one record", "", 0)
+    return values
 
 
 def plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Every supported file gives the same rows, and what cannot be read says where and what to do."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.config import DatasetConfig
+from dapo_mega.data.json_lists import list_items
 from dapo_mega.data.readers import read_rows
 from dapo_mega.errors import InputError
 
@@ -100,6 +102,32 @@ def test_numbers_in_json_keep_their_digits(tmp_path: Path) -> None:
     assert [row["answer"] for row in _rows(path)] == numbers
 
 
+def test_a_csv_file_is_text_under_the_names_of_its_first_line(tmp_path: Path) -> None:
+    path = _text(tmp_path / "x.csv", '\ufeffproblem,answer\n"What is\n1,5 + 1,5?",3\n\nWhat is 7?,07\n')
+    rows = list(read_rows(DatasetConfig(path=str(path))))
+    assert [row.values for row in rows] == [
+        {"problem": "What is\n1,5 + 1,5?", "answer": "3"},
+        {"problem": "What is 7?", "answer": "07"},
+    ]
+    assert [row.where for row in rows] == [f"{path}, line 3", f"{path}, line 5"]
+
+
+def test_a_json_list_is_read_in_pieces_whatever_stands_at_their_ends(tmp_path: Path) -> None:
+    # Pieces of two to nine characters cut strings, numbers, escapes and white space everywhere.
+    records = [{"a": [1, -20, 3.5], "b": 'x"],[{\\ ü'}, {}, {"c": {"d": None}}, {"a": 12345}]
+    text = json.dumps(records, ensure_ascii=False, indent=1) + "\n "
+    for size in range(2, 10):
+        assert list(list_items(io.StringIO(text), "x", json.JSONDecoder(), size)) == records
+    assert list(list_items(io.StringIO(" [ ] "), "x", json.JSONDecoder())) == []
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
+    with pytest.raises(InputError, match="several columns 'a'; rename all but one"):
+        _rows(path)
+
+
 def test_columns_are_reached_by_dotted_name_and_unasked_ones_are_not_read(tmp_path: Path) -> None:
     path = _write_parquet(tmp_path / "x.parquet", [{**record, "a.b": i} for i, record in enumerate(RECORDS)])
     rows = list(read_rows(DatasetConfig(path=str(path)), ["meta.answer", "a.b"]))
@@ -135,7 +163,14 @@ WRONG_FILES = {
     "none.json": ('{"a": 1}', "lists of records are none"),
     "x.parquet": ("not parquet", "x.parquet cannot be read as parquet"),
     "x.arrow": ("not arrow at all", "x.arrow cannot be read as arrow"),
-    "x.csv": ("a,b", "ends in '.csv'"),
+    "x.tsv": ("a\tb", "ends in '.tsv'"),
+    "short.csv": ("a,b\n1,2\n3\n", "short.csv, line 3 has 1 cells under 2 columns"),
+    "quote.csv": ('a,b\n1,"2\n', "quote.csv cannot be read as csv"),
+    "twice.csv": ("a,a\n1,2\n", "several columns 'a'"),
+    "twice.jsonl": ('{"a": 1, "a": 2}\n', "field 'a' stands twice in one record"),
+    "twice.json": ('[{"a": 1}, {"a": {"b": 1, "b": 2}}]', "field 'b' stands twice in one record"),
+    "cut.json": ('[{"a": 1}, {"a": 2}', "it ends within the list"),
+    "rest.json": ('[{"a": 1}] 7', "text after the list's end"),
 }
 
 

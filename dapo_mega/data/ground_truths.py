@@ -1,0 +1,52 @@
+"""Reads the ground truth of a row: the column's value as text, and the answer in this text."""
+
+from __future__ import annotations
+
+import json
+
+from dapo_mega.config import SourceConfig
+from dapo_mega.data.readers import Row, plain
+from dapo_mega.errors import InputError
+
+_EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
+"""`SourceConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
+
+
+def ground_truth_text(row: Row, config: SourceConfig) -> str:
+    """The column's value as text: numbers as written, a list joined by commas, or as JSON where any of it is right or
+    it is unchecked. Raises `InputError` for a value of another type."""
+    value = row.value(config.columns.ground_truth, "columns.ground_truth")
+    if config.ground_truth_style == "unchecked":
+        return str(value) if isinstance(value, str) else json.dumps(plain(value), default=str)
+    answers = value if isinstance(value, list) else [value]
+    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
+        raise InputError(
+            f"{row.where}: the ground truth must be text, a number or a list of them, got {value!r:.80}; "
+            f"correct the row, or set columns.ground_truth to another column"
+        )
+    texts = [str(answer) for answer in answers]
+    return json.dumps(texts) if config.several_answers == "any" and len(texts) > 1 else ", ".join(texts)
+
+
+def extracted_answer(row: Row, text: str, config: SourceConfig) -> str:
+    """The answer in the ground truth's `text`. Raises `InputError` naming the row if none can be compared."""
+    try:
+        return parsed_answer(text, config)
+    except ValueError as error:
+        raise InputError(f"{row.where}: {error}") from error
+
+
+def parsed_answer(text: str, config: SourceConfig) -> str:
+    """The answer in the ground truth's `text`. Raises ValueError if there is none that can be compared."""
+    if config.ground_truth_style == "unchecked":
+        return text
+    # Imported here: package rewards is needed for this one call only.
+    from dapo_mega.rewards import extract_ground_truth, gold_answers
+
+    style = config.ground_truth_style
+    golds = gold_answers(text) if config.several_answers == "any" else (text,)
+    answers = [extract_ground_truth(gold, _EXTRACTION[style]) for gold in golds]
+    if style == "gsm8k":
+        # GSM8K writes thousands with commas; no answer in it is a list.
+        answers = [answer.replace(",", "") for answer in answers]
+    return answers[0] if len(answers) == 1 else json.dumps(answers)

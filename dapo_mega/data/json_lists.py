@@ -1,0 +1,103 @@
+"""Reads the items of a large JSON list one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from dapo_mega.errors import InputError
+
+_PIECE_CHARACTERS = 2**20
+_MAX_ITEM_CHARACTERS = 2**26
+_WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class RepeatedFieldError(json.JSONDecodeError):
+    """A record has two fields of one name."""
+
+
+def list_items(
+    file: TextIO, name: str, decoder: json.JSONDecoder, piece_characters: int = _PIECE_CHARACTERS
+) -> Iterator[Any]:
+    """The items of the JSON list that `file` holds, which is read in pieces. Memory: a piece and the largest item.
+
+    Raises `InputError` with `name` and the line for anything else.
+    """
+    buffer = _Buffer(file, name, piece_characters)
+    buffer.take("[")
+    if buffer.next_character() == "]":
+        buffer.take("]")
+    else:
+        while True:
+            yield buffer.value(decoder)
+            if buffer.next_character() != ",":
+                buffer.take("]")
+                break
+            buffer.take(",")
+    if buffer.next_character():
+        raise buffer.error("text after the list's end")
+
+
+class _Buffer:
+    """The part of a file that is being parsed."""
+
+    def __init__(self, file: TextIO, name: str, piece_characters: int) -> None:
+        self._piece_characters = piece_characters
+        self._file = file
+        self._name = name
+        self._text = ""
+        self._place = 0
+        self._is_at_end = False
+        self._num_lines = 1
+
+    def next_character(self) -> str:
+        """The next character that is no white space, not taken yet; empty at the end."""
+        while True:
+            space = _WHITE_SPACE.match(self._text, self._place)
+            self._skip(len(space[0]) if space else 0)
+            if self._place < len(self._text) or not self._read_on():
+                return self._text[self._place : self._place + 1]
+
+    def take(self, character: str) -> None:
+        """Go on behind `character`, which must be the next one."""
+        found = self.next_character()
+        if found != character:
+            raise self.error(f"{character!r} expected, found {found!r}" if found else "it ends within the list")
+        self._skip(1)
+
+    def value(self, decoder: json.JSONDecoder) -> Any:
+        """The next JSON value."""
+        self.next_character()
+        while True:
+            try:
+                value, end = decoder.raw_decode(self._text, self._place)
+            except RepeatedFieldError as error:
+                raise self.error(error.msg) from error
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._place < _MAX_ITEM_CHARACTERS and self._read_on():
+                    continue
+                self._skip(max(0, error.pos - self._place))
+                raise self.error(error.msg) from error
+            # A number may go on behind the end of the buffer.
+            if end < len(self._text) or not self._read_on():
+                self._skip(end - self._place)
+                return value
+
+    def error(self, reason: str) -> InputError:
+        return InputError(f"{self._name}:{self._num_lines} is not valid JSON ({reason}); correct the file")
+
+    def _skip(self, count: int) -> None:
+        self._num_lines += self._text.count("\n", self._place, self._place + count)
+        self._place += count
+
+    def _read_on(self) -> bool:
+        """Whether there was more; reads more the longer the value is, so that reading stays linear."""
+        if self._is_at_end:
+            return False
+        rest = self._text[self._place :]
+        piece = self._file.read(max(self._piece_characters, len(rest)))
+        self._is_at_end = not piece
+        self._text, self._place = rest + piece, 0
+        return bool(piece)
