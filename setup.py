@@ -34,6 +34,7 @@ setup(
         "tokenizers>=0.22",
         "datasets>=4,<6",
         "pyarrow>=17",
+        "datasketch>=2,<3",  # MinHash of near duplicates
         "safetensors>=0.5",
         "numpy>=1.26",
         "math-verify>=0.9,<0.10",
@@ -55,6 +56,7 @@ setup(
     },
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
+        "language": ["py3langid>=0.4,<1"],
         "wandb": TRACKERS["wandb"],
         "mlflow": TRACKERS["mlflow"],
         "trackio": TRACKERS["trackio"],
@@ -64,6 +66,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100",
+            "py3langid>=0.4,<1",
             "ruff>=0.9",
             "mypy>=1.13",
             # Runs the GPU kernels on the CPU, in its interpreter.

@@ -12,6 +12,7 @@ samples     writing every response, against the step's time
 page        the page of samples in a headless browser
 checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
+prepare     preparing a training dataset: time and memory by rows
 answers     grading ordinary and hostile answers
 fleet       requests in flight at rollout engines, and a server's own batch interface
 weight_sync an update of a real SGLang server against bare broadcasts
@@ -38,6 +39,7 @@ NAMES = (
     "page",
     "checkpoint",
     "logprobs",
+    "prepare",
     "answers",
     "weight_sync",
     "fleet",

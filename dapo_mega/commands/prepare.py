@@ -3,6 +3,7 @@
 dapo-mega prepare arithmetic --output data/arithmetic --num-train 2000 --num-eval 200
 dapo-mega prepare init-model --output models/tiny --tokenizer character --hidden-size 128
 dapo-mega prepare inspect data/arithmetic/train.parquet
+dapo-mega prepare dataset data/mine.jsonl --output data/prepared
 
 Outputs are folders that appear complete or not at all, each with a record (`preparation.json`) of the parameters it
 was made from: asked for the same again, the command leaves it alone; asked for another, it needs --force.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.cli import quiet_libraries
+from dapo_mega.commands import _prepare_dataset
 from dapo_mega.commands._prepare_difficulty import add_difficulty
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
@@ -37,7 +39,12 @@ _PROMPT_COLUMN = "prompt"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Raises InputError or OSError, with nothing half-written, if it cannot be carried out."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command == "dataset":
+        rest = _prepare_dataset.with_late_inputs(options, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     quiet_libraries()
     options.run(options)
 
@@ -178,6 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Prepare a run's inputs: data, tokenizer, model.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
+    _prepare_dataset.add_arguments(
+        commands.add_parser("dataset", help="training data without duplicates, contamination and unusable rows")
+    )
     _add_init_model(commands.add_parser("init-model", help="a small Qwen2 checkpoint with random weights"))
     add_transform(commands.add_parser("transform", help="rewrite problems so that their answers are integers"))
     add_difficulty(commands.add_parser("difficulty", help="how often a model solves each prompt"))

@@ -33,6 +33,7 @@ from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
@@ -68,6 +69,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PolicyLossKind",
+    "PreparationConfig",
     "PromptSamplingConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, RunDesc
 from dapo_mega.metrics.run_text import package_versions, without_credentials
 from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
 from dapo_mega.models import Architecture, load_architecture
+from dapo_mega.preparation.card import CardReference, verified_card
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
@@ -122,6 +123,8 @@ class TrainingRun:
 
 def read_inputs(config: RunConfig) -> RunInputs:
     """Read the run's inputs, on every rank. Raises InputError before any rank waits for another."""
+    if is_rank_zero():
+        dataset_cards(config)
     tokenizer = load_tokenizer(config.model.path)
     train_prompts = load_training_prompts(config.data, tokenizer)
     evaluation_prompts = None
@@ -344,11 +347,25 @@ def describe_run(config: TrainingConfig, preview: str = "") -> RunDescription:
 
 
 def write_run_record(config: TrainingConfig) -> None:
-    """Write the resolved configuration and the package versions into the run's folder."""
+    """Write the resolved configuration, the package versions and the cards of prepared datasets into the run's
+    folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.yaml", dump_config(config))
     replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
+    cards = {name: asdict(card) for name, card in dataset_cards(config).items()}
+    replace_file(folder / "datasets.json", json.dumps(cards, indent=2) + "\n")
+
+
+def dataset_cards(config: TrainingConfig) -> dict[str, CardReference]:
+    """The cards of those datasets of a run that were prepared, by their keys in the configuration.
+
+    Raises InputError for a dataset that is not the one that its card describes.
+    """
+    values = flat(config.model_dump(include={"data"}))
+    paths = {key.removesuffix(".path"): path for key, path in values.items() if key.endswith(".path") and path}
+    found = {name: verified_card(path) for name, path in paths.items()}
+    return {name: card for name, card in found.items() if card}
 
 
 @dataclass(frozen=True)

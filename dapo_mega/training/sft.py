@@ -27,7 +27,7 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
-from dapo_mega.training.build import open_writer, write_run_record
+from dapo_mega.training.build import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.lifecycle import (
     Saving,
     find_checkpoint,
@@ -79,6 +79,8 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
+    if is_rank_zero():
+        dataset_cards(config)
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     print_once(preview)

@@ -1,0 +1,112 @@
+"""Finds problems of evaluation sets in training prompts, by the runs of words (n-grams) that both have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dapo_mega.preparation.normalization import NormalText, normal_text
+
+
+@dataclass(frozen=True)
+class EvaluationProblem:
+    """A problem of an evaluation set: where it stands, and its text."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """What a prompt shares with a problem: the longest run of words, and the share of the problem's words that stand
+    in shared n-grams."""
+
+    problem: EvaluationProblem
+    run: tuple[str, ...]
+    share: float
+
+    def evidence(self) -> str:
+        """One line that names the problem and quotes what is shared."""
+        shown = " ".join(self.run)
+        return (
+            f"{self.share:.0%} of {self.problem.where} stands here in runs of words; the longest has "
+            f"{len(self.run)} words: {shown if len(shown) <= 300 else shown[:300] + ' ...'}"
+        )
+
+
+class EvaluationIndex:
+    """The n-grams of evaluation problems.
+
+    A prompt contains a problem if at least `min_share` of the problem's words stand in runs of `ngram` words that both
+    have. A problem of fewer than `ngram` words, but at least `min_words`, must stand in the prompt as a whole; a still
+    shorter one must be the whole prompt. Memory: about 150 bytes per word of the problems.
+    """
+
+    def __init__(self, problems: Iterable[EvaluationProblem], ngram: int, min_words: int, min_share: float) -> None:
+        self._ngram = ngram
+        self._min_share = min_share
+        self._problems: list[tuple[EvaluationProblem, tuple[str, ...]]] = []
+        self._grams: dict[int, dict[tuple[str, ...], list[int]]] = {}
+        self._whole: dict[tuple[str, ...], int] = {}
+        for problem in problems:
+            self._add(problem, normal_text(problem.text).words, min_words)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def find(self, text: NormalText) -> Contamination | None:
+        """The problem of which the largest share stands in `text`, if that is enough; the first one of equals."""
+        found = text.words
+        whole = self._whole.get(found)
+        if whole is not None:
+            problem, own = self._problems[whole]
+            return Contamination(problem, own, 1.0)
+        candidates: dict[int, None] = {}
+        for size, grams in self._grams.items():
+            for gram in _grams(found, size):
+                candidates.update(dict.fromkeys(grams.get(gram, ())))
+        best: Contamination | None = None
+        for number in sorted(candidates):
+            problem, own = self._problems[number]
+            shared = _shared(own, found, min(self._ngram, len(own)))
+            if shared.share >= self._min_share and (best is None or shared.share > best.share):
+                best = Contamination(problem, shared.run, shared.share)
+        return best
+
+    def _add(self, problem: EvaluationProblem, own: tuple[str, ...], min_words: int) -> None:
+        if not own:
+            return
+        number = len(self._problems)
+        self._problems.append((problem, own))
+        self._whole.setdefault(own, number)
+        size = min(self._ngram, len(own))
+        if size >= min_words:
+            grams = self._grams.setdefault(size, {})
+            for gram in set(_grams(own, size)):
+                grams.setdefault(gram, []).append(number)
+
+
+def _grams(words: tuple[str, ...], size: int) -> Iterator[tuple[str, ...]]:
+    return zip(*(words[start:] for start in range(size)), strict=False)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    run: tuple[str, ...]
+    share: float
+
+
+def _shared(own: tuple[str, ...], other: tuple[str, ...], size: int) -> _Shared:
+    """The longest run of `own` made of n-grams that `other` has, and the share of its words in such n-grams."""
+    theirs = set(_grams(other, size))
+    begins = [start for start, gram in enumerate(_grams(own, size)) if gram in theirs]
+    covered: set[int] = set()
+    run: tuple[str, ...] = ()
+    begin = previous = -2
+    for start in begins:
+        begin = start if start != previous + 1 else begin
+        previous = start
+        covered.update(range(start, start + size))
+        if start + size - begin > len(run):
+            run = own[begin : start + size]
+    return _Shared(run, len(covered) / len(own))

@@ -1,0 +1,104 @@
+r"""Brings problems to one spelling, so that texts that differ in white space, Unicode or LaTeX spelling compare equal.
+
+Views of a text, from strict to coarse: `spelling` (for exact duplicates), `shingles` of it (for near duplicates), and
+`words` (for n-grams).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+SHINGLE_CHARACTERS = 5
+"""Length of a shingle."""
+
+_CHARACTERS = str.maketrans(
+    {
+        "²": "^2", "³": "^3", "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/",
+        "‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+        "π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "°": "\\circ ", "∠": "\\angle ", "△": "\\triangle ",
+        "\u00ad": "", "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "",
+    }
+)  # fmt: skip
+# Commands that change how a formula looks and not what it says.
+_LAYOUT = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|q?quad)(?![a-zA-Z])|\\[,;:!>\s]"
+    r"|\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)(?=\s*\{)"
+    r"|\\[()\[\]]|\\?\$|~"
+)
+_SYNONYMS = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge",
+    "neq": "ne", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "dotsb": "ldots", "lvert": "vert",
+    "rvert": "vert", "to": "rightarrow", "degree": "circ", "varnothing": "emptyset",
+}  # fmt: skip
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_STRUCTURE = frozenset({"frac", "cdot", "times", "begin", "end", "ldots", "circ"})
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)")
+_SMALL_BRACES = re.compile(r"\{\s*(\d+|[^\W\d_]+|,|\\[a-zA-Z]+)\s*\}")
+# Ideographs and kana stand alone, as no spaces part their words.
+_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+_TOKEN = re.compile(rf"\\[a-zA-Z]+|\d{{1,3}}(?:,\d{{3}})+(?![\d,])|\d+(?:\.\d+)?|[{_ALONE}]|[^\W\d_{_ALONE}]+|\S")
+
+
+@dataclass(frozen=True)
+class NormalText:
+    """A text as tokens in one spelling. Case, operators and punctuation stay."""
+
+    tokens: tuple[str, ...]
+
+    @cached_property
+    def spelling(self) -> str:
+        """The tokens, parted by single spaces."""
+        return " ".join(self.tokens)
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """Words and numbers in lower case, without operators, punctuation, and commands that shape formulas."""
+        return tuple(word for token in self.tokens if (word := _word(token)))
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers, sorted."""
+        return tuple(sorted(word for word in self.words if word[0].isdecimal()))
+
+    def shingles(self) -> set[bytes]:
+        """All runs of `SHINGLE_CHARACTERS` characters of the spelling in lower case; the whole of a shorter one."""
+        text = self.spelling.lower()
+        starts = range(max(1, len(text) - SHINGLE_CHARACTERS + 1))
+        if text.isascii():
+            ascii_text = text.encode()
+            return {ascii_text[start : start + SHINGLE_CHARACTERS] for start in starts}
+        return {text[start : start + SHINGLE_CHARACTERS].encode("utf-8", "surrogatepass") for start in starts}
+
+
+@lru_cache(maxsize=8)  # One text goes through several steps.
+def normal_text(text: str) -> NormalText:
+    """The text in one spelling; linear in its length."""
+    return NormalText(tuple(_tokens(text)))
+
+
+def _word(token: str) -> str:
+    if token[0] == "\\":
+        return token[1:] if token[1:2].isalpha() and token[1:] not in _STRUCTURE else ""
+    return token.lower().replace(",", "") if token[0].isalnum() else ""
+
+
+def _tokens(text: str) -> list[str]:
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+    if "\\" in text:
+        text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _COMMAND.sub(_synonym, text))
+    text = _LAYOUT.sub(" ", text)
+    if "{" in text:
+        text = _SMALL_BRACES.sub(_unbraced, text)
+    return _TOKEN.findall(text)
+
+
+def _synonym(command: re.Match[str]) -> str:
+    return "\\" + _SYNONYMS.get(command[1], command[1])
+
+
+def _unbraced(braces: re.Match[str]) -> str:
+    return "," if braces[1] == "," else f" {braces[1]} "

@@ -1,0 +1,114 @@
+"""The files and rows of a source, and the records of them for the card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from dapo_mega.config import SourceConfig
+from dapo_mega.config.preparation import EvaluationSetConfig
+from dapo_mega.data.readers import Row, dataset_files, file_rows, is_saved_dataset, read_rows
+from dapo_mega.data.templates import as_messages
+from dapo_mega.errors import InputError
+from dapo_mega.preparation.card import FileRecord, file_record
+from dapo_mega.preparation.contamination import EvaluationProblem
+
+_PROBLEM_COLUMNS = ("prompt", "problem", "question")
+
+
+class Source:
+    """A source while it is read. `files` are its files' records, of a dataset of the hub none until all is read."""
+
+    def __init__(self, name: str, config: SourceConfig) -> None:
+        self.name = name
+        self.config = config
+        self.num_rows = 0
+        self.broken: dict[str, str] = {}
+        self._folder = Path(config.path)
+        self._paths: list[Path] | None = None
+        if is_saved_dataset(self._folder):
+            self._paths = sorted(file for file in self._folder.rglob("*") if file.is_file())
+        elif self._folder.exists():
+            self._paths = dataset_files(config)
+        self._records = tuple(self._record(path) for path in self._paths or ())
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """The records of the source's files, or one of the rows that were read from the hub."""
+        if self._paths is not None:
+            return self._records
+        return (FileRecord(self.config.path, self._hash.hexdigest(), self._num_bytes),)
+
+    def rows(self, *, skip_broken: bool = False) -> Iterator[Row]:
+        """The rows, at most `max_rows`, their places given by the source's and the file's name.
+
+        A file that cannot be read to its end raises `InputError`, or is named in `broken` and left there.
+        """
+        limit = self.config.max_rows
+        for name, part in self._parts():
+            before = self.num_rows
+            try:
+                for row in part:
+                    if self.num_rows == limit:
+                        return
+                    self.num_rows += 1
+                    yield row
+            except InputError as error:
+                if not skip_broken:
+                    raise InputError(f"{error}; or set broken_files=skip to leave out what cannot be read") from error
+                self.broken[f"{name}, after {self.num_rows - before} rows"] = str(error)
+
+    def _parts(self) -> Iterator[tuple[str, Iterator[Row]]]:
+        """The name of each file, or of the dataset, and its rows."""
+        if self._paths is None or is_saved_dataset(self._folder):
+            yield self.name, self._rows_of_dataset()
+            return
+        for path in self._paths:
+            name = f"{self.name}/{self._inner(path)}"
+            yield name, self._rows_of_file(path, name)
+
+    def _rows_of_file(self, path: Path, name: str) -> Iterator[Row]:
+        for row in file_rows(path, self.config.split):
+            yield replace(row, source=name)
+
+    def _rows_of_dataset(self) -> Iterator[Row]:
+        for row in read_rows(self.config):
+            if self._paths is None:
+                line = json.dumps(row.values, default=str).encode()
+                self._hash.update(line)
+                self._num_bytes += len(line)
+            yield replace(row, source=self.name)
+
+    def _record(self, path: Path) -> FileRecord:
+        return replace(file_record(path), name=self._inner(path))
+
+    def _inner(self, path: Path) -> str:
+        """The path of a file without the folders above the source."""
+        return path.name if path == self._folder else str(path.relative_to(self._folder))
+
+
+def evaluation_problems(
+    name: str, config: EvaluationSetConfig
+) -> tuple[list[EvaluationProblem], tuple[FileRecord, ...]]:
+    """The problems of an evaluation set, which are the last user turns of its prompts, and its files.
+
+    Raises `InputError` if a row has none.
+    """
+    source = Source(name, SourceConfig(path=config.path, split=config.split))
+    problems = []
+    for row in source.rows():
+        column = config.prompt or next((c for c in _PROBLEM_COLUMNS if row.optional(c) is not None), "prompt")
+        try:
+            messages = as_messages(row.value(column, f"decontamination.sets.{name}.prompt"))
+        except InputError as error:
+            raise InputError(f"decontamination set {name}: {error}") from error
+        text = next(message["content"] for message in reversed(messages) if message["role"] == "user")
+        problems.append(EvaluationProblem(row.where, text))
+    if not problems:
+        raise InputError(f"decontamination set {name} has no rows; give one with problems")
+    return problems, source.files

@@ -1,0 +1,99 @@
+"""Near duplicates and contamination, on edits with known answers: what is found, and what is left alone."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
+from dapo_mega.preparation.near_duplicates import NearDuplicates
+from dapo_mega.preparation.normalization import normal_text
+
+from .edits import OTHER, SAME, Edit
+
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[str]:
+    if not DATA.is_dir():
+        pytest.skip("needs the benchmarks of shared/data")
+    lines = (DATA / "gsm8k-train.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["question"] for line in lines[:100]]
+    return rows + [row["prompt"][0]["value"] for row in json.loads((DATA / "math500.json").read_text())[:100]]
+
+
+def edited(problems: list[str], edit: Edit) -> list[tuple[str, str]]:
+    draw = random.Random(0)
+    return [(text, other) for text in problems if (other := edit(text, draw)) and other != text]
+
+
+def share_found(folder: Path, pairs: list[tuple[str, str]], other_answer: str = "1") -> float:
+    near = NearDuplicates(folder / "keys", 0.8)
+    texts = [text for pair in pairs for text in pair]
+    for first, second in pairs:
+        near.add(normal_text(first), "1")
+        near.add(normal_text(second), other_answer)
+    found = near.found(lambda row: normal_text(texts[row]))
+    assert all(later == earlier + 1 and earlier % 2 == 0 for later, (earlier, _) in found.items()), "the edited pair"
+    return len(found) / len(pairs)
+
+
+def test_edited_problems_are_found_and_other_problems_stay(problems: list[str], tmp_path: Path) -> None:
+    # tools/preparing.md has the table of all edits, measured on 2,700 problems.
+    found = {name: share_found(tmp_path, edited(problems, edit)) for name, edit in SAME.items()}
+    wanted = {"spelling": 1.0, "typo": 0.97, "one word": 0.85, "a heading more": 0.88, "sentences swapped": 0.99}
+    assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
+    assert share_found(tmp_path, edited(problems, OTHER["one number"])) == 0
+    assert share_found(tmp_path, edited(problems, OTHER["another question"])) < 0.04
+    assert share_found(tmp_path, edited(problems, SAME["spelling"]), other_answer="2") == 0
+
+
+def test_a_bucket_of_thousands_costs_few_comparisons(tmp_path: Path) -> None:
+    near = NearDuplicates(tmp_path / "keys", 0.95)
+    # All share the first 300 characters, numbers and answer, and no two are similar enough.
+    texts = ["the same beginning of all of them " * 9 + chr(97 + i % 26) * (i // 26 + 20) for i in range(1000)]
+    for text in texts:
+        near.add(normal_text(text), "1")
+    asked = []
+    near.found(lambda row: asked.append(row) or normal_text(texts[row]))
+    assert len(asked) <= 17 * len(texts)
+
+
+def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) -> None:
+    index = EvaluationIndex([EvaluationProblem(f"set, row {i}", text) for i, text in enumerate(problems)], 8, 5, 0.6)
+    found = {}
+    for name, edit in {**SAME, **OTHER}.items():
+        pairs = edited(problems, edit)
+        hits = [index.find(normal_text(other)) for _, other in pairs]
+        right = [hit is not None and hit.problem.text == text for hit, (text, _) in zip(hits, pairs, strict=True)]
+        found[name] = sum(right) / len(right)
+    wanted = {"spelling": 1.0, "typo": 0.9, "one word": 0.9, "two words": 0.8, "a sentence more": 0.98}
+    wanted |= {"a heading more": 0.98, "sentences swapped": 0.95, "one number": 0.9}
+    assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
+
+
+def test_training_problems_that_only_sound_alike_are_not_contaminated(problems: list[str]) -> None:
+    tests = [json.loads(line)["question"] for line in (DATA / "gsm8k-test.jsonl").read_text().splitlines()]
+    index = EvaluationIndex([EvaluationProblem(f"test, row {i}", text) for i, text in enumerate(tests)], 8, 5, 0.6)
+    found = {text: index.find(normal_text(text)) for text in problems}
+    assert [text[:40] for text, hit in found.items() if hit] == ["Bella bought stamps at the post office. "]
+
+
+def test_evidence_names_the_problem_and_quotes_the_longest_run() -> None:
+    problem = "Ann has 3 red apples and buys 12 green pears today. How many fruits are there?"
+    short = "Compute $1+2+3$."
+    index = EvaluationIndex(
+        [EvaluationProblem("set/a.json, row 7", problem), EvaluationProblem("short", short)], 8, 5, 0.5
+    )
+    hit = index.find(normal_text("Bob says: Ann has $3$ red apples, and buys 12 green pears. How many?"))
+    assert hit is not None
+    assert hit.evidence() == (
+        "62% of set/a.json, row 7 stands here in runs of words; the longest has 10 words: "
+        "ann has 3 red apples and buys 12 green pears"
+    )
+    # A problem of fewer words than the limit must be the whole prompt.
+    assert index.find(normal_text("compute 1 + 2 + 3")) is not None
+    assert index.find(normal_text("Compute 1+2+3 apples")) is None
+    assert len(index) == 2
