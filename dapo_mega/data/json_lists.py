@@ -80,8 +80,9 @@ class _Buffer:
                     continue
                 self._skip(max(0, error.pos - self._place))
                 raise self.error(error.msg) from error
-            # A number may go on behind the end of the buffer.
-            if end < len(self._text) or not self._read_on():
+            # A number may go on behind the end of the buffer, and `6.` is one that ends there.
+            following = self._text[end : end + 1]
+            if following in {",", "]"} or following.isspace() or not self._read_on():
                 self._skip(end - self._place)
                 return value
 

@@ -31,7 +31,8 @@ _CACHED_TEXTS = 4096
 
 
 class NearDuplicates:
-    """Rows are added in order; `found` then names those that are near duplicates of an earlier row.
+    """Rows are added in order; `found` then names those that are near duplicates of an earlier row. `num_compared` counts
+    its comparisons.
 
     Two rows are near duplicates if they hold the same numbers, have the same answer, and the Jaccard similarity of
     their shingles is at least `threshold`: with another number, or another question about the same facts, it is another
@@ -46,6 +47,7 @@ class NearDuplicates:
         self._threshold = threshold
         self._sketch = MinHash(num_perm=NUM_BANDS * ROWS_PER_BAND, seed=SEED, hashfunc=zlib.crc32)
         self._num_rows = 0
+        self.num_compared = 0
 
     def add(self, text: NormalText, answer: str) -> None:
         """Add the next row."""
@@ -75,6 +77,7 @@ class NearDuplicates:
         for later, earlier in self._pairs():
             if later in removed or earlier in removed:
                 continue
+            self.num_compared += 1
             own, other = shingles(later), shingles(earlier)
             similarity = len(own & other) / len(own | other)
             if similarity >= self._threshold:

@@ -114,7 +114,7 @@ def test_a_csv_file_is_text_under_the_names_of_its_first_line(tmp_path: Path) ->
 
 def test_a_json_list_is_read_in_pieces_whatever_stands_at_their_ends(tmp_path: Path) -> None:
     # Pieces of two to nine characters cut strings, numbers, escapes and white space everywhere.
-    records = [{"a": [1, -20, 3.5], "b": 'x"],[{\\ ü'}, {}, {"c": {"d": None}}, {"a": 12345}]
+    records = [{"a": [1, -20, 3.5], "b": 'x"],[{\\ ü'}, {}, {"c": {"d": None}}, 12345, -6.75, "text", True]
     text = json.dumps(records, ensure_ascii=False, indent=1) + "\n "
     for size in range(2, 10):
         assert list(list_items(io.StringIO(text), "x", json.JSONDecoder(), size)) == records

@@ -23,7 +23,7 @@ CHOICES = [
 ]
 NO_CHOICES = [
     "In triangle ABC the points A, B and C lie on a circle. Find the radius.",
-    "[asy] dot((0,0)); label(A); label(B); label(C); [/asy] Find $AB$.",
+    "[asy] draw (A) -- (B) -- (C); [/asy] Find $AB$.",
     "Bags (A) and (B) hold 3 balls. How many are in bag (D)?",
     r"Let $f(A)=1$, $f(B)=2$, $f(C)=3$. Find $f(D)$.",
     "A, B, and C are people. A. is 3 years older.",

@@ -12,6 +12,7 @@ from dapo_mega.preparation.normalization import normal_text
 
 from .edits import OTHER, SAME, Edit
 
+STORY = "a farmer has many red apples and buys more green pears on the market while his friends sell all of theirs "
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
@@ -50,15 +51,15 @@ def test_edited_problems_are_found_and_other_problems_stay(problems: list[str], 
     assert share_found(tmp_path, edited(problems, SAME["spelling"]), other_answer="2") == 0
 
 
-def test_a_bucket_of_thousands_costs_few_comparisons(tmp_path: Path) -> None:
-    near = NearDuplicates(tmp_path / "keys", 0.95)
-    # All share the first 300 characters, numbers and answer, and no two are similar enough.
-    texts = ["the same beginning of all of them " * 9 + chr(97 + i % 26) * (i // 26 + 20) for i in range(1000)]
+def test_comparisons_grow_with_the_rows_and_not_with_their_square(tmp_path: Path) -> None:
+    near = NearDuplicates(tmp_path / "keys", 0.99)
+    # All share numbers, answer and most of their text, and no two are similar enough.
+    draw = random.Random(0)
+    texts = [STORY + "".join(draw.choices("abcdefghij ", k=20)) for _ in range(300)]
     for text in texts:
         near.add(normal_text(text), "1")
-    asked = []
-    near.found(lambda row: asked.append(row) or normal_text(texts[row]))
-    assert len(asked) <= 17 * len(texts)
+    assert near.found(lambda row: normal_text(texts[row])) == {}
+    assert len(texts) < near.num_compared < len(texts) ** 2 / 4
 
 
 def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) -> None:
@@ -74,10 +75,12 @@ def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) ->
     assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
 
 
-def test_training_problems_that_only_sound_alike_are_not_contaminated(problems: list[str]) -> None:
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmarks of shared/data")
+def test_training_problems_that_only_sound_alike_are_not_contaminated() -> None:
     tests = [json.loads(line)["question"] for line in (DATA / "gsm8k-test.jsonl").read_text().splitlines()]
     index = EvaluationIndex([EvaluationProblem(f"test, row {i}", text) for i, text in enumerate(tests)], 8, 5, 0.6)
-    found = {text: index.find(normal_text(text)) for text in problems}
+    lines = (DATA / "gsm8k-train.jsonl").read_text().splitlines()[:500]
+    found = {text: index.find(normal_text(text)) for line in lines for text in [json.loads(line)["question"]]}
     assert [text[:40] for text, hit in found.items() if hit] == ["Bella bought stamps at the post office. "]
 
 
