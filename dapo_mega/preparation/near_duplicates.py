@@ -31,8 +31,8 @@ _CACHED_TEXTS = 4096
 
 
 class NearDuplicates:
-    """Rows are added in order; `found` then names those that are near duplicates of an earlier row. `num_compared` counts
-    its comparisons.
+    """Rows are added in order; `found` then names those that are near duplicates of an earlier row. `num_compared`
+    counts its comparisons.
 
     Two rows are near duplicates if they hold the same numbers, have the same answer, and the Jaccard similarity of
     their shingles is at least `threshold`: with another number, or another question about the same facts, it is another
