@@ -59,6 +59,8 @@ class Source:
                     self.num_rows += 1
                     yield row
             except InputError as error:
+                if not self._records:  # Neither a file nor a folder that is there.
+                    raise
                 if not skip_broken:
                     raise InputError(f"{error}; or set broken_files=skip to leave out what cannot be read") from error
                 self.broken[f"{name}, after {self.num_rows - before} rows"] = str(error)
