@@ -44,7 +44,7 @@ def share_found(folder: Path, pairs: list[tuple[str, str]], other_answer: str = 
 def test_edited_problems_are_found_and_other_problems_stay(problems: list[str], tmp_path: Path) -> None:
     # tools/preparing.md has the table of all edits, measured on 2,700 problems.
     found = {name: share_found(tmp_path, edited(problems, edit)) for name, edit in SAME.items()}
-    wanted = {"spelling": 1.0, "typo": 0.97, "one word": 0.85, "a heading more": 0.88, "sentences swapped": 0.99}
+    wanted = {"spelling": 1.0, "typo": 0.95, "one word": 0.82, "a heading more": 0.85, "sentences swapped": 0.98}
     assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
     assert share_found(tmp_path, edited(problems, OTHER["one number"])) == 0
     assert share_found(tmp_path, edited(problems, OTHER["another question"])) < 0.04
@@ -70,8 +70,8 @@ def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) ->
         hits = [index.find(normal_text(other)) for _, other in pairs]
         right = [hit is not None and hit.problem.text == text for hit, (text, _) in zip(hits, pairs, strict=True)]
         found[name] = sum(right) / len(right)
-    wanted = {"spelling": 1.0, "typo": 0.9, "one word": 0.9, "two words": 0.8, "a sentence more": 0.98}
-    wanted |= {"a heading more": 0.98, "sentences swapped": 0.95, "one number": 0.9}
+    wanted = {"spelling": 1.0, "typo": 0.88, "one word": 0.88, "two words": 0.8, "a sentence more": 0.98}
+    wanted |= {"a heading more": 0.98, "sentences swapped": 0.95, "one number": 0.85}
     assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
 
 
