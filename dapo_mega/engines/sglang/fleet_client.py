@@ -38,6 +38,7 @@ _ABORT_EVERY_S = 0.1
 _ABORT_TIMEOUT_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _REGISTRATION_GRACE_S = 30.0
+_SPARE_ENGINES_GRACE_S = 60.0
 _REMIND_EVERY_S = 60.0
 _ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
 _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", "pauses")
@@ -85,6 +86,7 @@ class FleetClient:
         self._members = self._membership.members
         self._dispatcher = self._membership.dispatcher
         self._monitor = self._membership.monitor
+        self._spares_until = time.monotonic() + _SPARE_ENGINES_GRACE_S
         self._reserved: tuple[ReservedGeneration, Future[ReservedAnswers]] | None = None
 
     # ---- generation, from the main thread ----
@@ -151,8 +153,19 @@ class FleetClient:
         or when no known engine fits the run.
         """
         self.wait_for_engines()
+        self._wait_for_spare_engines()
         members = self._membership
         return self._targets(members.in_state("outdated") if only_outdated else members.in_state("outdated", "serving"))
+
+    def _wait_for_spare_engines(self) -> None:
+        """Before a run's first weights, give the engines that evaluations beside training will take some time to
+        join."""
+        evaluation = self._config.evaluation
+        wanted = self._fleet.min_engines + (evaluation.engines if evaluation.beside_training else 0)
+        while self._num_reachable() < wanted and time.monotonic() < self._spares_until:
+            self._check_stop()
+            time.sleep(_POLL_S)
+        self._spares_until = 0.0
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]

@@ -24,7 +24,9 @@ def servers():
 def drive():
     drivers = []
 
-    def start(urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, **fleet):
+    def start(
+        urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, evaluation=None, **fleet
+    ):
         config = RunConfig.model_validate(
             {
                 "output_dir": "o",
@@ -40,6 +42,7 @@ def drive():
                 "reward": {"overlong_punishment": False},
                 "batch": {"tokens_per_microbatch": 128},
                 "weight_sync": weight_sync or {},
+                "evaluation": evaluation or {},
             }
         )
         drivers.append(FleetClient(config, VOCAB_SIZE, KEY, run, arch, check_stop))

@@ -1,5 +1,7 @@
 """Reserved engines answer by one version of the weights, while the others are updated and serve training."""
 
+import threading
+
 import pytest
 
 from dapo_mega.types import Response
@@ -143,6 +145,19 @@ def test_training_keeps_its_engines_unless_all_are_asked_for(
     assert result.num_engines == reserved
     assert len(result.answers) == (3 if reserved else 0)
     assert bool(result.ended_early) == (not reserved)
+
+
+def test_a_run_that_starts_waits_for_the_engines_of_its_first_evaluation(servers, drive):
+    group = servers(2)
+    group.engines[1].health = "loading"
+    driver = drive(group.urls, evaluation={"beside_training": True}, min_engines=1, **PATIENT)
+    timer = threading.Timer(0.5, setattr, (group.engines[1], "health", "ok"))
+    timer.start()
+    assert len(give_weights(driver, 0)) == 2
+    timer.join()
+    group.stop(1)
+    wait_until(lambda: len(driver._membership.in_state("serving")) == 1)
+    assert len(give_weights(driver, 1)) == 1, "later it does not wait"
 
 
 def test_closing_the_fleet_ends_what_reserved_engines_do(servers, drive):
