@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.atomic_files import replace_file
+from dapo_mega.cli import print_once
 from dapo_mega.commands._arguments import at_least_one
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.comparison import compare
@@ -30,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "evaluations",
         nargs="+",
         metavar="EVALUATION",
-        help="the base, then the others: folder of a run (RUN@STEP: one of its evaluations) or of dapo-mega evaluate "
-        "--samples, or one parquet file of them",
+        help="the base, then the others: folder of a run (RUN@STEP: one of its evaluations) or of results of "
+        "dapo-mega evaluate, or one parquet file of them",
     )
     parser.add_argument("--k", type=at_least_one, nargs="+", default=[], help="the k of pass@k (default: powers of 2)")
     parser.add_argument("--only", nargs="+", default=[], metavar="BENCHMARK", help="compare these benchmarks only")
@@ -63,5 +64,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = [as_values(comparison) for comparison in comparisons]
     draw_comparisons(comparisons, arguments.output / "comparison.png")
     replace_file(arguments.output / "comparison.json", json.dumps({"benchmarks": values}, indent=2) + "\n")
-    print("\n\n".join(map(as_text, comparisons)))
-    print(f"\npicture: {arguments.output / 'comparison.png'}, data: {arguments.output / 'comparison.json'}")
+    print_once("\n\n".join(map(as_text, comparisons)))
+    print_once(f"\npicture: {arguments.output / 'comparison.png'}, data: {arguments.output / 'comparison.json'}")

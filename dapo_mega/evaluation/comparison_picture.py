@@ -29,17 +29,18 @@ def draw_comparisons(comparisons: Sequence[BenchmarkComparison], output: Path) -
 
 
 def _draw_curves(axes: Axes, comparison: BenchmarkComparison) -> None:
-    """Both axes are logarithmic; a pass@k of 0 has no place on them and is left out."""
+    """Both axes are logarithmic; a pass@k of 0 has no place on them and is left out, unless all of them are 0."""
     ks = comparison.ks
     for number, (label, measures) in enumerate(comparison.measures.items()):
         found = [measures[f"pass@{k}"] for k in ks]
-        values = [estimate.value if estimate.value > 0 else float("nan") for estimate in found]
+        values = [estimate.value for estimate in found]
         color = f"C{number % 10}"
         axes.plot(ks, values, "-o", color=color, markersize=4, label=f"{label} (base)" if number == 0 else label)
         axes.fill_between(ks, [e.low for e in found], [e.high for e in found], color=color, alpha=0.2, linewidth=0)
     _mark_crossings(axes, comparison)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    if any(measures[f"pass@{k}"].value > 0 for measures in comparison.measures.values() for k in ks):
+        axes.set_yscale("log", nonpositive="mask")
     _label_ticks(axes, comparison)
     axes.set_title(f"{comparison.name}: {comparison.num_problems} problems", parse_math=False)
     axes.set_xlabel("k: responses per problem")
@@ -83,7 +84,7 @@ def _draw_difficulty(axes: Axes, comparison: BenchmarkComparison) -> None:
         heights = [group.solved[label] for group in comparison.difficulty]
         axes.bar(places, heights, width, color=f"C{number % 10}", label=label)
     names = [f"{group.name}\n({group.num_problems})" for group in comparison.difficulty]
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), names, fontsize="small")
     axes.set_ylim(0, 1.05)
     axes.set_title("Coverage by difficulty")
     axes.set_xlabel(f"share of responses of {comparison.base} that are right (number of problems)", parse_math=False)

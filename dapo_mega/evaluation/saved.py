@@ -20,7 +20,7 @@ _COLUMNS: Final = (
     *("answer", "correct", "length", "finish_reason"),
 )
 _WHAT_TO_GIVE: Final = (
-    "give the folder of a run (RUN@STEP for one of its evaluations), the folder of dapo-mega evaluate --samples, or "
+    "give the folder of a run (RUN@STEP for one of its evaluations), the folder of results of dapo-mega evaluate, or "
     "one of their files evaluation_*.parquet"
 )
 

@@ -28,6 +28,18 @@ def test_it_prints_tables_and_writes_picture_and_data(tmp_path, capsys):
     assert "cross at k = 9" in benchmark["against_base"]["$dapo$"]["findings"][0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_models_that_solve_nothing_are_compared_and_prompts_cannot_steer_a_terminal(elsewhere, tmp_path, capsys):
+    base = save(tmp_path / "base", [0, 0], 4, prompts=["\x1b[2JWhat is 1?", "What is 2?"])
+    main([str(base), str(save(tmp_path / "dapo", [0, 0], 4, prompts=["\x1b[2JWhat is 1?", "What is 2?"]))])
+    solved = save(tmp_path / "grpo", [1, 0], 4, prompts=["\x1b[2JWhat is 1?", "What is 2?"])
+    main([str(base), str(solved)])
+    printed = capsys.readouterr().out
+    assert "No crossing: dapo and base are equal up to k = 4." in printed
+    assert "\\x1b[2JWhat is 1?" in printed
+    assert "\x1b" not in printed
+
+
 def test_a_refusal_leaves_nothing_behind(tmp_path):
     base = save(tmp_path / "base", [1], 4)
     with pytest.raises(InputError, match="does not exist"):
