@@ -25,6 +25,8 @@ Forms = tuple[str, str]
 # How often all open answers are tried again together after the pool itself broke, before one by one.
 _SHARED_ATTEMPTS: Final = 2
 _POOL_CHECK_INTERVAL_S: Final = 0.5
+# The pool sees a comparison's end of time up to 0.1 s late, and ending a worker takes time, too.
+_ENDING_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class AnswerVerifier:
     """Compares responses with ground truths, in order, and survives whatever a response contains.
 
     Extraction and cheap comparisons run in the calling process. The rest goes to `num_workers` spawned
-    processes, each comparison ended after `time_limit_s` seconds, each process held to `memory_limit_mib`
-    MiB above its start. The pool starts when first needed; `close()`, or leaving the context, ends it.
+    processes, each held to `memory_limit_mib` MiB above its start. A comparison is ended in time for its
+    verdict to be there after `time_limit_s` seconds. The pool starts when first needed; `close()`, or leaving the context, ends it.
 
     Spawned processes import the main script again under another name: it needs the usual
     `if __name__ == "__main__"` guard, and every import at its top level is paid once per worker.
@@ -165,10 +167,11 @@ class AnswerVerifier:
         """Outcomes by index, without those that were lost because the pool broke."""
         pool = self._running_pool()
         futures: dict[int, Future[bool]] = {}
+        limit_s = max(self._time_limit_s - _ENDING_S, self._time_limit_s / 2)
         for index in indices:
             args = (self._compare, *forms[index], self._time_limit_s)
             try:
-                futures[index] = pool.schedule(run_comparison, args=args, timeout=self._time_limit_s)
+                futures[index] = pool.schedule(run_comparison, args=args, timeout=limit_s)
             except RuntimeError:  # pebble: the pool is no longer active
                 break
         _wait_while_active(pool, futures.values())

@@ -551,12 +551,6 @@ def test_prefixes_cached_before_an_update_are_computed_anew(tmp_path, two_engine
         run(training_run)
 
 
-def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):
-    """The last test of these engines: nobody waits for the one that the launcher starts again."""
-    with training_run_of(fleet_values(tmp_path, two_engines, **LOSING)) as training_run:
-        run_losing_an_engine(training_run, two_engines, signal.SIGKILL)
-
-
 def test_an_evaluation_uses_engines_that_serve_its_model_and_no_others(tmp_path, two_engines, monkeypatch):
     def evaluate(model, output):
         arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16"]
@@ -582,3 +576,9 @@ def test_an_evaluation_uses_engines_that_serve_its_model_and_no_others(tmp_path,
     with pytest.raises(FleetError, match=r"no engine fits the run: .*it serves another model than the one"):
         evaluate(other, tmp_path / "wrong")
     assert not list((tmp_path / "wrong").rglob("*.parquet"))
+
+
+def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):
+    """The last test of these engines: nobody waits for the one that the launcher starts again."""
+    with training_run_of(fleet_values(tmp_path, two_engines, **LOSING)) as training_run:
+        run_losing_an_engine(training_run, two_engines, signal.SIGKILL)

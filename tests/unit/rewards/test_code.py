@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,10 @@ def test_no_hostile_program_passes_or_harms(reward, tmp_path_factory):
     ]
     assert failed == []
     assert [path for path in written if path.exists()] == []
-    assert processes_of_sandboxes(reward) == []
+    deadline = time.monotonic() + 10
+    while left := processes_of_sandboxes(reward):  # The kernel may still be ending the last one.
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
     assert [score.value for score in reward.score([record(DOUBLE, DOUBLES)])] == [1.0]
 
 
