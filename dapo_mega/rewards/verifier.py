@@ -47,7 +47,8 @@ class AnswerVerifier:
 
     Extraction and cheap comparisons run in the calling process. The rest goes to `num_workers` spawned
     processes, each held to `memory_limit_mib` MiB above its start. A comparison is ended in time for its
-    verdict to be there after `time_limit_s` seconds. The pool starts when first needed; `close()`, or leaving the context, ends it.
+    verdict to be there after `time_limit_s` seconds. The pool starts when first needed; `close()`, or leaving
+    the context, ends it.
 
     Spawned processes import the main script again under another name: it needs the usual
     `if __name__ == "__main__"` guard, and every import at its top level is paid once per worker.
