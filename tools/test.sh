@@ -37,7 +37,7 @@ export CUDA_VISIBLE_DEVICES=
 together="--dist loadfile --no-loadscope-reorder"
 if [ -n "$quick" ]; then
     set -- -m "not integration and not slow" "$@"
-    [ $# -gt 2 ] || set -- "$@" -n 3 $together tests/distributed tests/numerics tests/unit
+    [ $# -gt 2 ] || set -- "$@" -n 4 $together tests/distributed tests/numerics tests/unit
 elif [ $# -eq 0 ]; then
     # Where Transformer Engine's Python files cannot be had, their tests are skipped.
     PYTHON="$PYTHON" bash tools/install_te_sources.sh || true
