@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import numpy as np
 from dapo_mega.rewards import same_answer
 
 _NUM_SUBSETS: Final = 2_000
-_INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,11 @@ def count_votes(
     """
     spellings = Counter(answer for answer, is_right in zip(answers, correct, strict=True) if answer and not is_right)
     classes: dict[str, int] = {}
-    integers = {answer: int(answer) for answer in spellings if _INTEGER.fullmatch(answer)}
     for answer, count in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
-        # Hundreds of different integers, each compared with all others, would take minutes.
-        other = [spelling for spelling in classes if _may_equal(integers.get(answer), integers.get(spelling))]
-        found = next((spelling for spelling in other if is_same(answer, spelling)), answer)
+        found = next((spelling for spelling in classes if is_same(answer, spelling)), answer)
         classes[found] = classes.get(found, 0) + count
     right = sum(bool(answer) and is_right for answer, is_right in zip(answers, correct, strict=True))
     return Votes(len(answers), right, tuple(sorted(classes.values(), reverse=True)))
-
-
-def _may_equal(one: int | None, other: int | None) -> bool:
-    """Whether two answers can be equal, given what they are if they are integers."""
-    return one is None or other is None or one == other
 
 
 def maj_at_k(votes: Votes, k: int) -> float:
