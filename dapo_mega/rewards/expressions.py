@@ -57,7 +57,7 @@ def compare_expressions(candidate: str, truth: str, tolerance: float = 0.0) -> b
             )
         if max(value_digits(candidate), value_digits(truth)) > _EXACT_DIGITS:
             return None
-        return _compare_at_points(first, second, sorted(letters))
+        return _compare_at_points(first, second, tuple(sorted(letters)))
     except (_Unread, ArithmeticError, ValueError, OverflowError):
         return None
 
@@ -73,20 +73,26 @@ def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tole
     return True if is_certain else None
 
 
-def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters: list[str]) -> bool | None:
-    context = _context()
-    for index, text in enumerate(_POINTS):
-        point = context.mpf(text)
-        # Not in proportion to each other: `x - y` must not be a multiple of `x - z`.
-        bend = context.mpf("0.1353352") * (1 if point > 0 else -1)
-        values = {letter: point * (1 + k * context.mpf("0.381966")) + bend * k * k for k, letter in enumerate(letters)}
-        a, b = _Reader(first, values).value(), _Reader(second, values).value()
+def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters: tuple[str, ...]) -> bool | None:
+    for index in range(len(_POINTS)):
+        a, b = _value_at(first, letters, index), _value_at(second, letters, index)
         difference, size = abs(a - b), max(abs(a), abs(b))
         if difference > _DIFFERENT * size:
             return False if index < _NUM_POSITIVE else None
         if difference > _EQUAL * size:
             return None
     return True
+
+
+@lru_cache(maxsize=8192)
+def _value_at(tokens: tuple[str, ...], letters: tuple[str, ...], index: int) -> Any:
+    """The expression's value at a point: the answers to one problem are compared with one truth, or with each other."""
+    context = _context()
+    point = context.mpf(_POINTS[index])
+    # Not in proportion to each other: `x - y` must not be a multiple of `x - z`.
+    bend = context.mpf("0.1353352") * (1 if point > 0 else -1)
+    values = {letter: point * (1 + k * context.mpf("0.381966")) + bend * k * k for k, letter in enumerate(letters)}
+    return _Reader(tokens, values).value()
 
 
 @lru_cache(maxsize=1)
