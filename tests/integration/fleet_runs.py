@@ -203,7 +203,7 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Re
     assert pending is not None
     while len(pending):
         pending.next_complete()
-    for prompt in collector._next_prompts(6):
+    for prompt in collector._next_prompts(8):
         pending.start(prompt, collector.new_requests(prompt))
     wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
     with torch.no_grad():

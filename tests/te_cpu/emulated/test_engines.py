@@ -24,7 +24,7 @@ from tests.integration.fleet_runs import engine_logprobs, fleet_values, train_to
 from tests.integration.sglang_servers import API_KEY, serving_engines, sglang_python, tiny_model
 from tests.te_cpu.engines import gpu_stand_ins
 
-STEPS = 6
+STEPS = 5
 WANTED = "7"
 TOKENS = [5 + 7 * i % 90 for i in range(64)]
 
@@ -67,7 +67,8 @@ def believing(transport):
 @pytest.fixture(scope="module")
 def tuned(engine, tmp_path_factory):
     """Scaling of FP8 -> the folder of a supervised run from the engine's model."""
-    rows = {"prompt": [f"{i}?" for i in range(200)], "response": [str(i % 10) for i in range(200)]}
+    # A prompt does not tell its digit, so the policy asks for the wanted one often enough from the start.
+    rows = {"prompt": [f"{i}?" for i in range(200)] * 10, "response": [str(i // 200) for i in range(2000)]}
     folder = tmp_path_factory.mktemp("tuned")
     pq.write_table(pa.table(rows), folder / "demonstrations.parquet")
     for scaling in ("none", "blockwise"):
