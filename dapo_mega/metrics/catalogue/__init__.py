@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 from dapo_mega.metrics.catalogue.engines_and_time import ENGINES_AND_TIME
+from dapo_mega.metrics.catalogue.evaluations import EVALUATIONS
+from dapo_mega.metrics.catalogue.groups_and_rewards import GROUPS_AND_REWARDS
 from dapo_mega.metrics.catalogue.metric import Metric
 from dapo_mega.metrics.catalogue.rollouts import ROLLOUTS
 from dapo_mega.metrics.catalogue.updates import UPDATES
@@ -46,7 +48,7 @@ PREFIXES: Mapping[str, str] = {
 }
 """What the metrics of each prefix have in common, in the order in which they are documented."""
 
-CATALOGUE: tuple[Metric, ...] = (*ROLLOUTS, *UPDATES, *ENGINES_AND_TIME)
+CATALOGUE: tuple[Metric, ...] = (*EVALUATIONS, *ROLLOUTS, *GROUPS_AND_REWARDS, *UPDATES, *ENGINES_AND_TIME)
 """All metrics, in the order in which they are documented."""
 
 

@@ -1,132 +1,9 @@
-"""Metrics of responses: evaluation, generation, filter, buffer and rewards."""
+"""Metrics of what the engines generated: responses, agreement with the trainer, and requests."""
 
 from dapo_mega.metrics.catalogue.metric import Metric
 
 ROLLOUTS: tuple[Metric, ...] = (
-    Metric(
-        "evaluation/avg_at_k",
-        "share",
-        "Mean over prompts of the share of the prompt's k responses that are correct.",
-        "rises; its standard error from sampling is at most 0.5 / sqrt(prompts x k)",
-        "flat or falling while `rollout/accuracy_mean` rises",
-        'see "Accuracy stays flat" above',
-        better="higher",
-    ),
-    Metric(
-        "evaluation/pass_at_k",
-        "share",
-        "Share of prompts with at least one correct response among the k.",
-        "at least avg@k; the distance between the two is what sampling can still find",
-        "falls while avg@k rises: the policy loses variety",
-        "read `policy/entropy`",
-        better="higher",
-    ),
-    Metric(
-        "evaluation/maj_at_k",
-        "share",
-        "Share of prompts whose most frequent answer is correct. Equal answers vote together, however they are spelt "
-        "(`1/2` and `0.5`); a tie of t answers counts 1/t if one of them is correct; a response without an answer does "
-        "not vote.",
-        "usually above avg@k",
-        "below avg@k: the model agrees on wrong answers",
-        "look at the prompts; the ground truth may be wrong or have another form",
-        better="higher",
-    ),
-    Metric(
-        "evaluation/pass_at_<k>",
-        "share",
-        "Unbiased estimate of the chance that at least one of 2, 4, 8, ... responses is correct: "
-        "1 - C(n-c, k) / C(n, k), mean over prompts. Recorded for powers of two "
-        "below the fewest responses of a prompt.",
-        "rises with k",
-        better="higher",
-    ),
-    Metric("evaluation/k", "responses", "The k of this evaluation: `evaluation.samples_per_prompt`.", "constant"),
-    Metric(
-        "evaluation/failed",
-        "responses",
-        "Responses that could not be generated.",
-        "0",
-        "above 0: the other values are over fewer responses",
-        "read `rollout/failed_calls_<cause>`, or the trainer's warning",
-        better="lower",
-    ),
-    Metric(
-        "evaluation/unscored",
-        "responses",
-        "Responses that could not be scored.",
-        "0",
-        "above 0: the other values are over fewer responses",
-        "as for `reward/num_failed`",
-    ),
-    Metric(
-        "evaluation/reward_mean",
-        "reward",
-        "Mean reward of the responses, as in training but for Kimi's length reward.",
-        "rises",
-        "falls while `rollout/reward_mean` rises",
-        'see "Accuracy stays flat" above',
-    ),
-    Metric(
-        "evaluation/part_<name>",
-        "reward",
-        "Mean of one part of the reward, as `reward/part_<name>`.",
-        "as `reward/part_<name>`",
-    ),
-    Metric(
-        "evaluation/response_length_mean",
-        "tokens",
-        "Mean length of the responses.",
-        "no general value; in DAPO's run lengths grow with accuracy, with pauses",
-        "at `rollout.max_response_tokens`, or near 0",
-        "as for `rollout/response_length_mean`",
-    ),
-    Metric(
-        "evaluation/truncated_share",
-        "share",
-        "Share of responses that ended at `rollout.max_response_tokens`.",
-        "near 0",
-        "high: accuracy is limited by the length limit",
-        "raise `rollout.max_response_tokens`",
-        better="lower",
-    ),
-    Metric(
-        "evaluation/unfinished",
-        "responses",
-        "Of the failed responses, those that were unfinished when the evaluation ended: at `evaluation.limit_s`, or "
-        "because its engines were lost or training needed them. Only with `evaluation.beside_training`, as the next "
-        "three.",
-        "0",
-        "above 0: long responses are missing, so accuracy is too high and length too low; the trainer's warning says "
-        "why the evaluation ended",
-        "raise `evaluation.limit_s` or `evaluation.engines`",
-        better="lower",
-    ),
-    Metric(
-        "evaluation/engines",
-        "engines",
-        "Engines that generated the responses, while the others served training.",
-        "`evaluation.engines`; after the last step all",
-        "0: no engine could be spared, and there is no result",
-        "start more engines, or lower `rollout.fleet.min_engines`",
-    ),
-    Metric(
-        "evaluation/generation_s",
-        "s",
-        "Seconds in which the responses were generated.",
-        "below the time between two evaluations",
-        "longer: training waits for one evaluation before the next, in `time/evaluation_s`",
-        "raise `evaluation.every` or `evaluation.engines`",
-        better="lower",
-    ),
-    Metric(
-        "evaluation/lost",
-        "events",
-        "1: this step's evaluation was under way when the run ended, and the run went on from a checkpoint of a later "
-        "step, which does not have its weights. There is no result.",
-        "absent",
-    ),
-    # ---- rollout: what was generated ----
+    # ---- what was generated ----
     Metric(
         "rollout/reward_mean",
         "reward",
@@ -277,7 +154,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "raise `algorithm.max_staleness` or lower `batch.generation_groups`",
         better="lower",
     ),
-    # ---- rollout: histograms ----
+    # ---- histograms ----
     Metric(
         "rollout/response_length",
         "tokens",
@@ -296,7 +173,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "read `groups/all_right_share` and `groups/all_wrong_share`",
         is_histogram=True,
     ),
-    # ---- rollout: agreement with the trainer ----
+    # ---- agreement with the trainer ----
     Metric(
         "rollout/logprob_abs_diff_mean",
         "nats",
@@ -325,7 +202,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "as for `rollout/logprob_abs_diff_mean`",
         better="lower",
     ),
-    # ---- rollout: the requests of a fleet ----
+    # ---- the requests of a fleet ----
     Metric("rollout/requests_submitted", "requests", "New requests; one for each response."),
     Metric(
         "rollout/requests_answered",
@@ -424,201 +301,4 @@ ROLLOUTS: tuple[Metric, ...] = (
         },
         better="lower",
     ),
-    # ---- groups, buffer, reward ----
-    Metric("groups/offered", "groups", "Complete groups that were scored, all of them."),
-    Metric(
-        "groups/kept_share",
-        "share",
-        "Share of these groups with at least one correct and one wrong response; with "
-        "`algorithm.dynamic_sampling=false` every group is kept.",
-        "above `batch.groups_per_step` / (`batch.generation_groups` x `algorithm.max_generation_rounds`), 0.1 by "
-        "default; with equal accuracy p it is 1 - p^G - (1-p)^G",
-        "falls towards that limit",
-        'see "Dynamic sampling is starved" above',
-        better="higher",
-    ),
-    Metric(
-        "groups/all_right_share",
-        "share",
-        "Share of these groups in which every response is correct, or scores at least `algorithm.score_threshold`. "
-        "Missing where nothing says so.",
-        "rises during training (DAPO, figure 3b)",
-        "most groups",
-        "add harder prompts, or raise `batch.group_size`",
-    ),
-    Metric(
-        "groups/all_wrong_share",
-        "share",
-        "Share of these groups in which every response is wrong.",
-        "falls during training",
-        "most groups",
-        "add easier prompts, or raise `batch.group_size`; 1 means that template, extraction or engines are wrong",
-        better="lower",
-    ),
-    Metric(
-        "buffer/size",
-        "groups",
-        "Groups left over after the step has taken its own.",
-        "0 up to what one generation round yields beyond a step",
-        "grows: groups will become too old",
-        "lower `batch.generation_groups`",
-    ),
-    Metric(
-        "buffer/staleness_mean",
-        "steps",
-        "Mean staleness of the groups of this step; 0 means sampled from the weights that the step starts from.",
-        "0 to `algorithm.max_staleness`",
-        "always at the limit",
-        "lower `batch.generation_groups`",
-        better="lower",
-    ),
-    Metric(
-        "buffer/staleness_max",
-        "steps",
-        "Largest staleness of the groups of this step.",
-        "at most `algorithm.max_staleness`",
-        "above it",
-        "report a bug",
-        better="lower",
-    ),
-    Metric(
-        "buffer/staleness",
-        "steps",
-        "Staleness of the groups of this step.",
-        "most at 0",
-        "most at `algorithm.max_staleness`",
-        "lower `batch.generation_groups`",
-        is_histogram=True,
-    ),
-    Metric(
-        "buffer/stale_dropped",
-        "groups",
-        "Complete groups thrown away because they grew older than `algorithm.max_staleness`.",
-        "0",
-        "above 0 in many steps: generated tokens are wasted",
-        "lower `batch.generation_groups`",
-        better="lower",
-    ),
-    Metric(
-        "source/accuracy_<name>",
-        "share",
-        "As `rollout/accuracy_mean`.",
-        "rises for every source",
-        "one falls while others rise: the policy forgets it",
-        "raise its weight in `data.mixture`",
-        better="higher",
-    ),
-    Metric(
-        "source/response_length_mean_<name>",
-        "tokens",
-        "As `rollout/response_length_mean`.",
-        "as `rollout/response_length_mean`",
-    ),
-    Metric(
-        "source/share_<name>",
-        "share",
-        "The part of all groups scored in this step.",
-        "near the weights of `data.mixture`; in one step it varies, as groups come back at different times",
-    ),
-    Metric(
-        "sampling/epochs_<name>",
-        "epochs",
-        "How often all prompts of the dataset have been asked. Not with `data.sampling.order=prioritised`.",
-        "a few; beyond some ten the policy may learn answers by heart",
-    ),
-    Metric(
-        "sampling/success_rate_<name>",
-        "share",
-        "With `data.sampling.order=prioritised`: mean over the dataset's prompts of the estimated success rate; "
-        "a prompt that was not asked yet counts as 1/2.",
-        "between 0.2 and 0.8",
-        "near 1: the dataset is solved",
-        "add harder prompts",
-    ),
-    Metric(
-        "sampling/difficulty_mean",
-        "as the column",
-        "Mean over this step's groups of `columns.difficulty`, where that is given.",
-        "with `data.sampling.order=curriculum` it moves from easy to hard during the first epoch",
-    ),
-    Metric(
-        "sampling/retired_<name>",
-        "prompts",
-        "Prompts left out as solved, with `data.sampling.retire_after`.",
-        "grows slowly",
-        "grows to nearly all prompts",
-        "add harder prompts, or raise `data.sampling.retire_after`",
-    ),
-    Metric(
-        "sampling/left_<name>",
-        "prompts",
-        "Prompts that are not retired, with `data.sampling.retire_after`.",
-        "many times `batch.groups_per_step`",
-        "near `batch.groups_per_step`, below which it does not fall: nearly all prompts are solved",
-        "as for `sampling/retired_<name>`",
-    ),
-    Metric(
-        "reward/part_<name>",
-        "reward",
-        "Mean of one component of the reward, before its weight, or of a part that a reward function names. The rule "
-        "is `answer`, the overlong punishment `length_dapo`, Kimi's length reward `length_kimi`, `reward.function` "
-        "`function`.",
-        "rises, for each by itself",
-        "one falls while `rollout/reward_mean` rises: the policy trades one for another",
-        "change the weights",
-    ),
-    Metric(
-        "reward/num_failed",
-        "responses",
-        "Could not be scored, after `reward.retries`: the reward function, judge or service raised, hung or died. "
-        "Their groups are dropped.",
-        "0",
-        "above 0",
-        "read the first failure in the log, and `reward_output.log` of the run for what a function printed",
-    ),
-    Metric(
-        "reward/failed_share",
-        "share",
-        "The same as a share of the responses that were to be scored.",
-        "0",
-        "above 0; the run ends above `reward.max_failed_share`",
-        "as for `reward/num_failed`",
-    ),
-    Metric(
-        "reward/num_no_answer",
-        "responses",
-        "The extraction found no answer.",
-        "falls as the model learns the format",
-        "most responses",
-        "check template and `reward.extraction`; a truncated response has no answer either",
-        better="lower",
-    ),
-    Metric(
-        "reward/num_timeout",
-        "responses",
-        "Comparing took longer than `reward.time_limit_s`.",
-        "0 or few",
-        "grows: time goes into verification",
-        "raise `reward.num_workers`",
-        better="lower",
-    ),
-    Metric(
-        "reward/num_crash",
-        "responses",
-        "Comparing ended its process.",
-        "0",
-        "above 0 in many steps",
-        "report a bug",
-        better="lower",
-    ),
-    Metric(
-        "reward/num_refused",
-        "responses",
-        "The answer is too long, or its numbers or expressions are too large, to be compared.",
-        "0 or few",
-        "grows: the policy writes huge answers",
-        "check the ground truth's form",
-        better="lower",
-    ),
-    # ---- mismatch ----
 )
