@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,7 +46,7 @@ class CandidateReader:
         self._name = name
         self._config = config
         self._keep_unparsed = keep_unparsed
-        self._frames = _frames(config.instruction)
+        self._frames = instruction_frames(config.instruction)
         self.num_instructions = 0
         # Datasets repeat answers: integers, or a problem with its answer a hundred times.
         self._parsed = lru_cache(maxsize=2**16)(lambda text: _parsed(text, config))
@@ -57,7 +57,11 @@ class CandidateReader:
         if isinstance(prompt, Invalid):
             return prompt
         last_user = max(i for i, message in enumerate(prompt) if message["role"] == "user")
-        problem = self._without_instruction(prompt[last_user]["content"])
+        problem = prompt[last_user]["content"]
+        bare = without_instruction(problem, self._frames)
+        if bare is not None:
+            self.num_instructions += 1
+            problem = bare
         if not problem.strip():
             return Invalid("no prompt", "the prompt is empty")
         messages = [*prompt[:last_user], {"role": "user", "content": problem}, *prompt[last_user + 1 :]]
@@ -81,14 +85,6 @@ class CandidateReader:
             "reward_model": {"ground_truth": candidate.answer, "style": str(style or "rule")},
             **{name: value for name, value in kept.items() if name not in _OWN_COLUMNS},
         }
-
-    def _without_instruction(self, problem: str) -> str:
-        stripped = problem.strip()
-        for before, after in self._frames:
-            if stripped.startswith(before) and stripped.endswith(after):
-                self.num_instructions += 1
-                return stripped[len(before) : len(stripped) - len(after)].strip()
-        return problem
 
     def _answer(self, row: Row) -> str | Invalid:
         column = self._config.columns.ground_truth
@@ -138,10 +134,20 @@ def _is_missing(value: Any) -> bool:
     return value is None or value in ("", [])
 
 
-def _frames(instruction: str) -> list[tuple[str, str]]:
-    """What stands before and after the problem, for each instruction that may be taken off."""
+def instruction_frames(instruction: str) -> list[tuple[str, str]]:
+    """What stands before and after the problem, for each instruction that may be taken off: `auto` for all known ones,
+    `none`, or a template."""
     if instruction == "none":
         return []
     texts = TEMPLATES.values() if instruction == "auto" else [template_text(instruction)]
     frames = [(text.partition(PROBLEM)[0].strip(), text.rpartition(PROBLEM)[2].strip()) for text in texts]
     return [frame for frame in frames if any(frame)]
+
+
+def without_instruction(prompt: str, frames: Sequence[tuple[str, str]]) -> str | None:
+    """The problem within a prompt that stands in one of `frames`, None where it stands in none."""
+    stripped = prompt.strip()
+    for before, after in frames:
+        if stripped.startswith(before) and stripped.endswith(after):
+            return stripped[len(before) : len(stripped) - len(after)].strip()
+    return None

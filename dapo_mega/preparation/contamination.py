@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dapo_mega.preparation.normalization import NormalText, normal_text
+from dapo_mega.preparation.normalization import DRAWING, NormalText, normal_text
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class EvaluationIndex:
 
     A prompt contains a problem if at least `min_share` of the problem's words stand in runs of `ngram` words that both
     have. A problem of fewer than `ngram` words, but at least `min_words`, must stand in the prompt as a whole; a still
-    shorter one must be the whole prompt. Memory: about 150 bytes per word of the problems.
+    shorter one must be the whole prompt. The code of a drawing counts only where the other words are fewer than twice
+    `ngram`, so that problems with other drawings may share them. Memory: about 150 bytes per word of the problems.
     """
 
     def __init__(self, problems: Iterable[EvaluationProblem], ngram: int, min_words: int, min_share: float) -> None:
@@ -49,7 +50,9 @@ class EvaluationIndex:
         self._grams: dict[int, dict[tuple[str, ...], list[int]]] = {}
         self._whole: dict[tuple[str, ...], int] = {}
         for problem in problems:
-            self._add(problem, normal_text(problem.text).words, min_words)
+            bare = normal_text(DRAWING.sub(" ", problem.text)).words
+            own = bare if len(bare) >= 2 * ngram else normal_text(problem.text).words
+            self._add(problem, own, min_words)
 
     def __len__(self) -> int:
         return len(self._problems)

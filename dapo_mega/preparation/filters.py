@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 
+from dapo_mega.preparation.normalization import DRAWING
+
 _LABELS = "ABCDE"
-_DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _OPTION = re.compile(
     r"(?<![\w\\])\(\s*([A-E])\s*\)"  # (A)
     r"|\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?([A-E])\)?\s*[.:)]?\s*\}"  # \textbf{(A)}
@@ -38,7 +39,7 @@ def multiple_choice(problem: str) -> str | None:
     expected = iter(_LABELS)
     wanted = next(expected)
     first = 0
-    problem = _DRAWING.sub(" ", problem)
+    problem = DRAWING.sub(" ", problem)
     for option in _OPTION.finditer(problem):
         if next(group for group in option.groups() if group) == wanted:
             first = option.start() if wanted == "A" else first

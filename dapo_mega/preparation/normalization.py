@@ -14,6 +14,9 @@ from functools import cached_property, lru_cache
 SHINGLE_CHARACTERS = 5
 """Length of a shingle."""
 
+DRAWING = re.compile(r"(?:\[asy\]|<asy>).*?(?:\[/asy\]|</asy>)", re.DOTALL)
+"""The code of a drawing, which one copy of a problem has and another one lacks."""
+
 _CHARACTERS = str.maketrans(
     {
         "²": "^2", "³": "^3", "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/",

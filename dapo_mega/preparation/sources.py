@@ -13,6 +13,7 @@ from dapo_mega.config.preparation import EvaluationSetConfig
 from dapo_mega.data.readers import Row, dataset_files, file_rows, is_saved_dataset, read_rows
 from dapo_mega.data.templates import as_messages
 from dapo_mega.errors import InputError
+from dapo_mega.preparation.candidates import instruction_frames, without_instruction
 from dapo_mega.preparation.card import FileRecord, file_record
 from dapo_mega.preparation.contamination import EvaluationProblem
 
@@ -97,12 +98,14 @@ class Source:
 def evaluation_problems(
     name: str, config: EvaluationSetConfig
 ) -> tuple[list[EvaluationProblem], tuple[FileRecord, ...]]:
-    """The problems of an evaluation set, which are the last user turns of its prompts, and its files.
+    """The problems of an evaluation set, which are the last user turns of its prompts without the instruction of a
+    known template, and its files.
 
     Raises `InputError` if a row has none.
     """
     source = Source(name, SourceConfig(path=config.path, split=config.split))
     problems = []
+    frames = instruction_frames("auto")
     for row in source.rows():
         column = config.prompt or next((c for c in _PROBLEM_COLUMNS if row.optional(c) is not None), "prompt")
         try:
@@ -110,7 +113,8 @@ def evaluation_problems(
         except InputError as error:
             raise InputError(f"decontamination set {name}: {error}") from error
         text = next(message["content"] for message in reversed(messages) if message["role"] == "user")
-        problems.append(EvaluationProblem(row.where, text))
+        bare = without_instruction(text, frames)
+        problems.append(EvaluationProblem(row.where, text if bare is None else bare))
     if not problems:
         raise InputError(f"decontamination set {name} has no rows; give one with problems")
     return problems, source.files

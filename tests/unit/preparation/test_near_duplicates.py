@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from dapo_mega.config.preparation import EvaluationSetConfig
+from dapo_mega.data.templates import render
 from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import normal_text
+from dapo_mega.preparation.sources import evaluation_problems
 
 from .edits import OTHER, SAME, Edit
 
@@ -73,6 +76,24 @@ def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) ->
     wanted = {"spelling": 1.0, "typo": 0.88, "one word": 0.88, "two words": 0.8, "a sentence more": 0.98}
     wanted |= {"a heading more": 0.98, "sentences swapped": 0.95, "one number": 0.85}
     assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
+
+
+def test_instructions_and_drawings_of_evaluation_problems_hide_nothing(tmp_path: Path) -> None:
+    problem = "Rectangles ABCD and EFGH are drawn so that D, E, C, F are on a line. If BC = 16, what is CE's length?"
+    short = "In the diagram, what is the area of the shaded triangle?"
+    drawing = "<asy> pair A = (0,0); pair B = (70,0); dot(A); draw(A--B); label(A, S); label(B, N); </asy>"
+    rows = [render("dapo", problem), f"{problem} {drawing}", f"{short} {drawing}"]
+    file = tmp_path / "set.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    problems, _ = evaluation_problems("set", EvaluationSetConfig(path=str(file)))
+    for found in problems[:2]:
+        index = EvaluationIndex([found], 8, 5, 0.6)
+        hit = index.find(normal_text(problem))
+        assert hit is not None
+        assert hit.share == 1.0
+    index = EvaluationIndex(problems[2:], 8, 5, 0.6)
+    assert index.find(normal_text(f"{short} {drawing}")) is not None
+    assert index.find(normal_text(f"{short} [asy] draw((1,2)--(3,4)--cycle); fill(unitcircle); [/asy]")) is None
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmarks of shared/data")
