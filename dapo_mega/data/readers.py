@@ -152,7 +152,7 @@ def file_rows(path: Path, split: str, columns: Sequence[str] | None = None) -> I
             yield from _csv_rows(path)
         else:
             yield from _json_rows(path, split)
-    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error, RecursionError) as error:
         reason = str(error).split("\n")[0]
         raise InputError(
             f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
@@ -293,7 +293,8 @@ def _is_records(value: Any) -> bool:
 
 def _record(row: Row) -> Row:
     if not isinstance(row.values, Mapping):
-        raise InputError(f"{row.where} is a JSON {type(row.values).__name__}; expected a record with named fields")
+        kind = type(plain(row.values)).__name__
+        raise InputError(f"{row.where} is a JSON {kind}; expected a record with named fields")
     return row
 
 

@@ -165,6 +165,8 @@ WRONG_FILES = {
     "x.arrow": ("not arrow at all", "x.arrow cannot be read as arrow"),
     "x.tsv": ("a\tb", "ends in '.tsv'"),
     "short.csv": ("a,b\n1,2\n3\n", "short.csv, line 3 has 1 cells under 2 columns"),
+    "deep.json": ("[" * 10**5, "deep.json cannot be read as json .maximum recursion depth"),
+    "deep.jsonl": ('{"a": ' + "[" * 10**5, "deep.jsonl cannot be read as jsonl"),
     "quote.csv": ('a,b\n1,"2\n', "quote.csv cannot be read as csv"),
     "twice.csv": ("a,a\n1,2\n", "several columns 'a'"),
     "twice.jsonl": ('{"a": 1, "a": 2}\n', "field 'a' stands twice in one record"),
