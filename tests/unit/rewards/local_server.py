@@ -23,11 +23,11 @@ def serving(answer: Callable) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -30,7 +30,7 @@ def judged(answer, given=None, **settings):
         return web.json_response(answer)
 
     with serving(serve) as url:
-        endpoints = EndpointSettings((f"{url}/v1/",), attempts=1, timeout_s=5.0)
+        endpoints = EndpointSettings((f"{url}/v1/",), attempts=1, timeout_s=60.0)
         results = JudgeReward(JudgeSettings(endpoints, "m", **settings)).score([given or record()])
     return results[0], seen
 
@@ -155,7 +155,7 @@ def test_a_run_names_its_key_and_never_holds_it(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     (tmp_path / "template.txt").write_text("Grade {response}.")
     with serving(answer) as url:
-        servers = {"urls": [url], "api_key_env": "JUDGE_KEY", "timeout_s": 5}
+        servers = {"urls": [url], "api_key_env": "JUDGE_KEY", "timeout_s": 60}
         config = run_with(
             {"kind": "judge", "model": "m", "template_file": str(tmp_path / "template.txt"), **servers},
             {"kind": "remote", "weight": 2, **servers},

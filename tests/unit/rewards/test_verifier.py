@@ -112,9 +112,13 @@ def test_a_crashing_comparison_costs_only_its_own_answer(hostile_compare: Callab
 def test_a_worker_that_dies_idle_is_replaced(hostile_compare: Callable[[str, str], bool]) -> None:
     with AnswerVerifier(1, 10.0, compare=hostile_compare) as verifier:
         assert outcomes(verifier.verify([("Answer: y+1same", "y+1")])) == ["correct"]
-        for process in multiprocessing.active_children():
+        killed = set(multiprocessing.active_children())
+        for process in killed:
             process.kill()
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while killed & set(multiprocessing.active_children()):
+            assert time.monotonic() < deadline, "a killed worker has not ended"
+            time.sleep(0.02)
         assert outcomes(verifier.verify([("Answer: y+2same", "y+2")])) == ["correct"]
 
 
