@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.rewards.sandbox import seccomp
-from dapo_mega.rewards.sandbox.frames import MAX_BYTES
+from dapo_mega.rewards.sandbox.frames import HEAD, MAX_BYTES, FrameError, framed
 from dapo_mega.rewards.sandbox.isolation import MAX_THREADS
 from dapo_mega.rewards.sandbox.worker import JOB, Options, clock_limit_s
 
@@ -139,8 +138,11 @@ class Sandbox:
         return self._receive(deadline)
 
     def _send(self, message: Any, deadline: float) -> None:
-        body = json.dumps(message).encode()
-        self._send_bytes(struct.pack("=I", len(body)) + body, deadline)
+        try:
+            content = framed(message)
+        except FrameError as error:
+            raise self._ended(str(error)) from None
+        self._send_bytes(content, deadline)
 
     def _send_bytes(self, content: bytes, deadline: float) -> None:
         rest = memoryview(content)
@@ -154,7 +156,7 @@ class Sandbox:
                 raise self._ended("the sandbox ended") from None
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        (length,) = struct.unpack("=I", self._read(4, deadline))
+        (length,) = HEAD.unpack(self._read(HEAD.size, deadline))
         if length > MAX_BYTES:
             raise self._ended("the sandbox sent too much")
         answer = json.loads(self._read(length, deadline))

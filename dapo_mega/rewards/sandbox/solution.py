@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import sys
 import threading
 import traceback
@@ -13,7 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from .frames import FrameError
+from .frames import FrameError, write_all
 from .plain import encode
 from .remote import last_line, serving_all
 
@@ -84,17 +83,11 @@ def call_function(code: str, name: str, arguments: Sequence[Any], answer: int) -
         _run(code, module)
         holder = module.Solution() if hasattr(module, "Solution") else module
         value = encode(getattr(holder, name)(*arguments), _refuse)
-        _write_json(answer, value)
+        write_all(answer, json.dumps(value).encode())
     except BaseException:
         _print_traceback()
         return 1
     return 0
-
-
-def _write_json(descriptor: int, value: Any) -> None:
-    content = json.dumps(value).encode()
-    while content:
-        content = content[os.write(descriptor, content) :]
 
 
 def _refuse(value: Any) -> Any:

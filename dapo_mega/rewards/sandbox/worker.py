@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import isolation, seccomp, solution, tester
-from .frames import read_frame, write_frame
+from .frames import read_frame, write_all, write_frame
 
 JOB = b"J"
 _JOBS_IN, _ANSWERS_OUT = 0, 1
@@ -162,7 +162,8 @@ class _Job:
         """One process: standard streams, and a file for what a function returns."""
         with contextlib.ExitStack() as stack:
             files = [_memory_file(stack) for _ in range(4)]
-            _fill(files[0], stdin.encode(errors="surrogateescape"))
+            write_all(files[0], stdin.encode(errors="surrogateescape"))
+            os.lseek(files[0], 0, os.SEEK_SET)
             ended = self._wait(self._start(lambda: body(3), files, limit_s), limit_s)
             most = self._options.file_mib * 2**20
             return {
@@ -272,13 +273,6 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
     for end in ends:
         stack.callback(os.close, end)
     return ends
-
-
-def _fill(file: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-    os.lseek(file, 0, os.SEEK_SET)
 
 
 def _content(file: int, most: int, from_end: bool = False) -> str:
