@@ -80,6 +80,7 @@ class CodeReward:
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         self._open: set[Sandbox] = set()
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
         try:
             first = self._started()
             held = try_out(first, self._limits)
@@ -90,7 +91,6 @@ class CodeReward:
         self._idle.put(first)
         logger.info("%s", held)
         self.held = held
-        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
@@ -98,8 +98,7 @@ class CodeReward:
 
     def close(self) -> None:
         """End all sandboxes."""
-        if hasattr(self, "_threads"):
-            self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
         with self._lock:
             for sandbox in self._open:
                 sandbox.close()
@@ -119,14 +118,14 @@ class CodeReward:
         code = extract_code(record.response)
         cases = cases if settings.partial_credit else joined(cases)
         try:
-            ran = _Ran([], 0, len(cases)) if code is None else self._run(code, cases)
+            ran = _Ran() if code is None else self._run(code, cases)
         except (SandboxError, _UnusableTests) as error:
             return ScoringFailure(str(error))
         return self._scored(cases, ran, code)
 
     def _scored(self, cases: Sequence[Case], ran: _Ran, code: str | None) -> Score:
         share = sum(_weight(case) for case in ran.passed) / sum(_weight(case) for case in cases)
-        correct = len(ran.passed) == ran.num_cases
+        correct = len(ran.passed) == len(cases)
         outcome = "correct" if correct else "no_answer" if code is None else "timeout" if ran.num_timeouts else "wrong"
         parts = {"has_code": float(code is not None), "tests_passed": share}
         return Score(share if self._settings.partial_credit else float(correct), correct, parts, outcome=outcome)
@@ -156,7 +155,7 @@ class CodeReward:
             num_timeouts += result["cause"].startswith("took longer")
             if num_timeouts >= _MAX_TIMEOUTS or not self._settings.partial_credit:
                 break
-        return _Ran(passed, num_timeouts, len(cases))
+        return _Ran(passed, num_timeouts)
 
     def _taken(self) -> Sandbox:
         try:
@@ -181,11 +180,10 @@ class CodeReward:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What came of a solution's cases: those that it passed, and how many ran out of time, out of how many."""
+    """What came of a solution's cases: those that it passed, and how many ran out of time."""
 
-    passed: Sequence[Case]
-    num_timeouts: int
-    num_cases: int
+    passed: Sequence[Case] = ()
+    num_timeouts: int = 0
 
 
 def _weight(case: Case) -> int:
