@@ -106,7 +106,8 @@ class RankLayout:
 
     def held_forwards(self, stage: int, num_micro_batches: int) -> Iterator[list[int]]:
         """For every moment at which a stage has just finished a forward pass: how many forward passes of each of its
-        chunks wait for their backward pass (1F1B; interleaved with two or more chunks, as Megatron orders them)."""
+        chunks wait for their backward pass (1F1B; interleaved with two or more chunks, as Megatron orders them). After
+        the warm-up the schedule repeats itself, and one repetition is given."""
         pipeline, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
         total = num_micro_batches * virtual
         warmup = pipeline - stage - 1
@@ -114,7 +115,7 @@ class RankLayout:
             warmup = 2 * warmup + (virtual - 1) * pipeline
         warmup = min(warmup, total)
         held = [0] * virtual
-        for step in range(total):
+        for step in range(min(total, warmup + pipeline * virtual)):
             held[_chunk_at(step, pipeline, virtual)] += 1
             yield list(held)
             if step >= warmup:

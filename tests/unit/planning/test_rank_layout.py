@@ -29,10 +29,11 @@ def test_interleaved_stages_hold_warm_up_and_one_more_forward_pass():
     assert peaks(0, 2, pipeline=2, virtual_pipeline=2) == [2, 2]
 
 
-def test_every_forward_pass_is_followed_by_one_backward_pass():
+def test_after_the_warm_up_every_forward_pass_is_followed_by_one_backward_pass():
     moments = list(placement(8, pipeline=2, virtual_pipeline=4).held_forwards(0, 6))
-    assert len(moments) == 6 * 4
+    assert [sum(held) for held in moments] == [*range(1, 9), *[9] * 8], "8 of warm-up, then one repetition"
     assert all(min(held) >= 0 for held in moments)
+    assert list(placement(8, pipeline=2, virtual_pipeline=4).held_forwards(0, 600)) == moments
 
 
 def test_chunks_cover_every_layer_once_and_ends_are_first_and_last():
