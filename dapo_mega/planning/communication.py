@@ -22,9 +22,10 @@ class Traffic:
     overlaps: bool = False
 
 
-def step_traffic(workload: Workload, kind: LayerKind, num_parameters: int) -> list[Traffic]:
+def step_traffic(workload: Workload, kind: LayerKind, num_parameters: int, num_engines: int = 1) -> list[Traffic]:
     """Everything of a step that takes any bytes: scoring (one forward pass), updates, weight sync."""
-    everything = [*_model_parallel(workload, kind), *_data_parallel(workload), _weight_sync(workload, num_parameters)]
+    sync = _weight_sync(workload, num_parameters, num_engines)
+    everything = [*_model_parallel(workload, kind), *_data_parallel(workload), sync]
     return [traffic for traffic in everything if traffic.num_bytes > 0]
 
 
@@ -120,15 +121,16 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     ]
 
 
-def _weight_sync(workload: Workload, num_parameters: int) -> Traffic:
+def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
     """Embedded: each replica's leader receives all weights of its replica. Otherwise the leader of each pipeline stage
-    of one replica receives the stage's weights and sends them on, to engines on its own machine through memory."""
+    of one replica receives the stage's weights and sends them on: to every engine in a group of its own, to a disk
+    once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline
     size = num_parameters * DTYPE_BYTES[config.model.dtype]
     if config.rollout.placement != "embedded":
-        sent = config.sync_transport != "tensor"
+        sent = {"distributed": num_engines, "disk": 1, "tensor": 0}[config.sync_transport]
         received = (parallel.tensor - 1) / parallel.tensor
         return Traffic(
             "weight sync (by a stage's leader)", size / parallel.pipeline * (received + sent), placement.world_size

@@ -79,7 +79,7 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
     kind = layer_kind(config)
     engine_memory = _engine_memory(workload, assumptions)
     engine = _engine(workload, assumptions, engine_memory)
-    weights = engine_weight_bytes(engine, placement.arch)
+    weights, num_engines = engine_weight_bytes(engine, placement.arch), engine.num_engines(placement.data_size)
     return Estimate(
         assumptions,
         workload,
@@ -88,8 +88,8 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
         weights + workload.longest * cache_bytes_per_token(placement, engine),
         generation(workload, engine, assumptions.machine, max(0.0, engine_memory - weights)),
         tuple(stage_memory(workload, engine, stage) for stage in range(config.parallel.pipeline)),
-        tuple(step_traffic(workload, kind, size)),
-        step_time(workload, assumptions.machine, kind, size),
+        tuple(step_traffic(workload, kind, size, num_engines)),
+        step_time(workload, assumptions.machine, kind, size, num_engines),
     )
 
 

@@ -52,7 +52,9 @@ class StepTime:
         return self.scoring + self.updates + self.bubble + self.communication
 
 
-def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_parameters: int) -> StepTime:
+def step_time(
+    workload: Workload, machine: Machine, kind: LayerKind, num_parameters: int, num_engines: int = 1
+) -> StepTime:
     """The slowest stage's work, the pipeline's bubble, and the communication that nothing hides."""
     config, placement = workload.config, workload.placement
     num_micro_batches = workload.micro_batches(workload.mean_length)
@@ -68,7 +70,7 @@ def step_time(workload: Workload, machine: Machine, kind: LayerKind, num_paramet
     score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)
     bubble = update * share / (1 - share) + forward * score_share / (1 - score_share)
     one_update = update / config.batch.updates_per_step
-    traffic = step_traffic(workload, kind, num_parameters)
+    traffic = step_traffic(workload, kind, num_parameters, num_engines)
     return StepTime(forward, update, bubble, _exposed(traffic, machine, one_update, config.batch.updates_per_step))
 
 
@@ -93,11 +95,13 @@ def _mlp_weights(arch: Architecture, layer: int) -> int:
 
 @dataclass(frozen=True)
 class Generation:
-    """A round's decoding: seconds, responses that an engine decodes at once, bytes of each GPU for their cache."""
+    """A round's decoding: seconds, responses that an engine decodes at once, bytes of each GPU for their cache, and
+    tokens per second of an engine that decodes so many."""
 
     seconds: float
     rows: int
     cache_bytes: float
+    tokens_per_second: float
 
 
 def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache: float) -> Generation:
@@ -116,7 +120,7 @@ def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache
     if not engine.is_embedded:
         rows = min(wanted, int(cache // (per_token * workload.mean_length)))
     if rows == 0:
-        return Generation(float("inf"), 0, cache)
+        return Generation(float("inf"), 0, cache, 0.0)
     # Continuous batching on GPUs of their own; embedded, each batch of rows waits for its longest response.
     rounds = -(-wanted // rows) if engine.is_embedded else 1
     steps = workload.config.rollout.max_response_tokens
@@ -124,7 +128,7 @@ def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache
         steps = max(steps, round(wanted / rows * workload.mean_response))
     rate = machine.memory_rate * machine.memory_rate_share
     read = weights + rows * per_token * (workload.mean_prompt + workload.mean_response / 2)
-    return Generation(rounds * steps * read / rate, rows, cache)
+    return Generation(rounds * steps * read / rate, rows, cache, rows * rate / read)
 
 
 def most_useful_engines(workload: Workload, rows: int) -> int:

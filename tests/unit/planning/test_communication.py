@@ -110,6 +110,20 @@ def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
     assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
 
 
+def test_a_stages_leader_sends_its_weights_to_every_engine():
+    sent = {}
+    for transport in ("distributed", "disk", "tensor"):
+        rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
+        config = RunConfig.model_validate(
+            {**RUN, "rollout": rollout, "parallel": {"pipeline": 2}, "weight_sync": {"transport": transport}}
+        )
+        work = Workload(config, RankLayout(dense(), config.parallel, 2), 6, 10)
+        traffic = step_traffic(work, "local", num_parameters=1000, num_engines=3)
+        sent[transport] = sum(entry.num_bytes for entry in traffic if entry.name.startswith("weight sync"))
+    # Half of 1,000 numbers in bf16; a disk takes them once, engines on the same machine read memory.
+    assert sent == {"distributed": 3 * 1000, "disk": 1000, "tensor": 0}
+
+
 def test_a_layers_operations_are_two_per_weight_and_token():
     placement = workload().placement
     linear, attention = layer_flops(placement, 100)
