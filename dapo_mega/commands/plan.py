@@ -3,6 +3,7 @@
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
 beside the trainer's, colocated on the trainer's, asleep while the policy trains.
@@ -19,12 +20,13 @@ from dapo_mega.cli import print_once
 from dapo_mega.config import ParallelConfig, RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
+from dapo_mega.planning.divisions import divide
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
 from dapo_mega.planning.plan import describe_run, find_architecture
 from dapo_mega.planning.proposals import propose
 from dapo_mega.planning.rank_layout import RankLayout
-from dapo_mega.planning.report import proposal_lines, report
+from dapo_mega.planning.report import division_lines, proposal_lines, report
 from dapo_mega.planning.step_time import Machine
 
 
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = config.model_copy(update={"parallel": parallel})
     world_size = options.gpus or config.parallel.world_size or 1
     arch, assumptions = _architecture(config), _assumptions(options, config)
+    if options.total_gpus is not None:
+        _print_divisions(config, given, arch, options, assumptions)
+        return
     if options.propose:
         _print_proposals(config, given, arch, world_size, assumptions)
         return
@@ -52,6 +57,14 @@ def _print_proposals(
 ) -> None:
     proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
     for line in proposal_lines(proposals, num_valid, world_size, assumptions, given):
+        print_once(line)
+
+
+def _print_divisions(
+    config: RunConfig, given: RunConfig, arch: Architecture, options: argparse.Namespace, assumptions: Assumptions
+) -> None:
+    divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
+    for line in division_lines(divisions, options.total_gpus, given, options.rounds):
         print_once(line)
 
 
@@ -71,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
+        ("--total-gpus", int, None, "divide so many GPUs between trainer and engines instead, fastest first"),
+        ("--rounds", float, 1.0, "rounds of generation that fill a step, of --total-gpus"),
         ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
         ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
         ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
@@ -94,6 +109,7 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     for name, value in vars(options).items():
         if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
+    _check_total(options)
     _check_engines(options, config)
     mean_prompt = options.mean_prompt_tokens or config.data.max_prompt_tokens / 8
     mean_response = options.mean_response_tokens or config.rollout.max_response_tokens / 4
@@ -118,6 +134,22 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     return Assumptions(
         machine, mean_prompt, mean_response, options.engine_tensor, options.engine_gpus, options.reserve_gib * GIB
     )
+
+
+def _check_total(options: argparse.Namespace) -> None:
+    """Refuse what a division of all GPUs decides itself."""
+    if options.total_gpus is None:
+        return
+    given = {"--gpus": options.gpus, "--engine-gpus": options.engine_gpus, "--propose": options.propose}
+    for name, value in given.items():
+        if value:
+            raise InputError(f"--total-gpus divides the GPUs and proposes layouts itself; leave {name} out")
+    per_node = options.gpus_per_node
+    if options.total_gpus > per_node and options.total_gpus % per_node:
+        raise InputError(
+            f"--total-gpus={options.total_gpus} is not a number of whole machines of {per_node} GPUs "
+            "(--gpus-per-node), by which GPUs are divided; give a multiple"
+        )
 
 
 def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import ActivationModel
+from dapo_mega.planning.divisions import Division
 from dapo_mega.planning.estimate import Assumptions, Estimate
 from dapo_mega.planning.memory import (
     ASLEEP_BYTES,
@@ -74,6 +75,33 @@ def proposal_lines(
             f"  {_seconds(time.total):>8} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
             f"{text or 'as in the file'} (data {data_size}): {proposal.reason}"
         )
+
+
+def division_lines(divisions: Sequence[Division], num_gpus: int, config: RunConfig, num_rounds: float) -> Iterator[str]:
+    """Lines of the fastest divisions of `num_gpus`, as overrides of `config`, with the parts of their time."""
+    yield f"divisions of {num_gpus} GPUs between trainer and engines: {len(divisions)} fit; the fastest:"
+    if not divisions:
+        yield "  add GPUs, set compute.recompute=full, or raise --engine-tensor where the engines do not fit"
+        return
+    for division in divisions[:_LARGEST_SHOWN]:
+        plan, engines = division.plan, division.plan.engine
+        trainer = plan.workload.placement.world_size
+        where = "in turns on all" if engines.is_colocated else f"trainer {trainer} + engines {num_gpus - trainer}"
+        yield (
+            f"  {3600 / division.seconds:7.2f} steps/hour  {where}: {_seconds(division.seconds)} s = "
+            f"{_seconds(division.generation_seconds)} generation + {_seconds(plan.time.total)} training and weights; "
+            f"{division.num_engines} engine(s) of tensor {engines.tensor}, each {plan.generation.rows} responses at "
+            f"once, {_seconds(plan.generation.tokens_per_second)} tokens/s; {plan.worst.total / GIB:.1f} GiB on stage "
+            f"{plan.worst.stage}"
+        )
+        yield f"      {' '.join(division.overrides(config)) or 'as in the file'}"
+    plan = divisions[0].plan
+    yield (
+        f"  assumed: {num_rounds:g} round(s) of generation a step (--rounds), each until its longest response of "
+        f"{plan.workload.config.rollout.max_response_tokens} tokens ends, {plan.workload.mean_response:.0f} on "
+        "average; then training: what partial rollouts and evaluations beside training save is not counted"
+    )
+    yield from _assumed_lines(plan)
 
 
 def _memory_lines(plan: Estimate) -> Iterator[str]:
@@ -157,8 +185,8 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
         yield (
             f"  {generated.rows} responses at once per engine"
             + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
-            + f"; one round of decoding about {_seconds(generated.seconds)} s (assumed: reading weights and cache sets "
-            "the pace; prefill left out)"
+            + f", {_seconds(generated.tokens_per_second)} tokens/s; one round of decoding about "
+            f"{_seconds(generated.seconds)} s (assumed: reading weights and cache sets the pace; prefill left out)"
         )
         if not engine.is_embedded and not engine.is_colocated:
             most = most_useful_engines(workload, generated.rows)
@@ -236,12 +264,17 @@ def _traffic_lines(plan: Estimate) -> Iterator[str]:
 
 
 def _time_lines(plan: Estimate) -> Iterator[str]:
-    time, machine = plan.time, plan.assumptions.machine
+    time = plan.time
     yield (
         f"step time without generation: {_seconds(time.total)} s = {_seconds(time.scoring)} scoring + "
         f"{_seconds(time.updates)} updates + {_seconds(time.bubble)} bubble + {_seconds(time.communication)} "
         f"communication not hidden; with one round of generation {_seconds(time.total + plan.generation.seconds)} s"
     )
+    yield from _assumed_lines(plan)
+
+
+def _assumed_lines(plan: Estimate) -> Iterator[str]:
+    machine = plan.assumptions.machine
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "
         f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between "

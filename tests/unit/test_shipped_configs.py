@@ -69,7 +69,7 @@ def test_the_commands_in_its_head_are_for_this_file_and_run(name, elsewhere, cap
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_run_for_gpus_fits_into_them_and_takes_as_long_as_its_head_says(name, elsewhere, capsys):
-    tool("plan_run").main([f"configs/{name}"])
+    tool("plan_run").main(next(shlex.split(line)[2:] for line in commands(name) if "tools/plan_run.py" in line))
     plan = capsys.readouterr().out
     assert "FIT" not in plan
     assert "  fits: " in plan

@@ -221,9 +221,46 @@ def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
     assert f"{tensor_1 + tensor_2 + tensor_4} are valid" in head
 
 
+def test_a_division_of_gpus_copied_gives_the_same_figures(tool, capsys, small):
+    tool.main([small, "--total-gpus", "8", "--rounds", "2"])
+    head, *found = capsys.readouterr().out.splitlines()
+    assert head.startswith("divisions of 8 GPUs between trainer and engines: ")
+    shown = [line for line in found if "steps/hour" in line]
+    rates = [float(line.split(" steps/hour")[0]) for line in shown]
+    assert rates == sorted(rates, reverse=True)
+    assert any("in turns on all" in line for line in shown)
+    assert any("  trainer " in line for line in shown)
+    for line, overrides in zip(shown, found[1::2], strict=False):
+        count, tensor = (int(number(pattern, line)) for pattern in (r"(\d+) engine\(s\)", r"of tensor (\d+)"))
+        engines = ["--engine-tensor", str(tensor)]
+        if split := re.search(r"trainer (\d+) \+ engines (\d+)", line):
+            assert int(split[1]) + int(split[2]) == 8
+            assert int(split[2]) == count * tensor
+            engines += ["--engine-gpus", split[2]]
+        tool.main([small, *overrides.split(), *engines])
+        plan = capsys.readouterr().out
+        assert f"parallel layout: {split[1] if split else 8} processes" in plan
+        assert re.search(r"[0-9.]+ GiB on stage [0-9]", line)[0] in plan
+        training = number(r"step time without generation: ([\d.,]+) s", plan)
+        both = number(r"with one round of generation ([\d.,]+) s", plan)
+        assert number(r": ([\d.,]+) s = ", line) == pytest.approx(training + 2 * (both - training), rel=0.05)
+    tool.main([small, "--total-gpus", "8", "--gpu-memory-gib", "5.01"])
+    assert "0 fit" in capsys.readouterr().out
+
+
+def test_gpus_of_several_machines_are_divided_by_machines(tool, capsys, small):
+    tool.main([small, "--total-gpus", "16", "--gpus-per-node", "4"])
+    text = capsys.readouterr().out
+    assert {int(count) % 4 for count in re.findall(r"trainer (\d+) \+", text)} == {0}
+    # The handles of a colocated engine's weights do not leave a machine.
+    assert re.search(r"rollout\.placement=colocated .*weight_sync\.transport=disk", text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--total-gpus", "100"], "--total-gpus=100 is not a number of whole machines of 8 GPUs"),
+        (["--total-gpus", "128", "--gpus", "64"], "proposes layouts itself; leave --gpus out"),
         (["parallel.tensor=3", "parallel.world_size=96"], "choose one of [1, 2, 4, 8]"),
         (["--gpus", "100"], "not a multiple of tensor 8 x pipeline 4 = 32"),
         (["--mfu", "0"], "--mfu=0 must be larger than 0"),
