@@ -13,18 +13,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 from dapo_mega.rewards.bounds import bound_violation
+from dapo_mega.rewards.expressions import DECIMAL_TOLERANCE, DIGITS, EQUAL, NUM_POINTS, NUM_POSITIVE, coordinates
 
-# Where two expressions are compared: positive and negative numbers of no special relation.
-_POINTS: Final = ("0.7310585", "1.6487212", "2.2360679", "3.3166247", "-0.5772156", "-1.9021130")
-_STEP: Final = 0.3819660
-_BEND: Final = 0.1353352
-_POSITIVE: Final = 4
-_DIGITS: Final = 50
-_EQUAL: Final = 1e-35
 _TINY: Final = 1e-40
 _ENOUGH: Final = 3
-# A decimal stands for an irrational number that it gives to about six digits.
-_DECIMAL_TOLERANCE: Final = 1e-6
 
 
 @lru_cache(maxsize=512)
@@ -68,12 +60,12 @@ def values_equal(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
         if a is None or b is None:
             return _same_infinite(first, second)
         is_decimal = "." in candidate or "." in truth
-        allowed = max(tolerance, _DECIMAL_TOLERANCE * is_decimal)
+        allowed = max(tolerance, DECIMAL_TOLERANCE * is_decimal)
         if allowed and _near(a, b, allowed):
             return True
         if (difference := (first - second).doit()).is_Rational:
             return bool(difference == 0)
-        if _near(a, b, _EQUAL):
+        if _near(a, b, EQUAL):
             return True
         # What cancels out leaves a rest of rounding.
         return (_is_tiny(a) or _is_tiny(b)) and bool(simplify(difference) == 0)
@@ -149,8 +141,8 @@ def _equal_at_points(first: Any, second: Any) -> bool | None:
         a, b = _number(first.subs(point)), _number(second.subs(point))
         if a is None or b is None:
             continue
-        if not (_near(a, b, _EQUAL) or (_is_tiny(a) and _is_tiny(b))):
-            return None if index >= _POSITIVE and agreed >= _ENOUGH else False
+        if not (_near(a, b, EQUAL) or (_is_tiny(a) and _is_tiny(b))):
+            return None if index >= NUM_POSITIVE and agreed >= _ENOUGH else False
         agreed += 1
     return True if agreed > _ENOUGH else None
 
@@ -162,11 +154,9 @@ def _places(first: Any, second: Any) -> list[dict[Any, Any]]:
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     names = sorted({str(symbol) for symbol in symbols})
     places = []
-    for text in _POINTS:
-        point = Float(text, _DIGITS)
-        sign = 1 if point > 0 else -1
-        # Not in proportion to each other: `x - y` must not be a multiple of `x - z`.
-        values = {name: point * (1 + _STEP * index) + sign * _BEND * index**2 for index, name in enumerate(names)}
+    for index in range(NUM_POINTS):
+        numbers = coordinates(index, len(names), lambda text: Float(text, DIGITS))
+        values = dict(zip(names, numbers, strict=True))
         places.append({symbol: values[str(symbol)] for symbol in symbols})
     return places
 
@@ -177,12 +167,12 @@ def _number(expression: Any) -> Any | None:
     from sympy import Number
 
     try:
-        real, imaginary = expression.evalf(_DIGITS).as_real_imag()
+        real, imaginary = expression.evalf(DIGITS).as_real_imag()
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
         return None
     if not (isinstance(real, Number) and isinstance(imaginary, Number) and real.is_finite and imaginary.is_finite):
         return None
-    with mpmath.workdps(_DIGITS):
+    with mpmath.workdps(DIGITS):
         return mpmath.mpc(mpmath.mpf(str(real)), mpmath.mpf(str(imaginary)))
 
 

@@ -7,23 +7,26 @@ letters. What it does not read without doubt it leaves to computer algebra, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
 from dapo_mega.rewards.bounds import MAX_NESTING, bound_violation, value_digits
 
-_DIGITS: Final = 50
-_EQUAL: Final = 1e-35
+DIGITS: Final = 50
+EQUAL: Final = 1e-35
+"""Relative difference of values of so many digits that are equal."""
 _DIFFERENT: Final = 1e-20
-_DECIMAL_TOLERANCE: Final = 1e-6
+DECIMAL_TOLERANCE: Final = 1e-6
+"""A decimal stands for an irrational number that it gives to about six digits."""
 # Integers of more digits than this are compared exactly, elsewhere.
 _EXACT_DIGITS: Final = 30
 _MAX_EXPONENT: Final = 400
 _MAX_FACTORIAL: Final = 100
 # Positive ones first: expressions that differ only elsewhere may mean the same where the problem is asked.
 _POINTS: Final = ("0.7310585", "1.6487212", "2.2360679", "3.3166247", "-0.5772156", "-1.9021130")
-_NUM_POSITIVE: Final = 4
+NUM_POINTS: Final = len(_POINTS)
+NUM_POSITIVE: Final = 4
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<command>\\[a-zA-Z]+|\\[{}|])"
@@ -65,21 +68,21 @@ def compare_expressions(candidate: str, truth: str, tolerance: float = 0.0) -> b
 def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tolerance: float) -> bool | None:
     difference = abs(first - second)
     is_decimal = "." in candidate or "." in truth
-    if max(tolerance, _DECIMAL_TOLERANCE * is_decimal) * abs(second) > difference:
+    if max(tolerance, DECIMAL_TOLERANCE * is_decimal) * abs(second) > difference:
         return True
     if difference > _DIFFERENT * max(abs(first), abs(second)):
         return False
-    is_certain = difference <= _EQUAL * abs(second) and max(map(value_digits, (candidate, truth))) <= _EXACT_DIGITS
+    is_certain = difference <= EQUAL * abs(second) and max(map(value_digits, (candidate, truth))) <= _EXACT_DIGITS
     return True if is_certain else None
 
 
 def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters: tuple[str, ...]) -> bool | None:
-    for index in range(len(_POINTS)):
+    for index in range(NUM_POINTS):
         a, b = _value_at(first, letters, index), _value_at(second, letters, index)
         difference, size = abs(a - b), max(abs(a), abs(b))
         if difference > _DIFFERENT * size:
-            return False if index < _NUM_POSITIVE else None
-        if difference > _EQUAL * size:
+            return False if index < NUM_POSITIVE else None
+        if difference > EQUAL * size:
             return None
     return True
 
@@ -87,12 +90,17 @@ def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters:
 @lru_cache(maxsize=8192)
 def _value_at(tokens: tuple[str, ...], letters: tuple[str, ...], index: int) -> Any:
     """The expression's value at a point: the answers to one problem are compared with one truth, or with each other."""
-    context = _context()
-    point = context.mpf(_POINTS[index])
-    # Not in proportion to each other: `x - y` must not be a multiple of `x - z`.
-    bend = context.mpf("0.1353352") * (1 if point > 0 else -1)
-    values = {letter: point * (1 + k * context.mpf("0.381966")) + bend * k * k for k, letter in enumerate(letters)}
-    return _Reader(tokens, values).value()
+    return _Reader(tokens, dict(zip(letters, coordinates(index, len(letters), _context().mpf), strict=True))).value()
+
+
+def coordinates(index: int, count: int, number: Callable[[str], Any]) -> list[Any]:
+    """The values of `count` letters at one of `NUM_POINTS` points; `number` makes them of decimals.
+
+    They are not in proportion to each other: `x - y` must not be a multiple of `x - z`.
+    """
+    point, step, bend = map(number, (_POINTS[index], "0.3819660", "0.1353352"))
+    sign = 1 if point > 0 else -1
+    return [point * (1 + k * step) + sign * bend * k * k for k in range(count)]
 
 
 @lru_cache(maxsize=1)
@@ -101,7 +109,7 @@ def _context() -> Any:
     import mpmath
 
     context = mpmath.MPContext()
-    context.dps = _DIGITS
+    context.dps = DIGITS
     return context
 
 
