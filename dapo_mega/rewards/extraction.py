@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from dapo_mega.rewards.equivalence import validate_ground_truth
-from dapo_mega.rewards.free_text import find_answer, tagged
+from dapo_mega.rewards.free_text import closing_brace, find_answer, tagged
 
 ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
 
@@ -18,7 +18,6 @@ ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number",
 TAIL_CHARACTERS: Final = 300
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -36,17 +35,8 @@ def last_boxed(text: str) -> str | None:
     opening = start + len("\\boxed")
     while opening < len(text) and text[opening] == " ":
         opening += 1
-    if opening >= len(text) or text[opening] != "{":
-        return None
-    depth = 0
-    for brace in _BRACES.finditer(text, opening):
-        if brace.group() == "{":
-            depth += 1
-        elif brace.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return text[opening + 1 : brace.start()]
-    return None
+    close = closing_brace(text, opening) if text.startswith("{", opening) else -1
+    return text[opening + 1 : close] if close >= 0 else None
 
 
 def _after_hashes(text: str) -> str | None:

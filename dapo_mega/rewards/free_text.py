@@ -138,7 +138,7 @@ def _boxes(text: str) -> list[_Span] | None:
     position = 0
     while match := _BOX.search(text, position):
         if match.end() < len(text) and text[match.end()] == "{":
-            close = _closing_brace(text, match.end())
+            close = closing_brace(text, match.end())
             if close < 0:
                 return None
             end, content = close + 1, text[match.end() + 1 : close]
@@ -151,7 +151,8 @@ def _boxes(text: str) -> list[_Span] | None:
     return boxes
 
 
-def _closing_brace(text: str, opening: int) -> int:
+def closing_brace(text: str, opening: int) -> int:
+    """Where the brace at `opening` closes; -1 if nowhere. Escaped braces do not count."""
     depth = 0
     for brace in _BRACES.finditer(text, opening):
         if brace.group() == "{":
