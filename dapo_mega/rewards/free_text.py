@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
+
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])[ \t]*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
@@ -59,7 +61,10 @@ _SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]
 _CONCLUSION = re.compile(
     r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which)(?![a-z])|[.!?]\s"
 )
+_NUMBER_AT_END = re.compile(r"[0-9.]{0,19}[0-9]$")
 _LAST_WORDS: Final = 4_000
+# No answer needs a line as long as a hostile one.
+_LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
     r"\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?]|\s*$|\s+(?:is|must)\s)"
 )
@@ -103,9 +108,15 @@ def find_answer(response: str) -> str | None:
 def _inside(content: str) -> str | None:
     """The answer in a tag: what it states, else all of it."""
     content = content.strip()
-    if len(content) <= 300 and not _PROSE.search(_COMMAND.sub("", content)) and "\\box" not in content:
+    if (
+        len(content) <= MAX_ANSWER_CHARACTERS
+        and not _PROSE.search(_COMMAND.sub("", content))
+        and "\\box" not in content
+    ):
         return content or None
-    return _stated(content) or (content if len(content) <= 300 and not _formulas(content) else _last_value(content))
+    if stated := _stated(content):
+        return stated
+    return content if len(content) <= MAX_ANSWER_CHARACTERS and not _formulas(content) else _last_value(content)
 
 
 def _stated(text: str) -> str | None:
@@ -186,8 +197,7 @@ def _linked(between: str) -> bool:
     return len(words) <= 8 or _LINK_WORD.search(between) is not None
 
 
-# Answer lines. No answer needs a line as long as a hostile one.
-_LONGEST_LINE: Final = 2_000
+# Answer lines.
 
 
 def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
@@ -204,10 +214,10 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     plain = sentence.strip(_MARKUP).rstrip(".,;: ").strip(_MARKUP)
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
     if _DIGIT.search(plain) or (not _PROSE.search(plain) and not has_box):
-        return _plain_value(plain)
+        return plain[:MAX_ANSWER_CHARACTERS]
     if _UNDECIDED.match(plain) or (not is_certain and (has_box or len(plain) > 60)):
         return None
-    return plain if len(plain) <= 300 else None
+    return plain if len(plain) <= MAX_ANSWER_CHARACTERS else None
 
 
 def _line(text: str, start: int, *, may_go_on: bool = True) -> str:
@@ -237,11 +247,6 @@ def _first_sentence(line: str) -> str:
         ):
             return line[: stop.start()]
     return line
-
-
-def _plain_value(text: str) -> str:
-    """A text without formulas: after its last equals sign where there is one."""
-    return text if len(text) <= 300 else text[:300]
 
 
 # Formulas and numbers.
@@ -296,20 +301,18 @@ def _joined_formulas(text: str, formulas: list[_Span]) -> str:
         if "%" not in value and _PERCENT.match(text, formula.end):
             value += "\\%"
         values.append(value.rstrip(".,; "))
-    if touching := re.search(r"[0-9)]$", text[: group[0].start]):
-        # `2$\sqrt{3}$`: the number outside belongs to the value.
-        number = re.search(r"[0-9.]{0,20}$", text[: group[0].start])
-        values[0] = (number.group() if number and touching else "") + values[0]
+    # `2$\sqrt{3}$`: the number outside belongs to the value.
+    if number := _NUMBER_AT_END.search(text[: group[0].start]):
+        values[0] = number.group() + values[0]
     return _listed(values)
 
 
 def _result(text: str) -> re.Match[str] | None:
     """What the last line computes: 26 of `it grows 13 * 2 = 26 inches in 13 years`."""
-    line = len(text.rstrip()) - len(text.rstrip().rpartition("\n")[2])
-    equals = text.rfind("=", line)
+    equals = text.rfind("=", text.rstrip().rfind("\n") + 1)
     if equals < 0 or _CONCLUSION.search(text, equals):
         return None
-    return _NUMBER.match(text, equals + 1 + len(text[equals + 1 :]) - len(text[equals + 1 :].lstrip()))
+    return _NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
 def _last_value(text: str) -> str | None:
