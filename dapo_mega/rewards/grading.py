@@ -53,11 +53,7 @@ class Grader:
         match a, b:
             case (Named(), Named()):
                 return self._same_named(a, b)
-            case (Named(), Relation()):
-                return self._same_relation(a.text, b.text)
-            case (Relation(), Named()):
-                return self._same_relation(a.text, b.text)
-            case (Relation(), Relation()):
+            case (Named() | Relation(), Named() | Relation()):
                 return self._same_relation(a.text, b.text)
             case (Relation(), _):
                 return self._last_side(a, b)
@@ -71,12 +67,10 @@ class Grader:
                 return self._same_items(a, b)
             case (Union(), Union()):
                 return self._unordered(_united(a), _united(b))
-            case (Items(), Union()) if a.is_list:
+            case (Items(), Union()) if a.is_list or a.is_set:
                 return self._unordered(a.items, _united(b))
             case (Union(), Items()) if b.is_list or b.is_set:
                 return self._unordered(_united(a), b.items)
-            case (Items(), Union()) if a.is_set:
-                return self._unordered(a.items, _united(b))
             case (Matrix(), Matrix()):
                 return self._same_matrix(a, b)
             case (Items(), Value()) if a.is_list:
@@ -102,7 +96,7 @@ class Grader:
         return relations_equal(a, b) if self.algebra else None
 
     def _same_set(self, a: Node, b: Relation) -> bool | None:
-        return None if not self.algebra else latex_equal(_latex(a), b.text)
+        return latex_equal(_latex(a), b.text) if self.algebra else None
 
     def _last_side(self, a: Relation, b: Node) -> bool | None:
         """Of `2 + 3 = 5`, a value is 5."""
@@ -139,11 +133,10 @@ class Grader:
             return self._unordered(_deduplicated(first), _deduplicated(second))
         if sorted(ours) == sorted(theirs) and len(ours) == len(second) == len(first):
             by_name = {node.name: node for node in first if isinstance(node, Named)}
-            named = [node for node in second if isinstance(node, Named)]
-            return (
-                _every(self._same(by_name[node.name].value, node.value) for node in named)
-                if len(by_name) == len(named)
-                else (self._unordered(first, second))
+            if len(by_name) < len(first):
+                return self._unordered(first, second)
+            return _every(
+                self._same(by_name[node.name].value, node.value) for node in second if isinstance(node, Named)
             )
         return self._ordered(first, second)
 
@@ -200,9 +193,10 @@ class Grader:
             return True
         if b.numeral is not None and not any(character.isdigit() for character in a.key):
             return False
-        if base(a) is not None and base(b) is not None and base(a) != base(b):
+        bases = base(a), base(b)
+        if None not in bases and bases[0] != bases[1]:
             return False
-        if self._clock(a) or self._clock(b):
+        if _is_clock(a) or _is_clock(b):
             return False
         decided = compare_expressions(a.text, b.text, self.tolerance)
         if decided is not None:
@@ -212,11 +206,6 @@ class Grader:
         # Expressions in different letters are not worth asking an algebra system.
         letters = variables(a), variables(b)
         return False if None not in letters and letters[0] != letters[1] else None
-
-    @staticmethod
-    def _clock(a: Value) -> bool:
-        hours, colon, minutes = a.key.partition(":")
-        return bool(colon) and hours.isdecimal() and len(minutes) == 2 and minutes.isdecimal()
 
     def _same_number(self, a: Value, b: Value) -> bool:
         assert a.numeral is not None
@@ -236,6 +225,12 @@ class Grader:
 
     def _near(self, a: Numeral, b: Numeral) -> bool:
         return numerals_equal(a, b) or abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
+
+
+def _is_clock(value: Value) -> bool:
+    """Whether a value is a time of day, which no ratio equals."""
+    hours, colon, minutes = value.key.partition(":")
+    return bool(colon) and hours.isdecimal() and len(minutes) == 2 and minutes.isdecimal()
 
 
 def _scaled(numeral: Numeral, factor: Fraction) -> Numeral:
@@ -300,7 +295,7 @@ def _words(value: Value) -> str:
 
 def _latex(node: Node) -> str:
     match node:
-        case Value():
+        case Value() | Relation():
             return node.text
         case Named():
             return f"{node.name}={_latex(node.value)}"
@@ -308,8 +303,6 @@ def _latex(node: Node) -> str:
             return f"{node.opening}{','.join(map(_latex, node.items))}{node.closing}"
         case Union():
             return "\\cup ".join(map(_latex, node.items))
-        case Relation():
-            return node.text
         case Matrix():
             return "\\begin{pmatrix}" + "\\\\".join("&".join(map(_latex, row)) for row in node.rows) + "\\end{pmatrix}"
 

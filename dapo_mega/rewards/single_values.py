@@ -24,16 +24,10 @@ _NEGATION = re.compile(
     r"(?i)(?<![a-z])(?:not|no|never|n't|neither|nor|except|than|least|most|between|over|under|maybe|perhaps|either|if|unless|to"
     r"|unknown|any|other)(?![a-z])"
 )
-_NUMBER_WORDS: Final = {
-    word: value
-    for value, word in enumerate(
-        (
-            *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-            *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
-            "twenty",
-        )
-    )
-}
+_NUMBER_WORDS: Final = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
 _BASE = re.compile(r"[0-9A-F]+_\{?(?:\\text\{)?(?P<base>[0-9a-z]+)\}*")
 # What brings letters of its own, and commands and names that are no variables.
 _BINDING = re.compile(
@@ -73,8 +67,8 @@ def single_value(text: str, depth: int) -> Value | None:
     key = compact(canonical)
     if not key:
         return None
-    if (number := _NUMBER_WORDS.get(key.casefold())) is not None:
-        key = str(number)
+    if key.casefold() in _NUMBER_WORDS:
+        key = str(_NUMBER_WORDS.index(key.casefold()))
     numeral = parse_numeral(key)
     if numeral is None and (single := _single_amount(core, depth)) is not None:
         return single
@@ -134,10 +128,6 @@ def _single_amount(text: str, depth: int) -> Value | None:
     start = words.index(amounts[0])
     sign = "-" if words[:start].rstrip().endswith("-") and not re.search(r"[a-zA-Z]-$", words[:start].rstrip()) else ""
     core, unit = _unit(sign + words[start:])
-    if not re.fullmatch(r"-?[0-9.,]+%?", core.strip()):
+    if depth >= MAX_NESTING or not re.fullmatch(r"-?[0-9.,]+%?", core.strip()):
         return None
-    return (
-        single_value(core if unit is None else f"{core}\\text{{ {unit.name}}}", depth + 1)
-        if depth < MAX_NESTING
-        else None
-    )
+    return single_value(core if unit is None else f"{core}\\text{{ {unit.name}}}", depth + 1)
