@@ -36,7 +36,7 @@ def parsed(latex: str) -> Any | None:
 
 
 def latex_equal(candidate: str, truth: str) -> bool:
-    """math-verify's own decision."""
+    """math-verify's own decision; False for a text that cannot be parsed or exceeds `bounds`."""
     first, second = parsed(candidate), parsed(truth)
     if first is None or second is None:
         return False

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
 from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.normalization import after_last_equals, canonical_latex, compact, left_sides, split_list
@@ -109,15 +108,6 @@ def symbolic_forms(candidate: str, ground_truth: str) -> tuple[str, str]:
     if truth.has_equals and left_sides(latex):
         return latex, truth.latex
     return _read(latex, truth.shape), _read(truth.latex, truth.shape)
-
-
-def symbolically_equal(candidate_latex: str, truth_latex: str) -> bool:
-    """Mathematical equality of two bounded LaTeX texts by math-verify; False where one cannot be parsed.
-
-    It has no time limit of its own (math-verify's needs signals, hence the main thread): callers with
-    untrusted text run it in a process that they can end. A text that exceeds `bounds` is not equal.
-    """
-    return latex_equal(candidate_latex, truth_latex)
 
 
 def answers_match(candidate: str, ground_truth: str | Sequence[str], numeric_tolerance: float = 0.0) -> bool:

@@ -13,8 +13,9 @@ from typing import Final, Literal, Self
 
 from pebble import ProcessPool
 
+from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms, symbolically_equal
+from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms
 from dapo_mega.rewards.extraction import check_extraction_style, extract_answer
 from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.worker import Compare, ready, run_comparison, start_worker
@@ -86,7 +87,7 @@ class AnswerVerifier:
             raise ValueError(f"numeric_tolerance={numeric_tolerance}; it must be at least 0 and below 1")
         self._grader = None if extraction == "dapo" and numeric_tolerance == 0 else Grader(numeric_tolerance)
         self._compare = compare or (
-            partial(graded, tolerance=numeric_tolerance) if self._grader is not None else symbolically_equal
+            partial(graded, tolerance=numeric_tolerance) if self._grader is not None else latex_equal
         )
         self._memory_limit_mib = memory_limit_mib
         self._pool: ProcessPool | None = None

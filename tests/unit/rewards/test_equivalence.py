@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_mega.rewards import answers_match, validate_ground_truth
-from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms, symbolically_equal
+from dapo_mega.rewards.algebra import latex_equal
+from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms
 from tests.unit.rewards.hostile import HOSTILE_ANSWERS, shown
 
 
 def matches_as_dapo(candidate: str, truth: str) -> bool:
     """The decision of style `dapo`."""
     decided = compare_cheaply(candidate, truth)
-    return decided if decided is not None else symbolically_equal(*symbolic_forms(candidate, truth))
+    return decided if decided is not None else latex_equal(*symbolic_forms(candidate, truth))
 
 
 @pytest.mark.parametrize(
@@ -105,15 +106,15 @@ def test_a_hostile_answer_is_wrong() -> None:
 
 
 def test_a_giant_power_is_refused_even_if_both_sides_are_equal() -> None:
-    assert symbolically_equal("9^{9^{9^9}}+1", "1+9^{9^{9^9}}") is False
+    assert latex_equal("9^{9^{9^9}}+1", "1+9^{9^{9^9}}") is False
 
 
 def test_math_verify_is_silent() -> None:
     # In a fresh interpreter: math-verify warns once per process.
     source = """
-from dapo_mega.rewards.equivalence import symbolically_equal
-assert symbolically_equal("x+x", "2x")
-assert not symbolically_equal("\\\\frac{1}{", "2x")
+from dapo_mega.rewards.algebra import latex_equal
+assert latex_equal("x+x", "2x")
+assert not latex_equal("\\\\frac{1}{", "2x")
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", source]
