@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError, MisuseError, OutputLog, WorkerProcess
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure, plain_record
 
 logger = logging.getLogger(__name__)
 
@@ -153,17 +153,3 @@ class FunctionReward:
 
     def _named(self, error: Exception) -> str:
         return f"reward function {self._path}: {error}"
-
-
-def plain_record(record: RewardRecord) -> dict[str, Any]:
-    """A record as the function gets it; `token_ids` becomes a list in the process."""
-    return {
-        "prompt": record.prompt,
-        "messages": [dict(message) for message in record.messages],
-        "response": record.response,
-        "token_ids": record.token_ids,
-        "finish_reason": record.finish_reason,
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source,
-        "fields": dict(record.fields),
-    }

@@ -55,6 +55,20 @@ class ScoringFailure:
     detail: str = ""
 
 
+def plain_record(record: RewardRecord) -> dict[str, Any]:
+    """A record as a user's function or server gets it, except that `token_ids` is still an array."""
+    return {
+        "prompt": record.prompt,
+        "messages": [dict(message) for message in record.messages],
+        "response": record.response,
+        "token_ids": record.token_ids,
+        "finish_reason": record.finish_reason,
+        "ground_truth": record.ground_truth,
+        "data_source": record.data_source,
+        "fields": dict(record.fields),
+    }
+
+
 class Reward(Protocol):
     """One reward: `score` returns one result per record, in order; `close` ends what it started, and may be called
     again.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure, plain_record
 
 _MAX_PARTS = 100
 
@@ -39,26 +39,15 @@ class RemoteReward:
         """One result per record, in order."""
         size = self._settings.batch_size
         batches = [records[start : start + size] for start in range(0, len(records), size)]
-        answers = self._endpoints.post_all([{"records": [_record(each) for each in batch]} for batch in batches])
+        answers = self._endpoints.post_all(
+            [{"records": [plain_record(record) for record in batch]} for batch in batches]
+        )
         return [
             result for batch, answer in zip(batches, answers, strict=True) for result in _results(answer, len(batch))
         ]
 
     def close(self) -> None:
         """Nothing is kept open."""
-
-
-def _record(record: RewardRecord) -> dict[str, Any]:
-    return {
-        "prompt": record.prompt,
-        "messages": record.messages,
-        "response": record.response,
-        "token_ids": record.token_ids,
-        "finish_reason": record.finish_reason,
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source,
-        "fields": record.fields,
-    }
 
 
 def _check_answer(request: Mapping[str, Any], answer: Any) -> None:
