@@ -17,7 +17,7 @@ from dapo_mega.preparation.answer_forms import IntegerAnswer, integer_answer
 from dapo_mega.preparation.journal import Journal
 from dapo_mega.rewards import AnswerVerifier, gold_answers
 from dapo_mega.rewards.bounds import bound_violation
-from dapo_mega.rewards.chat import CHAT_PATH, boundary, check_completion, fill, text_after_thoughts, was_cut_off
+from dapo_mega.rewards.chat import CHAT_PATH, Completion, boundary, fill, read_completion
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
 
 PROMPT: Final = """\
@@ -121,16 +121,15 @@ class Transformer:
         self._journal = journal
         self._verifier = verifier
         self.num_answered = 0
-        self._endpoints = Endpoints(settings.endpoints, CHAT_PATH, check_completion)
+        self._endpoints = Endpoints(settings.endpoints, read_completion, CHAT_PATH)
 
     def ask(self, questions: Sequence[Question]) -> dict[int, str]:
         """Ask about the rows that need it and have no reply in the journal; why some got none now, by row."""
         known = self._journal.entries
         missing = [each for each in questions if each.row not in known and not _without_asking(each.answer)]
 
-        def keep(index: int, answer: Any) -> None:
-            reply = {"text": text_after_thoughts(answer), "cut_off": was_cut_off(answer)}
-            self._journal.add(missing[index].row, reply)
+        def keep(index: int, answer: Completion) -> None:
+            self._journal.add(missing[index].row, {"text": answer.text, "cut_off": answer.cut_off})
             self.num_answered += 1
 
         replies = self._endpoints.post_all([self._body(question) for question in missing], keep)

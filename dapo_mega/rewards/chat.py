@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 CHAT_PATH = "/chat/completions"
@@ -25,22 +26,23 @@ def boundary(*texts: str) -> str:
     return f"=== {digest} ==="
 
 
-def check_completion(request: object, answer: Any) -> None:
-    """Raises ValueError for what is no chat completion."""
+@dataclass(frozen=True)
+class Completion:
+    """What a model said, without the thoughts before it and white space around it, and whether it ended at
+    max_tokens."""
+
+    text: str
+    cut_off: bool
+
+
+def read_completion(request: object, answer: Any) -> Completion:
+    """The completion in a server's answer. Raises ValueError for what is no chat completion."""
     try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
+        cut_off = choice.get("finish_reason") == "length"
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError(f"the answer is no chat completion: {answer!r}") from None
     if content is not None and not isinstance(content, str):
         raise ValueError("the content of the answer's message is not text")
-
-
-def was_cut_off(completion: Any) -> bool:
-    """Whether a chat completion ended at max_tokens."""
-    return bool(completion["choices"][0].get("finish_reason") == "length")
-
-
-def text_after_thoughts(completion: Any) -> str:
-    """What a chat completion says, without the thoughts before it and white space around it."""
-    text: str = completion["choices"][0]["message"]["content"] or ""
-    return text.rpartition(_THOUGHTS_END)[2].strip()
+    return Completion((content or "").rpartition(_THOUGHTS_END)[2].strip(), cut_off)

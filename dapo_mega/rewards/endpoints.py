@@ -49,12 +49,9 @@ class Unanswered:
     reason: str
 
 
-Check = Callable[[Mapping[str, Any], Any], None]
-"""Raises ValueError for an answer that does not fit its request; another server may do better."""
-
-
-def _accept(request: Mapping[str, Any], answer: Any) -> None:
-    """Any JSON will do."""
+Read = Callable[[Mapping[str, Any], Any], Any]
+"""What a request's answer, parsed JSON, says. Raises ValueError for one that does not fit; another server may do
+better."""
 
 
 def read_key(variable: str | None, file: str | None) -> str | None:
@@ -90,9 +87,9 @@ class _Health:
 class Endpoints:
     """Servers that answer the same requests. Raises InputError for a bad URL or key."""
 
-    def __init__(self, settings: EndpointSettings, path: str = "", check: Check = _accept) -> None:
+    def __init__(self, settings: EndpointSettings, read: Read, path: str = "") -> None:
         """`path` is added to each URL that does not end with it."""
-        self._check = check
+        self._read = read
         if not settings.urls:
             raise InputError("urls is empty; give at least one")
         for number, url in enumerate(settings.urls):
@@ -106,8 +103,8 @@ class Endpoints:
     def post_all(
         self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None] = lambda index, answer: None
     ) -> list[Any | Unanswered]:
-        """The servers' answers as parsed JSON, in order. `on_answer` gets each with its index as soon as it is there,
-        but not what is `Unanswered`; what it raises is raised at the end."""
+        """What `read` made of the servers' answers, in order. `on_answer` gets each with its index as soon as it is
+        there, but not what is `Unanswered`; what it raises is raised at the end."""
         if not bodies:
             return []
         return asyncio.run(self._post_all(bodies, on_answer))
@@ -188,10 +185,9 @@ class Endpoints:
                 excerpt = received[:200].decode(errors="replace")
                 raise _AttemptFailed(f"the answer is not JSON: {excerpt}") from None
             try:
-                self._check(body, answer)
+                return self._read(body, answer)
             except ValueError as error:
                 raise _AttemptFailed(str(error)) from None
-            return answer
 
     @asynccontextmanager
     async def _counted(self, url: str) -> AsyncIterator[None]:

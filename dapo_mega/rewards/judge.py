@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dapo_mega.errors import InputError
-from dapo_mega.rewards.chat import CHAT_PATH, boundary, check_completion, fill, text_after_thoughts, was_cut_off
+from dapo_mega.rewards.chat import CHAT_PATH, Completion, boundary, fill, read_completion
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line, plain
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 
@@ -74,7 +74,7 @@ class JudgeReward:
             raise InputError("pattern has no group; put the score in parentheses")
         if "{response}" not in settings.template:
             raise InputError("template has no {response}; the judge would not see what it grades")
-        self._endpoints = Endpoints(settings.endpoints, CHAT_PATH, check_completion)
+        self._endpoints = Endpoints(settings.endpoints, read_completion, CHAT_PATH)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
@@ -99,16 +99,15 @@ class JudgeReward:
         body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
         return _Question({**body, **settings.extra_body}, num_cut)
 
-    def _result(self, question: _Question, answer: Any) -> Score | ScoringFailure:
+    def _result(self, question: _Question, answer: Completion | Unanswered) -> Score | ScoringFailure:
         if isinstance(answer, Unanswered):
             return ScoringFailure(answer.reason)
-        if was_cut_off(answer):
+        if answer.cut_off:
             return ScoringFailure(f"the judge's answer was cut off after max_tokens={self._settings.max_tokens}")
-        text = text_after_thoughts(answer)
         try:
-            score = self._verdict(text)
+            score = self._verdict(answer.text)
         except ValueError as error:
-            return ScoringFailure(one_line(f"{error}; the judge's answer ends with {text[-150:]!r}"))
+            return ScoringFailure(one_line(f"{error}; the judge's answer ends with {answer.text[-150:]!r}"))
         lowest, highest = self._settings.score_range
         threshold = self._settings.correct_from
         parts = {"judge_score": score, "judge_cut_characters": float(question.num_cut)}

@@ -33,7 +33,7 @@ class RemoteReward:
     def __init__(self, settings: RemoteSettings) -> None:
         """Raises InputError for a bad URL or key."""
         self._settings = settings
-        self._endpoints = Endpoints(settings.endpoints, check=_check_answer)
+        self._endpoints = Endpoints(settings.endpoints, _read_scores)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
@@ -42,32 +42,29 @@ class RemoteReward:
         answers = self._endpoints.post_all(
             [{"records": [plain_record(record) for record in batch]} for batch in batches]
         )
-        return [
-            result for batch, answer in zip(batches, answers, strict=True) for result in _results(answer, len(batch))
-        ]
+        results: list[Score | ScoringFailure] = []
+        for batch, answer in zip(batches, answers, strict=True):
+            results += [ScoringFailure(answer.reason)] * len(batch) if isinstance(answer, Unanswered) else answer
+        return results
 
     def close(self) -> None:
         """Nothing is kept open."""
 
 
-def _check_answer(request: Mapping[str, Any], answer: Any) -> None:
-    """Raises ValueError for an answer that does not fit the request."""
+def _read_scores(request: Mapping[str, Any], answer: Any) -> list[Score | ScoringFailure]:
+    """One result per record of the request. Raises ValueError for an answer that does not fit it."""
     if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
         raise ValueError(f'the answer is not {{"scores": [...]}}: {answer!r}')
     wanted, given = len(request["records"]), len(answer["scores"])
     if given != wanted:
         raise ValueError(f"{given} scores for {wanted} records")
+    results = []
     for number, score in enumerate(answer["scores"]):
         try:
-            _result(score)
+            results.append(_result(score))
         except ValueError as error:
             raise ValueError(f"score {number}: {error}") from None
-
-
-def _results(answer: Any, count: int) -> list[Score | ScoringFailure]:
-    if isinstance(answer, Unanswered):
-        return [ScoringFailure(answer.reason)] * count
-    return [_result(score) for score in answer["scores"]]
+    return results
 
 
 def _result(given: Any) -> Score | ScoringFailure:
