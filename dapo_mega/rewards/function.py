@@ -12,15 +12,13 @@ from typing import Any, Final
 
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError, MisuseError, OutputLog, WorkerProcess
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record
 
 logger = logging.getLogger(__name__)
 
 _HOPELESS: Final = 8
 """So many calls that hang in a row end an attempt."""
 _MAX_PART_NAMES: Final = 100
-_LARGEST: Final = 1e30
-"""Squares and sums of larger numbers overflow where rewards become advantages."""
 
 Result = Score | ScoringFailure
 
@@ -146,8 +144,8 @@ class FunctionReward:
                 f"{min(self._part_names)!r}; each is a metric, so use few"
             )
         for name, number in (("score", value), *parts.items()):
-            if not abs(number) <= _LARGEST:
-                allowed = f"it must be a number from {-_LARGEST:g} to {_LARGEST:g}"
+            if not abs(number) <= LARGEST:
+                allowed = f"it must be a number from {-LARGEST:g} to {LARGEST:g}"
                 return ScoringFailure(f"reward function {self._path}: it returned {name}={number}; {allowed}")
         return Score(value, correct, parts, answer)
 

@@ -18,7 +18,6 @@ import math
 import numbers
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
@@ -31,10 +30,10 @@ from types import ModuleType
 from typing import Any, Final
 
 from dapo_mega.rewards.processes import MisuseError, end_tree
+from dapo_mega.rewards.records import PART_NAME
 from dapo_mega.rewards.worker import limit_memory
 
 RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
-_PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _SHOWN_CHARACTERS: Final = 200
 _MAX_ANSWER_CHARACTERS: Final = 10_000
@@ -218,7 +217,7 @@ def _checked_result(result: Any) -> list[Any]:
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str) or not _PART_NAME.fullmatch(name):
+    if not isinstance(name, str) or not PART_NAME.fullmatch(name):
         raise MisuseError(
             f"it returned a part called {_shown(name)}; names have letters, digits and any of '_.@-' only"
         )

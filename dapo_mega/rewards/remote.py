@@ -8,13 +8,12 @@ a record that could not be scored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.rewards.records import LARGEST, PART_NAME, RewardRecord, Score, ScoringFailure, plain_record
 
 _MAX_PARTS = 100
 
@@ -82,14 +81,13 @@ def _result(given: Any) -> Score | ScoringFailure:
         raise ValueError(f"answer is {answer!r}; give text or null")
     if not isinstance(parts, dict) or len(parts) > _MAX_PARTS:
         raise ValueError(f"parts is {parts!r}; give at most {_MAX_PARTS} named numbers")
+    if unusable := [name for name in parts if not PART_NAME.fullmatch(name)]:
+        raise ValueError(f"a part is called {unusable[0]!r}; names have letters, digits and any of '_.@-' only")
     numbers = {name: _number(value, f"part {name!r}") for name, value in parts.items()}
     return Score(_number(given.get("score"), "score"), correct, numbers, answer)
 
 
 def _number(value: Any, what: str) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(number := float(value)):
-            return number
-    except OverflowError:
-        pass
-    raise ValueError(f"{what} is {repr(value)[:80]}; give a finite number")
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        return float(value)
+    raise ValueError(f"{what} is {repr(value)[:80]}; give a finite number, of {LARGEST:g} at most")

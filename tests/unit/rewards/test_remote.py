@@ -147,9 +147,11 @@ MISBEHAVING = [
     (scores([None, 1.0]), "score 0: a score is None"),
     (scores([True, 1.0]), "score 0: a score is True"),
     (scores([10**400, 1.0]), "give a finite number"),
+    (scores([1e39, 1.0]), "of 1e+30 at most"),
     (scores([{"correct": True}, 1.0]), "score is None"),
     (scores([{"score": 1, "correct": "yes"}, 1.0]), "correct is 'yes'"),
     (scores([{"score": 1, "parts": {"a": float("nan")}}, 1.0]), "part 'a' is nan"),
+    (scores([{"score": 1, "parts": {"a b": 1}}, 1.0]), "a part is called 'a b'"),
     (scores([{"score": 1, "reward": 2}, 1.0]), "unknown keys ['reward']"),
     (scores([{"score": 1, "answer": 5}, 1.0]), "answer is 5"),
 ]
