@@ -17,7 +17,7 @@ TEMPLATE = "dapo"
 EXTRACTION = "auto"
 """The template that benchmarks are asked with, and the grader that reads the answers, unless others are given."""
 
-_SUFFIX_ORDER = (".jsonl", ".json", ".parquet", ".arrow")
+_SUFFIX_ORDER = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
 @dataclass(frozen=True)

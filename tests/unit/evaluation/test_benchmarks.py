@@ -75,8 +75,9 @@ def value(text):
 def test_a_benchmark_is_found_by_the_usual_names_of_its_file(tmp_path):
     for name in ("AIME_2025.jsonl", "aime-2024.parquet", "aime2024.json", "gsm8k-train.jsonl", "gsm8k-test.jsonl"):
         (tmp_path / name).write_text("")
-    found = sources(["gsm8k", "aime25", "aime24"], tmp_path)
-    assert [Path(source.path).name for source in found] == ["aime2024.json", "AIME_2025.jsonl", "gsm8k-test.jsonl"]
+    (tmp_path / "MATH_500.csv").write_text("")
+    found = [Path(source.path).name for source in sources(["gsm8k", "math500", "aime25", "aime24"], tmp_path)]
+    assert found == ["aime2024.json", "AIME_2025.jsonl", "MATH_500.csv", "gsm8k-test.jsonl"]
     (named,) = sources([f"gsm8k={tmp_path / 'gsm8k-train.jsonl'}"], tmp_path)
     assert Path(named.path).name == "gsm8k-train.jsonl"
     assert [source.path for source in sources(["gsm8k"])] == ["openai/gsm8k:main"]
