@@ -33,6 +33,7 @@ _BATCH_ROWS = 64
 _URLS_LIMIT_S = 300.0
 _MAX_RESTARTS = 3
 _HUNG_S = 1800.0
+_WITH_CONFIG = ("config", "positional", "output", "samples")
 _ONLY_SGLANG = ("num_engines", "tensor_parallel", "gpus", "python", "memory_fraction")
 
 
@@ -67,6 +68,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     held_out.add_argument("--config", type=Path, help="YAML file of the run")
     held_out.add_argument("--samples", type=Path, metavar="FOLDER", help="also write all responses there")
     options = parser.parse_intermixed_args(ours)
+    if options.config is not None:
+        _refuse_options_of_benchmarks(parser, options)
+    elif options.samples:
+        raise InputError("--samples is for --config; of benchmarks all responses are written to --output")
     options.extra = tuple(extra)
     if options.urls and options.engine == "embedded":
         raise InputError("--urls names SGLang engines, and --engine is embedded; leave one of them out")
@@ -79,6 +84,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "engines that this command starts; add --engine sglang, without --urls"
         )
     return options
+
+
+def _refuse_options_of_benchmarks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raises InputError for options beside --config that would decide nothing."""
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if useless := [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_CONFIG]:
+        raise InputError(
+            f"--config excludes {', '.join(useless)}: the run's file decides; override its keys, such as "
+            f"evaluation.samples_per_prompt=4, or give MODEL with --benchmarks"
+        )
 
 
 def _add_model_and_benchmarks(parser: argparse.ArgumentParser) -> None:
@@ -143,10 +158,6 @@ def _evaluate_run_file(options: argparse.Namespace) -> None:
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.evaluation.held_out import evaluate_checkpoint
 
-    if options.benchmarks:
-        raise InputError(
-            "--benchmarks and --config exclude each other; give MODEL with --benchmarks, or the run's file"
-        )
     metrics = evaluate_checkpoint(load_config(RunConfig, options.config, options.positional), options.samples)
     for name, value in metrics.items():
         print(f"{name.removeprefix('evaluation/'):24s} {value:.4f}")
