@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.commands._arguments import add_prepared_output
 from dapo_mega.errors import InputError, StopRequested
 
 if TYPE_CHECKING:
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; `with_late_inputs` takes those that stand behind options."""
+def add_dataset(command: argparse.ArgumentParser) -> None:
+    """The arguments of the command; `with_late_inputs` takes those that stand behind options."""
     command.description = __doc__
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument(
         "inputs", nargs="*", metavar="FILE | section.key=value", help="sources, and overrides of the recipe's keys"
     )
     command.add_argument("--config", type=Path, help="recipe as a YAML file, in place of FILE")
-    command.add_argument("--output", type=Path, required=True, help="folder to write: train.parquet and card.json")
+    add_prepared_output(command)
     command.add_argument("--prompt-column", help="dotted name of the problems' column (default: prompt)")
     command.add_argument(
         "--answer-column", help="dotted name of the answers' column (default: reward_model.ground_truth)"
@@ -39,8 +40,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--decontaminate", nargs="+", default=[], metavar="FILE", help="evaluation sets that must not be trained on"
     )
-    command.add_argument("--dropped", choices=("parquet", "jsonl"), help="write the rows that are left out, too")
-    command.add_argument("--force", action="store_true", help="replace a prepared dataset of other settings")
     command.set_defaults(run=prepare_dataset)
 
 
@@ -100,7 +99,7 @@ def _named(paths: list[str]) -> dict[str, Any]:
 
 def _summary(output: Path, card: Card, *, is_new: bool) -> str:
     counts = [(reason, number) for reason, number in card.dropped.items() if number]
-    width = max((len(str(card.num_rows_read)), 1))
+    width = len(str(card.num_rows_read))
     lines = [f"{output}:{'' if is_new else ' already there,'} {card.num_rows} of {card.num_rows_read} rows"]
     for reason, number in sorted(counts, key=lambda count: -count[1]):
         examples = card.details.get("examples", {}).get(reason, [])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.cli import leave_at_sigterm
-from dapo_mega.commands._arguments import add_prepared_output
+from dapo_mega.commands._arguments import add_prepared_output, at_least_one
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def add_difficulty(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, help="YAML file of a run whose model, template and reward count")
     command.add_argument("--model", help="folder of a Hugging Face checkpoint")
     command.add_argument("--urls", help="URLs of SGLang engines that hold this model, with commas between")
-    command.add_argument("--samples", type=int, default=8, metavar="K", help="responses per prompt (%(default)s)")
+    command.add_argument(
+        "--samples", type=at_least_one, default=8, metavar="K", help="responses per prompt (%(default)s)"
+    )
     command.add_argument("--keep", default="0..1", metavar="A..B", help="pass rates to keep (%(default)s)")
     command.add_argument("--column", default="difficulty", help="name of the pass rate's column (%(default)s)")
     command.add_argument("--template", help="instruction around the problem (dapo)")
@@ -51,8 +53,6 @@ def add_difficulty(command: argparse.ArgumentParser) -> None:
 
 def difficulty(options: argparse.Namespace) -> None:
     """Run the command."""
-    if options.samples < 1:
-        raise InputError(f"--samples {options.samples} says nothing about a prompt; give 1 or more")
     config = _config(options)
     from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty, parse_range
 

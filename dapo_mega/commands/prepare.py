@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.cli import quiet_libraries
-from dapo_mega.commands import _prepare_dataset
+from dapo_mega.commands._prepare_dataset import add_dataset, with_late_inputs
 from dapo_mega.commands._prepare_difficulty import add_difficulty
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if options.command == "dataset":
-        rest = _prepare_dataset.with_late_inputs(options, rest)
+        rest = with_late_inputs(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     quiet_libraries()
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Prepare a run's inputs: data, tokenizer, model.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
-    _prepare_dataset.add_arguments(
+    add_dataset(
         commands.add_parser("dataset", help="training data without duplicates, contamination and unusable rows")
     )
     _add_init_model(commands.add_parser("init-model", help="a small Qwen2 checkpoint with random weights"))
