@@ -284,6 +284,11 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def filters_on_correctness(self) -> bool:
+        """Whether a group is kept for having right and wrong responses."""
+        return self.dynamic_sampling and self.dynamic_sampling_on == "correctness"
+
+    @property
     def chooses_tokens(self) -> bool:
         """Whether tokens are chosen by their covariance, before the updates."""
         return self.policy_loss in ("clip_cov", "kl_cov")

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dapo_mega.config.base import Section, merged, section_in
-from dapo_mega.config.components import KINDS, component_keys
+from dapo_mega.config.components import KINDS
 from dapo_mega.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -113,7 +113,7 @@ def _explain(kind: type[Section], detail: Any) -> str:
         component = location.pop(3)  # pydantic puts a component's kind between its number and its key.
     name = ".".join(location) or "configuration"
     if detail["type"] == "extra_forbidden":
-        valid = component_keys(component) if component else _keys_at(kind, location[:-1])
+        valid = list(KINDS[component].model_fields) if component else _keys_at(kind, location[:-1])
         near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
         return f"unknown key {name!r}; {hint}"

@@ -18,7 +18,7 @@ from dapo_mega.config.components import (
     LengthDapoComponent,
     LengthKimiComponent,
 )
-from dapo_mega.config.components.built_in import Extraction
+from dapo_mega.config.components.built_in import Extraction, check_phase_in, check_values
 from dapo_mega.config.components.function import function_path
 
 
@@ -146,11 +146,8 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
-        if self.correct <= self.incorrect:
-            raise ValueError(f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}")
-        first, last = self.length_phase_in
-        if not 0 <= first <= last:
-            raise ValueError(f"reward.length_phase_in={[first, last]} must be [first, last] with 0 <= first <= last")
+        check_values(self.correct, self.incorrect)
+        check_phase_in(self.length_phase_in)
         if self.function and self.components:
             raise ValueError(
                 "reward.function and reward.components are both given; put the function into the list, as "

@@ -101,8 +101,7 @@ class RunConfig(TrainingConfig):
                     f"reward.components: {part.label} has cache_tokens={part.cache_tokens}, which is larger than "
                     f"rollout.max_response_tokens={longest}; choose a smaller cache"
                 )
-        filters_on_correctness = self.algorithm.dynamic_sampling and self.algorithm.dynamic_sampling_on == "correctness"
-        if filters_on_correctness and self.reward.deciding is None:
+        if self.algorithm.filters_on_correctness and self.reward.deciding is None:
             raise ValueError(
                 f"algorithm.dynamic_sampling_on=correctness, but no component of the reward says which responses are "
                 f"correct; {OTHER_FILTERS}"

@@ -121,9 +121,9 @@ def log_functions(reward: ComposedReward, path: Path) -> None:
 
 def needed_correctness(config: RunConfig) -> str:
     """What to do about a reward that does not say what is correct; empty where the run does not need it."""
-    algorithm = config.algorithm
-    is_needed = algorithm.dynamic_sampling and algorithm.dynamic_sampling_on == "correctness"
-    return f"algorithm.dynamic_sampling_on=correctness needs that; {OTHER_FILTERS}" if is_needed else ""
+    if not config.algorithm.filters_on_correctness:
+        return ""
+    return f"algorithm.dynamic_sampling_on=correctness needs that; {OTHER_FILTERS}"
 
 
 def make_reward(config: RunConfig, *, for_evaluation: bool = False, only_local: bool = False) -> ComposedReward:

@@ -40,7 +40,6 @@ __all__ = [
     "RemoteComponent",
     "RepetitionComponent",
     "ServerComponent",
-    "component_keys",
 ]
 
 Component = Annotated[
@@ -62,8 +61,3 @@ KINDS: dict[str, type[ComponentConfig]] = {
     kind.model_fields["kind"].default: kind for kind in get_args(get_args(Component)[0])
 }
 """Every section of a component by its kind."""
-
-
-def component_keys(kind: str) -> list[str]:
-    """The keys of a component of this kind."""
-    return list(KINDS[kind].model_fields)

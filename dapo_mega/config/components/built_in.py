@@ -14,6 +14,19 @@ Extraction = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "none"]
 Language = Literal["ar", "el", "en", "he", "hi", "ja", "ko", "ru", "th", "zh"]
 
 
+def check_values(correct: float, incorrect: float) -> None:
+    """Raises ValueError unless a right answer is worth more than a wrong one."""
+    if correct <= incorrect:
+        raise ValueError(f"reward.correct={correct} must be larger than reward.incorrect={incorrect}")
+
+
+def check_phase_in(steps: tuple[int, int]) -> None:
+    """Raises ValueError unless the steps are the first and last of a range."""
+    first, last = steps
+    if not 0 <= first <= last:
+        raise ValueError(f"reward.length_phase_in={[first, last]} must be [first, last] with 0 <= first <= last")
+
+
 class AnswerComponent(ComponentConfig):
     """Compares the response's answer with the ground truth, and so decides whether the response is correct."""
 
@@ -31,8 +44,7 @@ class AnswerComponent(ComponentConfig):
 
     @model_validator(mode="after")
     def _check(self) -> AnswerComponent:
-        if self.correct <= self.incorrect:
-            raise ValueError(f"reward.correct={self.correct} must be larger than reward.incorrect={self.incorrect}")
+        check_values(self.correct, self.incorrect)
         return self
 
 
@@ -92,9 +104,7 @@ class LengthKimiComponent(ComponentConfig):
 
     @model_validator(mode="after")
     def _check(self) -> LengthKimiComponent:
-        first, last = self.phase_in
-        if not 0 <= first <= last:
-            raise ValueError(f"reward.length_phase_in={[first, last]} must be [first, last] with 0 <= first <= last")
+        check_phase_in(self.phase_in)
         return self
 
     def weight_at(self, step: int) -> float:

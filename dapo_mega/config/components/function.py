@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -41,11 +40,3 @@ class FunctionComponent(ComponentConfig):
     @classmethod
     def _check_path(cls, given: str, info: ValidationInfo) -> str:
         return function_path(given, info)
-
-    @property
-    def is_file(self) -> bool:
-        return self.path.rpartition(":")[0].endswith(".py")
-
-    @property
-    def file(self) -> Path:
-        return Path(self.path.rpartition(":")[0])
