@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -130,26 +132,23 @@ class LanguageReward(_RewardOfOne):
     def of(self, record: RewardRecord) -> Score:
         counts = words_by_script(record.response)
         total = sum(counts.values())
-        return Score(sum(counts.get(script, 0) for script in self._scripts) / total if total else 1.0)
+        return Score(sum(counts[script] for script in self._scripts) / total if total else 1.0)
 
 
-def words_by_script(text: str) -> dict[str, int]:
+def words_by_script(text: str) -> Counter[str]:
     """How many words a text has in each script, without formulas, code and tags.
 
     A word is a run of letters of one script; in scripts without spaces each letter is one. Single letters of other
     scripts are taken for variables.
     """
-    counts: dict[str, int] = {}
-    for run in _LETTERS.findall(_NOT_PROSE.sub(" ", text)):
-        start = 0
-        for end in range(1, len(run) + 1):
-            script = _script(run[start])
-            if end < len(run) and _script(run[end]) == script:
-                continue
-            length = end - start
-            is_word = script in _WORD_OF_ONE_CHARACTER or length > 1
-            counts[script] = counts.get(script, 0) + (length if script in _WORD_OF_ONE_CHARACTER else int(is_word))
-            start = end
+    counts: Counter[str] = Counter()
+    for run, times in Counter(_LETTERS.findall(_NOT_PROSE.sub(" ", text))).items():
+        for script, letters in groupby(run, _script):
+            length = len(list(letters))
+            if script in _WORD_OF_ONE_CHARACTER:
+                counts[script] += times * length
+            elif length > 1:
+                counts[script] += times
     return counts
 
 
