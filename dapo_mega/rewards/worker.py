@@ -33,9 +33,9 @@ def limit_memory(memory_limit_mib: int) -> None:
         return
     import resource
 
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = mapped + memory_limit_mib * _MIB
+    from dapo_mega.rewards.sandbox.isolation import mapped_bytes
+
+    limit = mapped_bytes() + memory_limit_mib * _MIB
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
