@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from dapo_mega.config.components.servers import url_problem
 from dapo_mega.errors import InputError
@@ -244,6 +245,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        return value.tolist()  # Not one by one: a response has thousands of tokens.
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, Sequence) and not isinstance(value, bytes):
