@@ -224,7 +224,9 @@ class Grader:
         )
 
     def _near(self, a: Numeral, b: Numeral) -> bool:
-        return numerals_equal(a, b) or abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
+        if numerals_equal(a, b):
+            return True
+        return self.tolerance > 0 and abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
 
 
 def _is_clock(value: Value) -> bool:
