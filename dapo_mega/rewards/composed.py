@@ -60,7 +60,6 @@ class ComposedReward:
 
     def _sum(self, scores: Sequence[Score | ScoringFailure]) -> ComposedScore | ScoringFailure:
         total = shaping = 0.0
-        is_first = True
         verdict: Score | None = None
         parts: dict[str, float] = {}
         for component, score in zip(self.components, scores, strict=True):
@@ -70,8 +69,7 @@ class ComposedReward:
             if component.shapes_length:
                 shaping += value
             else:
-                total = value if is_first else total + value
-                is_first = False
+                total += value
             if component.name == self.deciding:
                 verdict = score
             parts[component.name] = score.value
