@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,6 @@ def read_key(variable: str | None, file: str | None) -> str | None:
     return key
 
 
-@dataclass
-class _Health:
-    """What this process knows about its servers."""
-
-    failures: Counter[str] = field(default_factory=Counter)
-    in_flight: Counter[str] = field(default_factory=Counter)
-
-
 class Endpoints:
     """Servers that answer the same requests. Raises InputError for a bad URL or key."""
 
@@ -99,7 +91,9 @@ class Endpoints:
         self._urls = [_with_path(url, path) for url in settings.urls]
         self._settings = settings
         self._key = read_key(settings.api_key_env, settings.api_key_file)
-        self._health = _Health()
+        self._failures: Counter[str] = Counter()
+        """By server: attempts that failed since the last one that did not."""
+        self._in_flight: Counter[str] = Counter()
 
     def post_all(
         self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None] = lambda index, answer: None
@@ -152,8 +146,7 @@ class Endpoints:
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - len(urls)), _LONGEST_PAUSE_S))
             async with self._free:
                 # Not one that failed for this request while there is another; then what works, and has least to do.
-                health = self._health
-                url = min(urls, key=lambda url: (tried.count(url), health.failures[url] > 0, health.in_flight[url]))
+                url = min(urls, key=lambda url: (tried.count(url), self._failures[url] > 0, self._in_flight[url]))
                 tried.append(url)
                 try:
                     return await self._attempt(session, url, body)
@@ -192,9 +185,8 @@ class Endpoints:
 
     @asynccontextmanager
     async def _counted(self, url: str) -> AsyncIterator[None]:
-        """Keeps the server's health, and turns what aiohttp raises into _AttemptFailed."""
-        health = self._health
-        health.in_flight[url] += 1
+        """Counts the attempt, and turns what aiohttp raises into _AttemptFailed."""
+        self._in_flight[url] += 1
         try:
             try:
                 yield
@@ -209,12 +201,12 @@ class Endpoints:
             except (aiohttp.ClientError, OSError) as error:
                 raise _AttemptFailed(f"the connection broke: {error!r}") from None
         except _AttemptFailed:
-            health.failures[url] += 1
+            self._failures[url] += 1
             raise
         else:
-            health.failures[url] = 0
+            self._failures[url] = 0
         finally:
-            health.in_flight[url] -= 1
+            self._in_flight[url] -= 1
 
     def _clean(self, text: str) -> str:
         """One printable line without the key, which a server may have sent back."""
