@@ -56,7 +56,7 @@ def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[
                 "urls": engines.launcher.urls,
                 "min_engines": 2,
                 "heartbeat_s": 0.5,
-                "hung_after_s": 10,
+                "hung_after_s": 60,
                 "wait_limit_s": 200,
             },
         },
@@ -70,7 +70,7 @@ def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[
             "tokens_per_microbatch": 256,
         },
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
-        "weight_sync": {"timeout_s": 20, "bucket_mib": 0.05},
+        "weight_sync": {"timeout_s": 60, "bucket_mib": 0.05},
         "checkpoint": {"every": 0, "save_hf_at_end": False},
     }
     for section, given in sections.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -87,6 +89,8 @@ def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout
         assert time.monotonic() < deadline, "the moment to kill at did not come"
         assert all(worker.exitcode is None for worker in workers), "the run ended before it could be killed"
         time.sleep(0.002)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)  # The moment stays while its children are looked for.
     children = [child for worker in workers for child in psutil.Process(worker.pid).children(recursive=True)]
     kill(workers)
     _, alive = psutil.wait_procs(children, timeout=20)

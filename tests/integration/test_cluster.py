@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_impossible()), reason=f"no hosts in a box: {why_impossible()}"),
 ]
 LIMIT_S = 30
+RUN_LIMIT_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
     )
     try:
         assert owner.stdout.readline() == "-9 None\n"
-        assert {"sleep", sys.executable} <= running()
+        wait_until(lambda: {"sleep", sys.executable} <= running())
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
@@ -151,31 +152,31 @@ def launched(box, hosts, config, output, *overrides):
 
 
 def wait_for_step(commands, output, step):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + RUN_LIMIT_S
     while steps_done(output) < step:
         assert time.monotonic() < deadline
         assert all(command.poll() is None for command in commands), [command.text()[-2000:] for command in commands]
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, tmp_path):
     config, output, alone = prepare(tmp_path), tmp_path / "over hosts", tmp_path / "alone"
-    overrides = ("num_steps=30", "silence_limit_s=5", "checkpoint.every=4", "evaluation.every=0")
+    overrides = ("num_steps=30", "silence_limit_s=10", "checkpoint.every=4", "evaluation.every=0")
     commands = launched(box, (0, 1), config, output, *overrides)
     wait_for_step(commands, output, 6)
     box.cut(1)
-    assert [command.wait(60) for command in commands] == [1, 1]
+    assert [command.wait(120) for command in commands] == [1, 1]
     for command, line in zip(commands, ("machine 1 (host1)", f"the first machine ({box.address(0)})"), strict=True):
         last = command.text().splitlines()[-1]
-        assert last.startswith(f"stopped: {line} has given no sign of life for 5 s (silence_limit_s)")
+        assert last.startswith(f"stopped: {line} has given no sign of life for 10 s (silence_limit_s)")
     assert steps_done(output) < 29
     assert read_status(output)["continue"]
     box.kill(1)
     commands = launched(box, (0, 2), config, output, *overrides)  # Another machine takes its place.
-    assert [command.wait(120) for command in commands] == [0, 0], [command.text()[-2000:] for command in commands]
+    assert [command.wait(RUN_LIMIT_S) for command in commands] == [0, 0], [command.text()[-2000:] for command in commands]
 
-    finish(start(config, 2, alone, *overrides), alone)
+    finish(start(config, 2, alone, *overrides), alone, RUN_LIMIT_S)
     records, others = (read_metrics(folder / "metrics.jsonl") for folder in (output, alone))
     assert [decisive(record) for record in records] == [decisive(record) for record in others]
     weights, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (output, alone))

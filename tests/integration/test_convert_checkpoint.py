@@ -101,7 +101,7 @@ def test_processes_share_the_files_and_leave_together(tmp_path):
     assert contents(tmp_path / "by three") == contents(tmp_path / "by one")
     (model / "model.safetensors").write_bytes(b"nothing")
     workers = start_workers(TOOL, 2, ["hf-to-megatron", str(model), str(tmp_path / "target"), *arguments], tmp_path)
-    assert wait_for(workers, 240) == [2, 2]
+    assert wait_for(workers, 240, patience_s=60) == [2, 2]
     logs = [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)]
     assert [log.count("error:") for log in logs] == [1, 0]
 

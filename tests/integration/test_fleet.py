@@ -50,7 +50,7 @@ from .sglang_servers import API_KEY, call, serving_engines, sglang_python, tiny_
 pytestmark = pytest.mark.integration
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
 DYING_TRAINER = REPOSITORY / "tests" / "integration" / "dying_trainer.py"
-RESTART_LIMIT_S = 120
+RESTART_LIMIT_S = 240
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +139,16 @@ def test_a_router_asks_for_the_key_and_reaches_every_engine(two_engines, tmp_pat
         with suppress(OSError):
             return call(router_url, "/generate", body)[0] == 200
 
+    def workers():
+        return {worker["url"] for worker in call(router_url, "/workers")[1]["workers"]}
+
     try:
-        two_engines.launcher.wait_until(answers, 60)
+        two_engines.launcher.wait_until(answers)
+        two_engines.launcher.wait_until(lambda: workers() == set(urls))
         assert API_KEY not in " ".join(psutil.Process(router.pid).cmdline())
         assert call(router_url, "/generate", body, key=None)[0] == 401
         assert call(router_url, "/workers", {"url": "http://127.0.0.1:9"}, key=None)[0] == 401
-        assert {worker["url"] for worker in call(router_url, "/workers")[1]["workers"]} == set(urls)
+        assert workers() == set(urls)
     finally:
         router.end(time.monotonic())
 
@@ -298,10 +302,9 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
         with saboteur(act), caplog.at_level(logging.WARNING, logger="dapo_mega"):
             records = run(training_run)
-        wait_until(lambda: len(announced()) == 2)
-        after = announced()
-    assert after[two_engines.launcher.urls[0]] == before[two_engines.launcher.urls[0]]
-    assert after[engine] == two_engines.launcher.instances(engine)[served] != before[engine]
+        instance = two_engines.launcher.instances(engine)[served]
+        wait_until(lambda: announced().get(engine) == instance)
+        assert announced() == {**before, engine: instance} != before
     assert total(records, "rollout/requests_moved") + total(records, "rollout/failed_calls") > 0
     assert total(records, "fleet/engines_dead") >= 1
     assert "the run is paused: 1 of 2 required engines" in caplog.text
@@ -310,7 +313,9 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
 def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
     engine = two_engines.launcher.urls[0]
-    values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1}})
+    values = fleet_values(
+        tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1, "hung_after_s": 10}}
+    )
     with training_run_of(values) as training_run:
 
         def act():

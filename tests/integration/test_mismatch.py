@@ -123,7 +123,7 @@ def test_a_run_that_a_mismatch_ended_continues_from_its_checkpoint(tmp_path):
     # Float rounding is over this limit.
     more = [*short, "num_steps=4"]
     workers = start(config, 2, output, *more, "rollout.mismatch_stop=1e-12")
-    assert EXIT_FLEET in wait_for(workers, 240)
+    assert wait_for(workers, 240, patience_s=60) == [EXIT_FLEET] * 2
     log = (tmp_path / "run_logs" / "rank_0.log").read_text()
     (line,) = (line for line in log.splitlines() if line.startswith("error: "))
     assert "nats at step 3 (rollout/logprob_abs_diff_mean) is not within rollout.mismatch_stop=1e-12" in line

@@ -10,6 +10,7 @@ PORT = 5000
 def count(host):
     """Says how many packets arrive before the last."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)  # None gets lost while this process waits.
         receiver.bind((host, PORT))
         print("ready", flush=True)
         number = 0
@@ -22,7 +23,7 @@ def packets(host, number):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for _ in range(number):
             sender.sendto(b"packet", (host, PORT))
-            time.sleep(0.0001)
+            time.sleep(0.0005)
         for _ in range(50):  # One of them may get lost.
             sender.sendto(b"last", (host, PORT))
             time.sleep(0.002)
