@@ -78,7 +78,7 @@ def record_evaluation(run: TrainingRun, step: int, results: Sequence[EvaluatedRe
 
 def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -> None:
     """Write the groups of the step just done. Collective; only rank 0 has groups and writes."""
-    chosen = None
+    chosen: Sequence[int] = ()
     fates: list[GroupFate] = []
     if run.controller:
         fates = run.controller.collector.pop_fates()
@@ -89,10 +89,10 @@ def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -
         training = dict(zip(_sample_ids(groups), _training(run.config, groups, of_samples), strict=True))
         rows = [
             replace(row, training=training.get(row.response.request_id)) if fates[i].outcome == "trained" else row
-            for i in (range(len(fates)) if chosen is None else chosen)
+            for i in chosen
             for row in rows_of(fates[i])
         ]
-        account = _account(run, run.controller, fates, len(fates) if chosen is None else len(chosen), trace)
+        account = _account(run, run.controller, fates, len(chosen), trace)
         run.controller.recorder.write(SampleFile(run.step, "training", rows, account))
 
 
@@ -100,18 +100,18 @@ def record_starved_step(run: TrainingRun) -> None:
     """Write, on rank 0, the groups of a step that found too few to train on."""
     if run.controller and run.controller.recorder:
         fates = run.controller.collector.pop_fates()
-        chosen = _chosen(fates, run.config, run.step + 1) or range(len(fates))
+        chosen = _chosen(fates, run.config, run.step + 1)
         rows = [row for i in chosen for row in rows_of(fates[i])]
         account = _account(run, run.controller, fates, len(chosen))
         run.controller.recorder.write(SampleFile(run.step + 1, "training", rows, account))
         run.controller.recorder.flush()
 
 
-def _chosen(fates: Sequence[GroupFate], config: RunConfig, step: int) -> list[int] | None:
-    """The groups to write, in order; None: all."""
+def _chosen(fates: Sequence[GroupFate], config: RunConfig, step: int) -> Sequence[int]:
+    """The groups to write, in order."""
     wanted = config.samples.groups_per_step
     if wanted is None or wanted >= len(fates):
-        return None
+        return range(len(fates))
     return sorted(np.random.default_rng([config.seed, step]).choice(len(fates), wanted, replace=False).tolist())
 
 
@@ -121,16 +121,16 @@ def _sample_ids(groups: Sequence[Group]) -> Iterator[int]:
 
 
 def values_of_samples(
-    run: TrainingRun, groups: Sequence[Group], chosen: Sequence[int] | None, trace: UpdateTrace
+    run: TrainingRun, groups: Sequence[Group], chosen: Sequence[int], trace: UpdateTrace
 ) -> list[tuple[Floats, Floats]]:
     """On rank 0, for every sample: log-probs at the step's start with its advantages [2, L], and of the last update
-    [1, L]. NaN for samples of groups that are not chosen, and where nothing was computed."""
+    [1, L]. NaN for samples of groups that are not chosen, and where nothing was computed. `chosen`, which rank 0 gives,
+    are numbers of groups; all count unless `samples.groups_per_step` is set."""
     processes, size = run.policy.processes, run.config.batch.group_size
     wanted: list[Any] = [None]
     if run.config.samples.groups_per_step is not None:
-        if chosen is not None:
-            # Trained groups come first among the fates, in the order of their samples.
-            wanted = [[i * size + k for i in chosen if i < len(groups) for k in range(size)]]
+        # Trained groups come first among the fates, in the order of their samples.
+        wanted = [[i * size + k for i in chosen if i < len(groups) for k in range(size)]]
         dist.broadcast_object_list(wanted, src=0, group=processes.control)
     own_start = own_update = None
     if processes.counts_outputs:

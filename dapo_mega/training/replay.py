@@ -201,7 +201,7 @@ def _replay_one(
         metrics["policy/entropy_coefficient"] = run.entropy.current()
     run.entropy.observe(metrics["policy/entropy"])
     run.step = step
-    return recorded, metrics, trace, values_of_samples(run, groups, None, trace)
+    return recorded, metrics, trace, values_of_samples(run, groups, range(len(groups)), trace)
 
 
 def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:
