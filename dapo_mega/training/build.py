@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dapo_mega.algorithms import EntropyControl
-from dapo_mega.atomic_files import replace_file
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
-from dapo_mega.config import RunConfig, TrainingConfig, dump_config
-from dapo_mega.config.base import flat
+from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptDataset, TrainingPrompts, load_prompts, load_tokenizer, load_training_prompts
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
@@ -34,11 +29,9 @@ from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.value_model import ValueModel
-from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, RunDescription, StageTimers
-from dapo_mega.metrics.run_text import package_versions, without_credentials
-from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
+from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.models import Architecture, load_architecture
-from dapo_mega.preparation.card import CardReference, verified_card
+from dapo_mega.preparation.card import CardReference
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
@@ -48,7 +41,7 @@ from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.training.evaluation_beside import BesideTraining
 from dapo_mega.training.histograms import StepCounts
-from dapo_mega.training.resume import is_free
+from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.types import Prompt
 from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
 
@@ -57,12 +50,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The tokenizer and the datasets of a run, and on rank 0 a text that shows prompts of them."""
+    """The tokenizer and the datasets of a run; on rank 0 also their cards, and a text that shows prompts of them."""
 
     tokenizer: Any
     train_prompts: TrainingPrompts
     evaluation_prompts: PromptDataset | None
-    preview: str = ""
+    cards: Mapping[str, CardReference]
+    preview: str
 
 
 @dataclass(frozen=True)
@@ -123,8 +117,7 @@ class TrainingRun:
 
 def read_inputs(config: RunConfig) -> RunInputs:
     """Read the run's inputs, on every rank. Raises InputError before any rank waits for another."""
-    if is_rank_zero():
-        dataset_cards(config)
+    cards = dataset_cards(config) if is_rank_zero() else {}
     tokenizer = load_tokenizer(config.model.path)
     train_prompts = load_training_prompts(config.data, tokenizer)
     evaluation_prompts = None
@@ -136,7 +129,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
-    return RunInputs(tokenizer, train_prompts, evaluation_prompts, preview)
+    return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 
 
 def make_rewards(config: RunConfig) -> RunRewards:
@@ -291,81 +284,6 @@ def _controller(
         tokenizer=tokenizer,
         preview=inputs.preview,
     )
-
-
-def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") -> MetricsWriter:
-    """The metrics writer from `first_step` on; `preview` shows prompts. Raises InputError if the file of earlier steps
-    is unreadable."""
-    run = describe_run(config, preview)
-    try:
-        return MetricsWriter(
-            Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0)
-        )
-    except ValueError as error:
-        raise InputError(f"{error}; move the file away, or give another output_dir") from error
-
-
-def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) -> list[BackgroundTracker]:
-    """Start what sends the run to `tracking.backends`; a run that is not new continues its runs there."""
-    tracking = config.tracking
-    if not tracking.backends:
-        return []
-    folder = Path(config.output_dir).resolve() / "tracking"
-    tracked = TrackedRun(
-        id=run_id_in(folder, is_new=is_new),
-        name=tracking.run_name or re.sub(r"[^A-Za-z0-9_.-]", "-", run.name),
-        project=tracking.project,
-        folder=str(folder),
-        trainer_pid=os.getpid(),
-        close_limit_s=tracking.close_limit_s,
-        entity=tracking.entity,
-        mlflow_uri=tracking.mlflow_uri,
-        trackio_space=tracking.trackio_space,
-        offline=tracking.offline,
-        config=run.config,
-        hyper_parameters=run.hyper_parameters,
-        versions=run.versions,
-    )
-    # Keys of engines and judges are not for trackers, which may upload what they find in their environment.
-    hidden = [str(name) for key, name in flat(config.model_dump()).items() if key.endswith("_env")]
-    return [BackgroundTracker(backend, tracked, hidden=hidden) for backend in tracking.backends]
-
-
-def describe_run(config: TrainingConfig, preview: str = "") -> RunDescription:
-    """The run as trackers and TensorBoard show it; `preview` shows its prompts. Hyper-parameters are the keys that may
-    not change at a resume."""
-    values = without_credentials(config.model_dump(mode="json"))
-    decisive = {name: value for name, value in flat(values).items() if not is_free(name, config)}
-    return RunDescription(
-        name=Path(config.output_dir).resolve().name,
-        config=values,
-        config_text=without_credentials(dump_config(config)),
-        hyper_parameters={n: v if isinstance(v, bool | int | float) else str(v) for n, v in decisive.items()},
-        versions=package_versions(),
-        prompts=preview,
-    )
-
-
-def write_run_record(config: TrainingConfig) -> None:
-    """Write the resolved configuration, the package versions and the cards of prepared datasets into the run's
-    folder."""
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.yaml", dump_config(config))
-    replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
-    cards = {name: asdict(card) for name, card in dataset_cards(config).items()}
-    replace_file(folder / "datasets.json", json.dumps(cards, indent=2) + "\n")
-
-
-def dataset_cards(config: TrainingConfig) -> dict[str, CardReference]:
-    """The cards of those datasets of a run that were prepared, by their keys in the configuration.
-
-    Raises InputError for a dataset that is not the one that its card describes.
-    """
-    values = flat(config.model_dump(include={"data"}))
-    paths = {key.removesuffix(".path"): path for key, path in values.items() if key.endswith(".path") and path}
-    found = {name: verified_card(path) for name, path in paths.items()}
-    return {name: card for name, card in found.items() if card}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dapo_mega.megatron.mismatch import starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import Histogram, MetricAccumulator
-from dapo_mega.training.build import Controller, TrainingRun, open_writer
+from dapo_mega.training.build import Controller, TrainingRun
 from dapo_mega.training.evaluating import (
     begin_beside,
     evaluation_is_due,
@@ -35,6 +35,7 @@ from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
 from dapo_mega.training.recording import UpdateTrace, open_recorder, record_evaluation, record_starved_step, record_step
+from dapo_mega.training.run_records import open_writer
 from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
 

@@ -24,7 +24,6 @@ from dapo_mega.training.build import (
     make_rewards,
     read_inputs,
     try_rewards,
-    write_run_record,
 )
 from dapo_mega.training.evaluation_beside import is_recorded
 from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, require_trackers, watched
@@ -32,6 +31,7 @@ from dapo_mega.training.loop import restore, saving, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import is_locked
+from dapo_mega.training.run_records import write_run_record
 from dapo_mega.training.run_status import RunStatus
 
 
@@ -120,7 +120,7 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         status.completed_step = lambda: run.step
         with raise_on_all_ranks(processes.control):
             if run.controller:
-                write_run_record(config)
+                write_run_record(config, inputs.cards)
                 log_functions(run.controller.rewards.training, folder / "reward_output.log")
                 stack.enter_context(run.controller.progress)
                 if newest:

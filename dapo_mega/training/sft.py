@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import MetricsWriter, ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
-from dapo_mega.training.build import dataset_cards, open_writer, write_run_record
+from dapo_mega.preparation.card import CardReference
 from dapo_mega.training.lifecycle import (
     Saving,
     find_checkpoint,
@@ -39,6 +39,7 @@ from dapo_mega.training.lifecycle import (
 )
 from dapo_mega.training.process_watch import ProcessWatch, stop_together
 from dapo_mega.training.resume import refuse_changes
+from dapo_mega.training.run_records import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.run_status import RunStatus
 
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
@@ -79,8 +80,7 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
-    if is_rank_zero():
-        dataset_cards(config)
+    cards = dataset_cards(config) if is_rank_zero() else {}
     demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     print_once(preview)
@@ -97,7 +97,7 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
             num_steps=config.num_steps,
             compute=config.compute,
         )
-        tuning = _Tuning(config, policy, demonstrations, preview)
+        tuning = _Tuning(config, policy, demonstrations, cards, preview)
         tuning.resume()
         status.completed_step = lambda: tuning.step
         if processes.rank == 0:
@@ -117,10 +117,16 @@ class _Tuning:
     """The loop and its state: the last completed step and the position in the demonstrations."""
 
     def __init__(
-        self, config: SftConfig, policy: MegatronPolicy, demonstrations: Sequence[Demonstration], preview: str
+        self,
+        config: SftConfig,
+        policy: MegatronPolicy,
+        demonstrations: Sequence[Demonstration],
+        cards: Mapping[str, CardReference],
+        preview: str,
     ) -> None:
-        """`preview` shows a demonstration, on rank 0."""
+        """`cards` are those of the demonstrations and `preview` shows one of them, on rank 0."""
         self.step = 0
+        self._cards = cards
         self._preview = preview
         self._config = config
         self._policy = policy
@@ -148,7 +154,7 @@ class _Tuning:
         with contextlib.ExitStack() as stack:
             with raise_on_all_ranks(control):
                 if self._policy.processes.rank == 0:
-                    write_run_record(config)
+                    write_run_record(config, self._cards)
                     first = self.step + 1 if self.step else 0
                     self._writer = stack.enter_context(open_writer(config, first, self._preview))
                     progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from dapo_mega.config import SftConfig
 from dapo_mega.metrics import Example, Histogram
 from dapo_mega.metrics.trackers import missing_packages
-from dapo_mega.training.build import open_writer
+from dapo_mega.training.run_records import open_writer
 
 pytestmark = pytest.mark.integration
 

@@ -42,7 +42,8 @@ from dapo_mega.errors import InputError
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop as trainer
-from dapo_mega.training.build import TrainingRun, open_writer
+from dapo_mega.training.build import TrainingRun
+from dapo_mega.training.run_records import open_writer
 from dapo_mega.types import GenerationRequest
 
 _STAGES = ("rollout", "pack", "score", "update", "weight_sync")

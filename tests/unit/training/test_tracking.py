@@ -9,8 +9,8 @@ from dapo_mega.config import RunConfig, TrackingConfig, load_config
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
 from dapo_mega.training import lifecycle
-from dapo_mega.training.build import describe_run
 from dapo_mega.training.run import run_training
+from dapo_mega.training.run_records import run_description
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -41,7 +41,7 @@ def test_a_run_with_a_missing_tracker_ends_before_anything_is_written(config, tm
 
 
 def test_a_run_is_described_by_what_decides_it_and_without_secrets(config):
-    described = describe_run(config)
+    described = run_description(config)
     assert described.name == "run"
     assert described.hyper_parameters["optimizer.learning_rate"] == 2e-6
     assert described.hyper_parameters["algorithm.dynamic_sampling"] is True

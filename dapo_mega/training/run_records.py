@@ -1,0 +1,94 @@
+"""What is written of a run as a whole: its configuration, the cards of its datasets, its metrics, and its trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from dapo_mega.atomic_files import replace_file
+from dapo_mega.config import TrainingConfig, dump_config
+from dapo_mega.config.base import flat
+from dapo_mega.errors import InputError
+from dapo_mega.metrics import MetricsWriter, RunDescription
+from dapo_mega.metrics.run_text import package_versions, without_credentials
+from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
+from dapo_mega.preparation.card import CardReference, verified_card
+from dapo_mega.training.resume import is_free
+
+
+def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") -> MetricsWriter:
+    """The metrics writer from `first_step` on; `preview` shows prompts. Raises InputError if the file of earlier steps
+    is unreadable."""
+    run = run_description(config, preview)
+    try:
+        return MetricsWriter(
+            Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0)
+        )
+    except ValueError as error:
+        raise InputError(f"{error}; move the file away, or give another output_dir") from error
+
+
+def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) -> list[BackgroundTracker]:
+    """Start what sends the run to `tracking.backends`; a run that is not new continues its runs there."""
+    tracking = config.tracking
+    if not tracking.backends:
+        return []
+    folder = Path(config.output_dir).resolve() / "tracking"
+    tracked = TrackedRun(
+        id=run_id_in(folder, is_new=is_new),
+        name=tracking.run_name or re.sub(r"[^A-Za-z0-9_.-]", "-", run.name),
+        project=tracking.project,
+        folder=str(folder),
+        trainer_pid=os.getpid(),
+        close_limit_s=tracking.close_limit_s,
+        entity=tracking.entity,
+        mlflow_uri=tracking.mlflow_uri,
+        trackio_space=tracking.trackio_space,
+        offline=tracking.offline,
+        config=run.config,
+        hyper_parameters=run.hyper_parameters,
+        versions=run.versions,
+    )
+    # Keys of engines and judges are not for trackers, which may upload what they find in their environment.
+    hidden = [str(name) for key, name in flat(config.model_dump()).items() if key.endswith("_env")]
+    return [BackgroundTracker(backend, tracked, hidden=hidden) for backend in tracking.backends]
+
+
+def run_description(config: TrainingConfig, preview: str = "") -> RunDescription:
+    """The run as trackers and TensorBoard show it; `preview` shows its prompts. Hyper-parameters are the keys that may
+    not change at a resume."""
+    values = without_credentials(config.model_dump(mode="json"))
+    decisive = {name: value for name, value in flat(values).items() if not is_free(name, config)}
+    return RunDescription(
+        name=Path(config.output_dir).resolve().name,
+        config=values,
+        config_text=without_credentials(dump_config(config)),
+        hyper_parameters={n: v if isinstance(v, bool | int | float) else str(v) for n, v in decisive.items()},
+        versions=package_versions(),
+        prompts=preview,
+    )
+
+
+def write_run_record(config: TrainingConfig, cards: Mapping[str, CardReference]) -> None:
+    """Write the resolved configuration, the package versions and the `dataset_cards` into the run's folder."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "config.yaml", dump_config(config))
+    replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
+    datasets = {name: asdict(card) for name, card in cards.items()}
+    replace_file(folder / "datasets.json", json.dumps(datasets, indent=2) + "\n")
+
+
+def dataset_cards(config: TrainingConfig) -> dict[str, CardReference]:
+    """The cards of those datasets of a run that were prepared, by their keys in the configuration. Reads the datasets.
+
+    Raises InputError for a dataset that is not the one that its card describes.
+    """
+    values = flat(config.model_dump(include={"data"}))
+    paths = {key.removesuffix(".path"): path for key, path in values.items() if key.endswith(".path") and path}
+    found = {name: verified_card(path) for name, path in paths.items()}
+    return {name: card for name, card in found.items() if card}
