@@ -57,7 +57,7 @@ def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[
                 "min_engines": 2,
                 "heartbeat_s": 0.5,
                 "hung_after_s": 60,
-                "wait_limit_s": 200,
+                "wait_limit_s": 400,
             },
         },
         "reward": {"source": "random", "overlong_cache_tokens": 4},
@@ -179,7 +179,7 @@ def saboteur(act: Callable[[], None]) -> Iterator[None]:
         raise errors[0]
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 300.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not come"
@@ -235,6 +235,12 @@ def deviation_after_update(url: str, prompt: Prompt, response: Response) -> floa
 def num_serving(training_run: TrainingRun) -> int:
     """Engines that hold the current weights and generate."""
     return len(training_run.fleet.client._membership.in_state("serving"))
+
+
+def wait_for_both_engines(training_run: TrainingRun) -> None:
+    """A run that may begin with one engine does not wait for the other."""
+    membership = training_run.fleet.client._membership
+    wait_until(lambda: len(membership.in_state("serving", "outdated")) == 2)
 
 
 def in_flight(training_run: TrainingRun, url: str) -> int:

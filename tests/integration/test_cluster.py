@@ -174,7 +174,8 @@ def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, t
     assert read_status(output)["continue"]
     box.kill(1)
     commands = launched(box, (0, 2), config, output, *overrides)  # Another machine takes its place.
-    assert [command.wait(RUN_LIMIT_S) for command in commands] == [0, 0], [command.text()[-2000:] for command in commands]
+    statuses = [command.wait(RUN_LIMIT_S) for command in commands]
+    assert statuses == [0, 0], [command.text()[-2000:] for command in commands]
 
     finish(start(config, 2, alone, *overrides), alone, RUN_LIMIT_S)
     records, others = (read_metrics(folder / "metrics.jsonl") for folder in (output, alone))

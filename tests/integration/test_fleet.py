@@ -41,6 +41,7 @@ from .fleet_runs import (
     total,
     train_to_the_end,
     training_run_of,
+    wait_for_both_engines,
     wait_until,
     write_config,
 )
@@ -313,9 +314,7 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
 def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
     engine = two_engines.launcher.urls[0]
-    values = fleet_values(
-        tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1, "hung_after_s": 10}}
-    )
+    values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1, "hung_after_s": 10}})
     with training_run_of(values) as training_run:
 
         def act():
@@ -328,6 +327,7 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
             finally:
                 signal_engine(two_engines, 0, signal.SIGCONT)
 
+        wait_for_both_engines(training_run)
         with saboteur(act):
             records = run(training_run)
         wait_until(lambda: training_run.fleet.client.has_outdated() or num_serving(training_run) == 2)
@@ -348,6 +348,7 @@ def run_losing_an_engine(training_run, engines, fault):
             yield bucket
 
     training_run.policy.stage_weights = interrupted
+    wait_for_both_engines(training_run)
     try:
         records = run(training_run)
     finally:
