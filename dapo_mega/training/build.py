@@ -262,7 +262,8 @@ def _controller(
         evaluator = make_evaluator(
             config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
         )
-        beside = BesideTraining(evaluator, config.evaluation) if config.evaluation.beside_training else None
+        if config.evaluation.beside_training:
+            beside = BesideTraining(evaluator, config.evaluation, check_stop)
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
     for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
         if dataset:

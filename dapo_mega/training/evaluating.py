@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import StopRequested
 from dapo_mega.training.build import Controller, TrainingRun
 from dapo_mega.training.evaluation_beside import LOST, is_recorded
 from dapo_mega.training.recording import record_evaluation
@@ -34,14 +33,9 @@ def settle_beside(run: TrainingRun, *, wait: bool) -> None:
 
     Raises StopRequested when the run is to stop while it waits.
     """
-
-    def check_stop() -> None:
-        if run.stop_requested():
-            raise StopRequested("the run was asked to stop")
-
     with raise_on_all_ranks(run.policy.processes.control):
         beside = run.controller.beside if run.controller else None
-        if run.controller and beside and (finished := beside.result(wait=wait, check_stop=check_stop)):
+        if run.controller and beside and (finished := beside.result(wait=wait)):
             assert run.controller.writer
             record_evaluation(run, finished.step, finished.responses)
             run.controller.writer.add(finished.step, finished.metrics, finished.examples)

@@ -46,11 +46,13 @@ class BesideTraining:
     """Rank 0's evaluations beside training, one at a time. `step` is that of the evaluation under way, from its start
     until its result is recorded."""
 
-    def __init__(self, evaluator: Evaluator, config: EvaluationConfig) -> None:
-        """`evaluator` must have a reward of its own, as it scores in a thread."""
+    def __init__(self, evaluator: Evaluator, config: EvaluationConfig, check_stop: Callable[[], None]) -> None:
+        """`evaluator` must have a reward of its own, as it scores in a thread. `check_stop` is called during waits and
+        may raise StopRequested."""
         self.step: int | None = None
         self._evaluator = evaluator
         self._config = config
+        self._check_stop = check_stop
         self._future: Future[FinishedEvaluation] | None = None
         self._is_closed = False
 
@@ -69,16 +71,15 @@ class BesideTraining:
             target=self._work, args=(step, generated, self._future), name="evaluation", daemon=True
         ).start()
 
-    def result(self, *, wait: bool, check_stop: Callable[[], None]) -> FinishedEvaluation | None:
+    def result(self, *, wait: bool) -> FinishedEvaluation | None:
         """What came of the evaluation under way; None if there is none or, without `wait`, if it has not ended.
 
-        While it waits it calls `check_stop`, which may raise. Raises InputError as `ResponseScorer` does. Call
-        `recorded` afterwards.
+        Raises InputError as `ResponseScorer` does. Call `recorded` afterwards.
         """
         if self._future is None:
             return None
         while wait and not self._future.done():
-            check_stop()
+            self._check_stop()
             with contextlib.suppress(TimeoutError):
                 self._future.exception(_POLL_S)
         return self._future.result() if self._future.done() else None
@@ -104,14 +105,15 @@ class BesideTraining:
             return generated.answers.get(request_id) or GenerationFailure(request_id, generated.ended_early)
 
         metrics = self._evaluator.run(lambda requests: [answer(request.request_id) for request in requests])
-        num_unfinished = len(self._evaluator.requests) - len(generated.answers)
+        num_requests = len(self._evaluator.requests)
+        num_unfinished = num_requests - len(generated.answers)
         if generated.ended_early:
             logger.warning(
                 "the evaluation of step %d ended early (%s): %d of %d responses are missing from its result",
                 step,
                 generated.ended_early,
                 num_unfinished,
-                len(self._evaluator.requests),
+                num_requests,
             )
         failures = [answer.reason for answer in generated.answers.values() if isinstance(answer, GenerationFailure)]
         if failures:

@@ -83,9 +83,7 @@ def train(run: TrainingRun) -> None:
             with run.timers.stage("samples"):
                 record_step(run, groups, trace)
         metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
-        if config.algorithm.entropy_target is not None:
-            metrics["policy/entropy_coefficient"] = run.entropy.current()
-        run.entropy.observe(metrics["policy/entropy"])
+        adapt_entropy_bonus(run, metrics)
         complete_step(run, metrics)
     if config.evaluation.beside_training:
         settle_beside(run, wait=True)
@@ -243,6 +241,13 @@ def update(
             for name, value in metrics.items():
                 means.add(name, value)
     return means.summary()
+
+
+def adapt_entropy_bonus(run: TrainingRun, metrics: Metrics) -> None:
+    """Note the entropy bonus of the step's updates in its metrics, if it follows a target, and choose the next one."""
+    if run.config.algorithm.entropy_target is not None:
+        metrics["policy/entropy_coefficient"] = run.entropy.current()
+    run.entropy.observe(metrics["policy/entropy"])
 
 
 def gets_histograms(config: RunConfig, step: int) -> bool:

@@ -26,7 +26,7 @@ from dapo_mega.samples.reading import RecordedStep, read_account, read_step
 from dapo_mega.training.build import TrainingRun, build_models, entropy_control
 from dapo_mega.training.differences import Difference, compare_numbers, compare_samples
 from dapo_mega.training.lifecycle import require_model
-from dapo_mega.training.loop import hand_over, restore_entropy, update
+from dapo_mega.training.loop import adapt_entropy_bonus, hand_over, restore_entropy, update
 from dapo_mega.training.recording import UpdateTrace, values_of_samples
 from dapo_mega.training.scoring import score
 
@@ -197,9 +197,7 @@ def _replay_one(
     trace = UpdateTrace()
     updates = update(run, scored, batch.engines, trace)
     metrics = {**scored.metrics, **updates}
-    if run.config.algorithm.entropy_target is not None:
-        metrics["policy/entropy_coefficient"] = run.entropy.current()
-    run.entropy.observe(metrics["policy/entropy"])
+    adapt_entropy_bonus(run, metrics)
     run.step = step
     return recorded, metrics, trace, values_of_samples(run, groups, range(len(groups)), trace)
 

@@ -78,7 +78,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluating, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
     writers = []
 
-    def make(step=0, interrupted=None, reward=None, stop_requested=lambda: False):
+    def make(step=0, interrupted=None, reward=None, check_stop=lambda: None):
         config = RunConfig.model_validate(
             {
                 "output_dir": str(tmp_path),
@@ -103,7 +103,7 @@ def start(tmp_path, monkeypatch):
             writers[-1].write(0, {"policy/entropy": 0.0})
         messages = []
         controller = SimpleNamespace(
-            beside=BesideTraining(evaluator, config.evaluation),
+            beside=BesideTraining(evaluator, config.evaluation, check_stop),
             writer=writers[-1],
             recorder=Recorder(),
             interrupted=interrupted,
@@ -117,7 +117,6 @@ def start(tmp_path, monkeypatch):
             unrecorded=None,
             controller=controller,
             fleet=Fleet(),
-            stop_requested=stop_requested,
             policy=SimpleNamespace(processes=SimpleNamespace(control=None)),
         )
 
@@ -202,7 +201,10 @@ def test_after_the_last_step_all_engines_evaluate(start):
 
 
 def test_waiting_ends_when_the_run_is_to_stop(start, tmp_path):
-    run = start(stop_requested=lambda: True)
+    def check_stop():
+        raise StopRequested
+
+    run = start(check_stop=check_stop)
     evaluating.begin_beside(run)
     with pytest.raises(StopRequested):
         evaluating.settle_beside(run, wait=True)
