@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -65,6 +65,17 @@ class _Tables:
         return np.array(numbers, np.uint32)[encoded.indices.to_numpy()] if len(pieces) else np.empty(0, np.uint32)
 
 
+@dataclass(frozen=True, eq=False)
+class _TokenValues:
+    """Of all tokens of a file's rows, in order: the engine's log-prob, the trainer's minus it, and the last update's
+    minus the trainer's, each [N] in nats and NaN where it is not known. `lengths` are the rows' numbers of tokens."""
+
+    lengths: npt.NDArray[np.int64]
+    engine: npt.NDArray[np.float32]
+    difference: npt.NDArray[np.float32]
+    change: npt.NDArray[np.float32]
+
+
 @dataclass(frozen=True)
 class WrittenPage:
     """What is on a page: `responses`, their number, and `unreadable`, one line for each file that was left out."""
@@ -98,8 +109,9 @@ def write_page(
     for file in files:
         try:
             table = pq.read_table(file.path, page_checksum_verification=True).combine_chunks()
-            step, columns = _step(table, file), _columns(table, len(steps), tables)
-            chunk, responses = _token_chunk(table, tables), table["response"].to_pylist()
+            values = _token_values(table)
+            step, columns = _step(table, file), _columns(table, values, len(steps), tables)
+            chunk, responses = _token_chunk(table, values, tables), table["response"].to_pylist()
         except _UNREADABLE as error:
             reason = "it is gone" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
             unreadable[file.path.name] = f"{file.path} cannot be read ({reason[:300]})"
@@ -169,7 +181,7 @@ def _step(table: pa.Table, file: StoredFile) -> PageValues:
     }
 
 
-def _columns(table: pa.Table, step: int, tables: _Tables) -> PageValues:
+def _columns(table: pa.Table, values: _TokenValues, step: int, tables: _Tables) -> PageValues:
     """One list per column of the page's rows; text and numbers that browsers have exactly."""
     plain = {name: table[name].to_pylist() for name in _PLAIN}
     keys = zip(*(table[name].to_pylist() for name in ("prompt_index", "prompt", "ground_truth", "kind")), strict=True)
@@ -177,7 +189,6 @@ def _columns(table: pa.Table, step: int, tables: _Tables) -> PageValues:
     parts = [{part["name"]: _rounded(part["value"]) for part in found or ()} for found in table["parts"].to_pylist()]
     spans = [[[s["version"], s["end"]] for s in found or ()] for found in table["version_spans"].to_pylist()]
     engines = [[s["engine"] for s in found or ()] for found in table["engine_spans"].to_pylist()]
-    gap = _largest_differences(table)
     # Ids of evaluations begin at 2^62, which a browser cannot hold.
     groups = [f"{step}:{group}" for group in table["group"].to_pylist()]
     own = {
@@ -187,7 +198,7 @@ def _columns(table: pa.Table, step: int, tables: _Tables) -> PageValues:
         "parts": parts,
         "versions": spans,
         "engines": engines,
-        "gap": gap,
+        "gap": _largest_differences(values),
     }
     return {**plain, **rounded, **own}
 
@@ -200,15 +211,14 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not np.isfinite(value) else float(f"{value:.6g}")
 
 
-def _largest_differences(table: pa.Table) -> list[float | None]:
+def _largest_differences(values: _TokenValues) -> list[float | None]:
     """The largest |engine's - trainer's log-prob| of each response; None where the trainer computed none."""
-    lengths = np.array(table["length"].to_pylist(), np.int64)
-    gaps = np.abs(_flat(table["trainer_logprobs"], lengths) - _flat(table["engine_logprobs"], lengths))
-    ends = np.cumsum(lengths)
+    gaps = np.abs(values.difference)
+    ends = np.cumsum(values.lengths)
     is_known = ~np.isnan(gaps)
     return [
         _rounded(float(gaps[start:end][is_known[start:end]].max())) if is_known[start:end].any() else None
-        for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+        for start, end in zip((ends - values.lengths).tolist(), ends.tolist(), strict=True)
     ]
 
 
@@ -217,23 +227,23 @@ def _joined(parts: Sequence[PageValues]) -> PageValues:
     return {name: [value for part in parts for value in part[name]] for name in names}
 
 
-def _token_chunk(table: pa.Table, tables: _Tables) -> bytes:
+def _token_values(table: pa.Table) -> _TokenValues:
+    lengths = np.array(table["length"].to_pylist(), np.int64)
+    engine, trainer, updated = (_flat(table[f"{name}_logprobs"], lengths) for name in ("engine", "trainer", "update"))
+    return _TokenValues(lengths, engine, trainer - engine, updated - trainer)
+
+
+def _token_chunk(table: pa.Table, values: _TokenValues, tables: _Tables) -> bytes:
     """Four arrays of all tokens of the file's rows, in order: numbers of pieces (uint32), and as int16 the engine's
     log-probs in thousandths of a nat, the trainer's minus them, and the last update's minus the trainer's, both in
     tenths of thousandths."""
-    lengths = np.array(table["length"].to_pylist(), np.int64)
-    engine = _flat(table["engine_logprobs"], lengths)
-    trainer, updated = _flat(table["trainer_logprobs"], lengths), _flat(table["update_logprobs"], lengths)
     pieces = table["tokens"].combine_chunks().flatten() if len(table) else pa.array([], pa.string())
-    arrays: Iterator[npt.NDArray[Any]] = iter(
-        (
-            tables.piece_numbers(pieces),
-            _quantized(engine, _LOGPROB_SCALE),
-            _quantized(trainer - engine, _DIFFERENCE_SCALE),
-            _quantized(updated - trainer, _DIFFERENCE_SCALE),
-        )
+    columns = (
+        _quantized(values.engine, _LOGPROB_SCALE),
+        _quantized(values.difference, _DIFFERENCE_SCALE),
+        _quantized(values.change, _DIFFERENCE_SCALE),
     )
-    return b"".join(array.tobytes() for array in arrays)
+    return tables.piece_numbers(pieces).tobytes() + b"".join(column.tobytes() for column in columns)
 
 
 def _flat(column: pa.ChunkedArray, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ replayed too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,11 @@ def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
     return ReplayPlan(checkpoints.get(start), tuple(range(start + 1, step + 1)), int(account["world_size"]))
 
 
-def _start(step: int, checkpoints: Any) -> int:
+def _start(step: int, checkpoints: Collection[int]) -> int:
     return max((saved for saved in checkpoints if saved < step), default=0)
 
 
-def _problem(step: int, recorded: Any, checkpoints: Any, folder: Path) -> str | None:
+def _problem(step: int, recorded: Collection[int], checkpoints: Collection[int], folder: Path) -> str | None:
     """Why a step cannot be replayed, or None."""
     start = _start(step, checkpoints)
     needed = range(start + 1, step + 1)
