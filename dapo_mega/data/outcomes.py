@@ -15,7 +15,7 @@ _PREFIX = "sampler/"
 
 
 @dataclass(frozen=True)
-class GroupOutcome:
+class GroupTally:
     """How many of the responses to prompt `index` were right. `request_id` is that of the first of them."""
 
     request_id: int
@@ -42,7 +42,7 @@ class PromptOutcomes:
         rates: npt.NDArray[np.float64] = (self._num_right + 1) / (self._num_responses + 2)
         return rates
 
-    def add(self, outcome: GroupOutcome) -> int:
+    def add(self, outcome: GroupTally) -> int:
         """Count a group. Returns how many groups of this prompt in a row, up to this one, were right as a whole."""
         i = outcome.index
         self._num_right[i] = self._num_right[i] / 2 + outcome.num_right

@@ -17,7 +17,7 @@ from dapo_mega.config import PromptSamplingConfig
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.mixing import Mixture
 from dapo_mega.data.orders import Indices, easy_to_hard, prioritised, random_words, shuffled
-from dapo_mega.data.outcomes import Arrays, GroupOutcome, PromptOutcomes
+from dapo_mega.data.outcomes import Arrays, GroupTally, PromptOutcomes
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt
 
@@ -46,7 +46,7 @@ class PromptSampler:
         self._prompts = prompts
         self._mixture = Mixture(weights or {"": 1.0})
         self._outcomes = PromptOutcomes(len(prompts))
-        self._pending: list[GroupOutcome] = []
+        self._pending: list[GroupTally] = []
         self._has_warned = False
         self._spans = _spans(prompts, self._mixture.shares)
         self._num_kept = {name: math.ceil(share * num_kept) for name, share in self._mixture.shares.items()}
@@ -60,7 +60,7 @@ class PromptSampler:
         turns = [self._mixture.next() for _ in range(n)]
         return [self._spans[name].start + self._cursors[name].next(1)[0] for name in turns]
 
-    def observe(self, outcome: GroupOutcome) -> None:
+    def observe(self, outcome: GroupTally) -> None:
         """Note how a group came out; `end_step` counts it."""
         if self._config.needs_outcomes:
             self._pending.append(outcome)
@@ -126,7 +126,7 @@ class PromptSampler:
                 cursor.begin_epoch()
         if "mixture" in values:
             self._mixture.load_state(values["mixture"])
-        self._pending = [GroupOutcome(*outcome) for outcome in values["pending"]]
+        self._pending = [GroupTally(*outcome) for outcome in values["pending"]]
 
     @property
     def _is_plain(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.algorithm import OTHER_FILTERS
-from dapo_mega.data.outcomes import GroupOutcome
+from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
@@ -296,7 +296,7 @@ class Collector:
                 f"correct, and the reward did not say so of every response; {OTHER_FILTERS}"
             )
         first = group.responses[0].response.request_id
-        self.sampler.observe(GroupOutcome(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
+        self.sampler.observe(GroupTally(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
         counts, num_failed = self.buffer.counts, stats.dropped_groups + len(stats.unscored)

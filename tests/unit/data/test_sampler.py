@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dapo_mega.config import PromptSamplingConfig
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.mixing import Mixture
-from dapo_mega.data.outcomes import GroupOutcome
+from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt
@@ -31,7 +31,7 @@ def sampler(prompts, seed=3, weights=None, num_kept=1, **config):
 
 
 def outcome(index, num_right, size=4, request_id=0):
-    return GroupOutcome(request_id, index, num_right, size)
+    return GroupTally(request_id, index, num_right, size)
 
 
 def step(subject, outcomes):
