@@ -1,4 +1,5 @@
-"""launch/train_dapo.py, where one process fails, or gets a signal, at a moment that `DISTURBANCE` names."""
+"""launch/train_dapo.py, where a process fails, gets a signal or waits, at a moment that `DISTURBANCE` names; and
+launch/train_sft.py, where `FINE_TUNING` is set."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ cpu_accelerator.install()
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
+from dapo_mega.commands import sft as train_sft  # noqa: E402
 from dapo_mega.commands import train as train_dapo  # noqa: E402
 from dapo_mega.training import loop as trainer  # noqa: E402
+from dapo_mega.training.lifecycle import Saving  # noqa: E402
+from dapo_mega.training.process_watch import ProcessWatch  # noqa: E402
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -42,8 +46,46 @@ def stopped_before(function: Callable[..., Any], step: int) -> Callable[..., Any
     return call
 
 
+def wait_after(last_step: int) -> None:
+    """All processes wait after this step: the checkpoint due then is under way, earlier ones are complete."""
+    after_step = Saving.after_step
+
+    def call(saving: Saving, step: int) -> None:
+        if step == last_step:
+            saving.store.finish(saving.policy)
+        after_step(saving, step)
+        while step == last_step:
+            time.sleep(1)
+
+    Saving.after_step = call
+
+
+def stop_after(last_step: int) -> None:
+    """This process gets SIGTERM after this step, and takes note of it before the next one."""
+    after_step, stop_requested = Saving.after_step, ProcessWatch.stop_requested
+
+    def noted(watch: ProcessWatch) -> bool:
+        while not stop_requested(watch):
+            time.sleep(0.01)
+        return True
+
+    def call(saving: Saving, step: int) -> None:
+        after_step(saving, step)
+        if step == last_step:
+            ProcessWatch.stop_requested = noted
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Saving.after_step = call
+
+
 if __name__ == "__main__":
     match os.environ["DISTURBANCE"], os.environ["RANK"]:
+        case "waits after step 3", _:
+            wait_after(3)
+        case "waits after step 4", _:
+            wait_after(4)
+        case "stops after step 7", "1":
+            stop_after(7)
         case "common.pt", "0":
             TorchCommonSaveStrategy.save_common = full_disk
         case "forward pass", "1":
@@ -52,4 +94,4 @@ if __name__ == "__main__":
             trainer.complete_step = stopped_before(trainer.complete_step, 3)
         case "in the last evaluation", "0":
             trainer.evaluate = stopped_before(trainer.evaluate, 6)
-    run_command(train_dapo.main)
+    run_command(train_sft.main if "FINE_TUNING" in os.environ else train_dapo.main)

@@ -1,5 +1,7 @@
 """Two steps of every method, as users start them: each trains, and records what is its own."""
 
+from pathlib import Path
+
 import pytest
 from safetensors.torch import load_file
 
@@ -9,6 +11,7 @@ from dapo_mega.metrics import read_metrics
 from .runs import decisive, finish, kill_when, prepare, start, steps_done
 
 pytestmark = pytest.mark.integration
+DISTURBED = Path(__file__).with_name("disturbed_trainer.py")
 
 OVERRIDES = ("num_steps=2", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.save_hf_at_end=false")
 OWN_METRICS = {
@@ -58,7 +61,7 @@ STATEFUL = {
 
 
 @pytest.mark.parametrize("preset", STATEFUL)
-def test_what_only_a_method_has_survives_a_kill(task, preset):
+def test_what_only_a_method_has_survives_a_kill(task, monkeypatch, preset):
     folder, file = task
     overrides = [
         f"algorithm.preset={preset}", *STATEFUL[preset], "num_steps=5", "evaluation.every=0",
@@ -66,8 +69,8 @@ def test_what_only_a_method_has_survives_a_kill(task, preset):
     ]  # fmt: skip
     whole, killed = folder / f"whole_{preset}", folder / f"killed_{preset}"
     finish(start(file, 1, whole, *overrides), whole)
-    kill_when(start(file, 1, killed, *overrides), lambda: steps_done(killed) >= 3)
-    assert steps_done(killed) < 5
+    monkeypatch.setenv("DISTURBANCE", "waits after step 3")
+    kill_when(start(file, 1, killed, *overrides, script=DISTURBED), lambda: steps_done(killed) == 3)
     finish(start(file, 1, killed, *overrides), killed)
     expected, got = (read_metrics(run / "metrics.jsonl") for run in (whole, killed))
     for before, after in zip(expected, got, strict=True):

@@ -22,6 +22,7 @@ from .runs import decisive, finish, kill_when, prepare, read_status, start, step
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
 TUNE = REPOSITORY / "launch" / "train_sft.py"
+DISTURBED = Path(__file__).with_name("disturbed_trainer.py")
 EXPORTS = ("checkpoint.hf_every=3", "checkpoint.keep_last=1", "checkpoint.keep_every=4")
 
 
@@ -55,13 +56,12 @@ def test_the_runs_compared_here_use_buffer_and_surplus(uninterrupted):
 
 
 MOMENTS = {
-    "between checkpoints": lambda output: has_checkpoint(output) and steps_done(output) >= 3,
-    "while a checkpoint is written": lambda output: any(partial(output).glob("*.distcp")),
+    "between checkpoints": (3, lambda output: has_checkpoint(output) and steps_done(output) == 3),
+    "while a checkpoint is written": (4, lambda output: any(partial(output).glob("*.distcp"))),
 }
 
 
 def has_checkpoint(output):
-    """The first one is completed in the background of step 3."""
     return (output / "checkpoints" / "step_00000002").is_dir()
 
 
@@ -70,11 +70,13 @@ def partial(output):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, moment):
+def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, monkeypatch, moment):
     folder, config = task
     output = folder / moment.replace(" ", "_")
-    kill_when(start(config, 2, output, *EXPORTS), lambda: MOMENTS[moment](output))
-    assert 3 <= steps_done(output) < 6
+    step, has_come = MOMENTS[moment]
+    monkeypatch.setenv("DISTURBANCE", f"waits after step {step}")
+    kill_when(start(config, 2, output, *EXPORTS, script=DISTURBED), lambda: has_come(output))
+    assert steps_done(output) == step
     assert moment == "between checkpoints" or partial(output).is_dir()
     finish(start(config, 2, output, *EXPORTS), output)
     assert_equal_runs(uninterrupted, output)
@@ -88,7 +90,7 @@ def test_a_run_continues_after_sigterm_as_if_nothing_had_happened(task, uninterr
     monkeypatch.setenv("DISTURBANCE", moment)
     # A run without an export at its end is finished when its last step is.
     overrides = [*EXPORTS, f"checkpoint.save_hf_at_end={str(moment != 'in the last evaluation').lower()}"]
-    workers = start(config, 2, output, *overrides, script=Path(__file__).with_name("disturbed_trainer.py"))
+    workers = start(config, 2, output, *overrides, script=DISTURBED)
     while moment == "some time" and steps_done(output) < 2:
         time.sleep(0.002)
         assert all(worker.exitcode is None for worker in workers)
@@ -211,12 +213,12 @@ def test_a_finished_run_is_left_as_it_is(task, uninterrupted):
 
 
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline", "context"])
-def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, uninterrupted, dimension):
+def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, uninterrupted, monkeypatch, dimension):
     folder, config = task
     output = folder / f"from_{dimension}"
-    kill_when(
-        start(config, 2, output, f"parallel.{dimension}=2"), lambda: has_checkpoint(output) and steps_done(output) >= 3
-    )
+    monkeypatch.setenv("DISTURBANCE", "waits after step 3")
+    workers = start(config, 2, output, f"parallel.{dimension}=2", script=DISTURBED)
+    kill_when(workers, lambda: has_checkpoint(output) and steps_done(output) == 3)
     finish(start(config, 2, output), output)
     expected = read_metrics(uninterrupted / "metrics.jsonl")
     got = read_metrics(output / "metrics.jsonl")
@@ -229,8 +231,8 @@ def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, 
             assert after.get("rollout/logprob_abs_diff_max", 0) < 1e-4
 
 
-def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task):
-    """kill -9 after step 3, SIGTERM after step 4 at the earliest, then to the end: the same data, metrics and bits."""
+def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task, monkeypatch):
+    """kill -9 after step 3, SIGTERM after step 7, then to the end: the same data, metrics and bits."""
     folder, _ = task
     config = folder / "sft.yaml"
     config.write_text(
@@ -254,25 +256,17 @@ def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task):
     )
     reference, output = folder / "tuned", folder / "tuned_in_three_parts"
     finish(start(config, 2, reference, script=TUNE), reference)
-    kill_when(start(config, 2, output, script=TUNE), lambda: has_checkpoint(output) and steps_done(output) >= 3)
-    assert 3 <= steps_done(output) < 12
-    workers = start(config, 2, output, script=TUNE)
-    wait_until(lambda: read_status(output)["pid"] in {worker.pid for worker in workers} and steps_done(output) >= 5)
-    os.kill(workers[1].pid, signal.SIGTERM)
-    assert wait_for(workers, 240, patience_s=60) == [75, 75]
+    monkeypatch.setenv("FINE_TUNING", "")
+    monkeypatch.setenv("DISTURBANCE", "waits after step 3")
+    workers = start(config, 2, output, script=DISTURBED)
+    kill_when(workers, lambda: has_checkpoint(output) and steps_done(output) == 3)
+    monkeypatch.setenv("DISTURBANCE", "stops after step 7")
+    assert wait_for(start(config, 2, output, script=DISTURBED), 240, patience_s=60) == [75, 75]
     stopped = read_status(output)
-    assert stopped["continue"]
-    assert 5 <= stopped["step"] < 12
+    assert (stopped["continue"], stopped["step"]) == (True, 7)
     finish(start(config, 2, output, script=TUNE), output)
     expected, got = (read_metrics(run / "metrics.jsonl") for run in (reference, output))
     assert [decisive(record) for record in got] == [decisive(record) for record in expected]
     assert [record["step"] for record in got] == list(range(1, 13))
     files = [(run / "hf" / "model.safetensors").read_bytes() for run in (output, reference)]
     assert files[0] == files[1]
-
-
-def wait_until(condition, timeout_s=240):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the moment did not come"
-        time.sleep(0.002)
