@@ -2,18 +2,24 @@
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
 from dapo_mega.config import PRESETS
 from dapo_mega.metrics import read_metrics
+from dapo_mega.samples.table import account_of
 
 from .runs import decisive, finish, kill_when, prepare, start, steps_done
 
 pytestmark = pytest.mark.integration
 DISTURBED = Path(__file__).with_name("disturbed_trainer.py")
 
-OVERRIDES = ("num_steps=2", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.save_hf_at_end=false")
+OVERRIDES = (
+    "num_steps=2", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.save_hf_at_end=false",
+    "samples.groups_per_step=5",
+)  # fmt: skip
 OWN_METRICS = {
     "grpo": "policy/kl_to_reference",
     "reinforce_pp": "policy/kl_to_reference",
@@ -51,6 +57,24 @@ def test_every_method_takes_two_steps_and_moves_the_weights(records):
         assert (first["rollout/response_length_mean"], second["policy/loss"]) != (0, 0), preset
         if preset in OWN_METRICS:
             assert OWN_METRICS[preset] in second, preset
+
+
+def test_as_many_groups_are_recorded_as_wanted_with_what_training_computed(task, records):
+    folder, _ = task
+    num_trained = 0
+    for preset in records:
+        table = pq.read_table(folder / preset / "samples" / "step_00000002.parquet")
+        account = account_of(table.schema.metadata)
+        assert (account["recorded_groups"], account["all_recorded"]) == (5, False), preset
+        assert len(set(table["group"].to_pylist())) == 5, preset
+        for row in table.to_pylist():
+            if row["outcome"] == "trained" and not row["is_greedy"]:
+                num_trained += 1
+                assert len(row["trainer_logprobs"]) == row["length"], preset
+                assert not np.isnan(row["trainer_logprobs"]).any(), preset
+            else:
+                assert row["trainer_logprobs"] is None, preset
+    assert num_trained
 
 
 # Surplus groups with greedy responses; a critic with its optimizer, and an entropy bonus that follows a target.

@@ -96,20 +96,21 @@ def wait_until_ended(process):
 
 
 @pytest.mark.parametrize(
-    ("moment", "heed", "status", "line"),
+    ("moment", "grace_s", "heed", "status", "line"),
     [
-        ("training", "heeds", 0, ""),
+        ("training", "30", "heeds", 0, ""),
         (
             "training",
+            "0.5",
             "does not",
             75,
             r"stopped: the step did not end within 0.5 s after SIGTERM \(checkpoint.grace_s\).* torchrun --shutdown-t",
         ),
-        ("before", "heeds", 75, "stopped: the run was stopped by SIGTERM before training began; start the same"),
+        ("before", "30", "heeds", 75, "stopped: the run was stopped by SIGTERM before training began; start the same"),
     ],
 )
-def test_sigterm_stops_at_the_runs_own_end_or_when_time_is_up(moment, heed, status, line):
-    process, _ = begin(False, moment, "0.5", heed)
+def test_sigterm_stops_at_the_runs_own_end_or_when_time_is_up(moment, grace_s, heed, status, line):
+    process, _ = begin(False, moment, grace_s, heed)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == status
