@@ -15,12 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import EvaluatedResponse
 from dapo_mega.samples.files import file_of, samples_folder, write_table, write_tables
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
-from dapo_mega.samples.table import METADATA_KEY, SCHEMA, account_of, to_table
+from dapo_mega.samples.table import METADATA_KEY, SCHEMA, account_of, errors_of_reading, to_table
 from dapo_mega.types import GenerationRequest, Response
 
 _ID = "request_id"
@@ -98,13 +97,8 @@ class ResponseStore:
 
 
 def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    try:
+    with errors_of_reading(path, "remove it and start again: its responses are then asked for anew"):
         return pq.read_table(path, columns=columns, page_checksum_verification=True)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} cannot be read ({' '.join(str(error).split())}); remove it and start again: its responses are "
-            f"then asked for anew"
-        ) from error
 
 
 def _metadata(engines: Iterable[str], **more: Any) -> dict[bytes, bytes]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_mega.atomic_files import read_json_object, replace_file
@@ -15,7 +14,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import BENCHMARKS
 from dapo_mega.evaluation.measures import ProblemResponses, measure, powers_of_two
 from dapo_mega.evaluation.statistics import estimate_means
-from dapo_mega.samples.table import account_of
+from dapo_mega.samples.table import account_of, errors_of_reading
 
 RESULTS_FILE = "results.json"
 FORMAT = 1
@@ -24,10 +23,8 @@ _COLUMNS = ["prompt_index", "correct", "answer", "length", "finish_reason"]
 
 def problems_in(file: Path) -> dict[int, ProblemResponses]:
     """The scored responses in a file of samples, by the number of their problem. Raises InputError."""
-    try:
+    with errors_of_reading(file, "evaluate again"):
         table = pq.read_table(file, columns=_COLUMNS, page_checksum_verification=True)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{file} cannot be read ({' '.join(str(error).split())}); evaluate again") from error
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for row in table.to_pylist():
         if row["correct"] is not None:

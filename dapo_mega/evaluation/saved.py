@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import ProblemResponses
 from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
-from dapo_mega.samples.table import account_of
+from dapo_mega.samples.table import account_of, errors_of_reading
 
 _COLUMNS: Final = (
     *("prompt_index", "data_source", "prompt", "ground_truth"),
@@ -104,13 +103,11 @@ def _read(files: Sequence[Path]) -> dict[str, SavedBenchmark]:
 
 def _read_file(path: Path) -> dict[str, SavedBenchmark]:
     """The benchmarks of one file by the name that it has for them, or their `data_source`."""
-    try:
+    with errors_of_reading(path, _WHAT_TO_GIVE):
         account = account_of(pq.read_metadata(path).metadata)
-        if account["kind"] != "evaluation":
-            raise InputError(f"{path} holds the groups of a training step, not an evaluation; {_WHAT_TO_GIVE}")
-        rows = pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); {_WHAT_TO_GIVE}") from error
+        kind, rows = account["kind"], pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
+    if kind != "evaluation":
+        raise InputError(f"{path} holds the groups of a training step, not an evaluation; {_WHAT_TO_GIVE}")
     settings = account.get("settings", {})
     by_name: dict[str, dict[Problem, list[dict[str, Any]]]] = {}
     for row in rows:

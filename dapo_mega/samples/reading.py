@@ -9,12 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_mega.errors import InputError
 from dapo_mega.samples.rows import Floats
-from dapo_mega.samples.table import account_of
+from dapo_mega.samples.table import account_of, errors_of_reading
 from dapo_mega.types import Group, Prompt, Response, ScoredResponse
 
 
@@ -40,19 +38,15 @@ class RecordedStep:
 
 def read_account(path: Path) -> dict[str, Any]:
     """The account in a file, without its rows. Raises InputError if it is no file of samples."""
-    try:
+    with errors_of_reading(path, "remove it"):
         return account_of(pq.read_metadata(path).metadata)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); remove it") from error
 
 
 def read_step(path: Path) -> RecordedStep:
     """The groups of a step's file that were trained on. Raises InputError if it cannot be read."""
-    try:
+    with errors_of_reading(path, "remove it"):
         table = pq.read_table(path, filters=[("outcome", "=", "trained")], page_checksum_verification=True)
         account = account_of(table.schema.metadata)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); remove it") from error
     rows = table.to_pylist()
     trained = sorted((row for row in rows if not row["is_greedy"]), key=lambda row: int(row["sample"]))
     greedy = {row["group"]: _scored(row) for row in rows if row["is_greedy"]}

@@ -5,14 +5,17 @@ Every column has the same type in every file, so that `datasets` joins any of th
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dapo_mega.errors import InputError
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
 
@@ -103,6 +106,15 @@ def to_table(file: SampleFile, pieces: TokenPieces) -> pa.Table:
     ]
     account = {"format": FORMAT, "step": file.step, "kind": file.kind, **file.account}
     return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({METADATA_KEY: json.dumps(account).encode()}))
+
+
+@contextlib.contextmanager
+def errors_of_reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raise InputError, which names the file and ends with `remedy`, for what reading a damaged one raises."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); {remedy}") from error
 
 
 def account_of(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
