@@ -93,7 +93,7 @@ def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout
         os.kill(worker.pid, signal.SIGSTOP)  # The moment stays while its children are looked for.
     children = [child for worker in workers for child in psutil.Process(worker.pid).children(recursive=True)]
     kill(workers)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, f"processes outlived the killed trainer: {alive}"
 
 

@@ -137,7 +137,7 @@ class Launcher:
         processes = self.processes()
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(limit_s) == 0, self.logs()
-        _, left = psutil.wait_procs(processes, timeout=10)
+        _, left = psutil.wait_procs(processes, timeout=60)
         assert not left, f"processes outlived the launcher: {left}"
 
     def kill(self) -> None:

@@ -36,7 +36,7 @@ def kill_when(process, condition, timeout_s=240):
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=20)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, f"processes outlived the killed command: {alive}"
     assert children
 
