@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -16,6 +18,8 @@ from dapo_mega.errors import InputError
 
 RECORD = "preparation.json"
 """Kept in every prepared folder: the parameters it was made from and the files it held."""
+_LOCK = "lock"
+_REPLACED = "old"
 
 
 def prepare_folder(
@@ -39,17 +43,31 @@ def prepare_folder(
 @contextlib.contextmanager
 def complete_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
     """A new folder to fill, and one for temporary files; the first replaces `folder` when the block ends without an
-    exception. Both are on the file system of `folder`, and are gone afterwards."""
+    exception. Both are on the file system of `folder`, and are gone afterwards; what a killed process left is removed
+    by the next one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        content, temporary = staging / "new", staging / "temporary"
-        content.mkdir()
-        temporary.mkdir()
-        yield content, temporary
-        _swap_in(content, folder, staging / "old")
+        with (staging / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            content, temporary = staging / "new", staging / "temporary"
+            content.mkdir()
+            temporary.mkdir()
+            yield content, temporary
+            _swap_in(content, folder, staging / _REPLACED)
     finally:
         shutil.rmtree(staging)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes left that were killed while they made `folder`; a process that lives holds the lock."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*/{_LOCK}"):
+        if not folder.exists() and (path.parent / _REPLACED).exists():
+            continue  # Killed between two renames: the only copy is in there.
+        with contextlib.suppress(OSError), path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent)
 
 
 def _swap_in(content: Path, folder: Path, replaced: Path) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,6 +11,7 @@ import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.card import CARD, DATA, Card, read_card, verified_card
+from dapo_mega.preparation.folders import complete_folder
 from dapo_mega.preparation.output import new_dataset, read_dataset
 
 
@@ -116,3 +119,20 @@ def test_nothing_is_half_written_and_nothing_of_others_replaced(tmp_path: Path) 
     with pytest.raises(InputError, match="--force"):
         write(tmp_path / "x")
     assert write(tmp_path / "x", num_rows=1, force=True).num_rows == 1
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    killed = (
+        "import os, sys; from pathlib import Path; from dapo_mega.preparation.folders import complete_folder\n"
+        "with complete_folder(Path(sys.argv[1])): os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "out")], check=True, timeout=100)
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1
+    with complete_folder(tmp_path / "out"):
+        living = list(tmp_path.iterdir())
+        assert len(living) == 1
+        assert living != left
+        write(tmp_path / "out")
+        assert set(living) < set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
