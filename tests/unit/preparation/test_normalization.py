@@ -10,7 +10,7 @@ SAME = [
     ("the ‘two’ × three…", "the 'two' * three..."),
     (r"area of $1{,}000\,m^2$", "area of 1,000 m²"),
     ("ｆｕｌｌ　width", "full width"),
-    ("zero\u200bwidth", "zerowidth"),
+    ("zero\u200bwidth and\u200e marks", "zerowidth and marks"),
 ]
 DIFFERENT = [
     ("$x+y$", "$x-y$"),
