@@ -93,6 +93,8 @@ class ScriptedEngine:
         self.health: Literal["ok", "loading", "silent", "reset", "not_found"] = "ok"
         self.health_delay_s = 0.0
         self.fault: Callable[[dict[str, Any]], Fault | None] = lambda payload: None
+        # Log-probs of all tokens but the first.
+        self.score: Callable[[list[int]], list[float]] = lambda ids: [logprob_of(token) for token in ids[1:]]
         self.payloads: list[dict[str, Any]] = []
         self.calls: Counter[str] = Counter()
         self.most_in_flight = 0
@@ -120,6 +122,7 @@ class ScriptedEngine:
                 web.post("/update_weights_from_distributed", self._update_weights),
                 web.post("/update_weights_from_disk", self._update_weights),
                 web.post("/update_weights_from_tensor", self._update_weights),
+                web.post("/update_weight_version", self._name_weights),
             ]
         )
         for path in (
@@ -212,6 +215,10 @@ class ScriptedEngine:
         self.version = (await request.json())["weight_version"] or self.version
         return web.json_response({"success": True, "message": ""})
 
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "message": ""})
+
     async def _agree(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": ""})
 
@@ -255,7 +262,12 @@ class ScriptedEngine:
             await self._run(generation)
         finally:
             del self._generations[rid]
-        return _answer(rid, generation, self.version)
+        answer = _answer(rid, generation, self.version)
+        if "logprob_start_len" in payload:
+            ids = payload["input_ids"]
+            scores = [None, *self.score(ids)]
+            answer["meta_info"]["input_token_logprobs"] = [[*pair, None] for pair in zip(scores, ids, strict=True)]
+        return answer
 
     async def _run(self, generation: _Generation) -> None:
         loop = asyncio.get_running_loop()

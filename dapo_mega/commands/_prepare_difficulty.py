@@ -42,7 +42,7 @@ def add_difficulty(command: argparse.ArgumentParser) -> None:
     command.add_argument("--extraction", help="where answers are looked for (dapo)")
     command.add_argument("--max-response-tokens", help="longest response (1024)")
     command.add_argument("--temperature", help="sampling temperature (1)")
-    command.add_argument("--dtype", choices=("fp32", "bf16"), help="number format in this process")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), help="number format of the model (bf16)")
     command.add_argument("--seed", help="seed of all samples (0)")
     command.add_argument(
         "--set", nargs="+", default=[], metavar="section.key=value", help="any other key of a run, as for train"

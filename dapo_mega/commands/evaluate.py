@@ -223,7 +223,9 @@ def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str
             {"kind": "sglang"},
             rows,
             lambda config, prompts: FleetSampler(
-                with_engines(config, urls, options.api_key_env, _URLS_LIMIT_S), prompts, key
+                with_engines(config, urls=urls, api_key_env=options.api_key_env, wait_limit_s=_URLS_LIMIT_S),
+                prompts,
+                key,
             ),
         )
     node, serving = _node(options, model, dtype, output)
@@ -233,8 +235,10 @@ def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str
         engines = LocalEngines(node, serving)
         try:
             engines.wait_until_serving()
-            fleet = with_engines(config, engines.urls, serving.api_key_env, serving.start_limit_s)
-            return FleetSampler(fleet, prompts, serving.api_key, engines.advance, engines.close)
+            with_them = with_engines(
+                config, urls=engines.urls, api_key_env=serving.api_key_env, wait_limit_s=serving.start_limit_s
+            )
+            return FleetSampler(with_them, prompts, serving.api_key, engines.advance, engines.close)
         except BaseException:
             engines.close()
             raise

@@ -1,11 +1,13 @@
-"""Samples an evaluation's responses from SGLang engines, each of which must serve the model that is evaluated."""
+"""Asks SGLang engines, each of which must serve the model that is asked for."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,20 +34,18 @@ _LENGTH = 64
 _VERSION = 0
 
 
-def with_engines(config: RunConfig, urls: Sequence[str], api_key_env: str, wait_limit_s: float) -> RunConfig:
-    """The configuration with these engines in place of the embedded one. Raises InputError for a wrong URL."""
+def with_engines(config: RunConfig, **fleet: Any) -> RunConfig:
+    """The configuration with standing engines, which `fleet` names as `rollout.fleet` does. Raises InputError."""
     raw = config.model_dump()
-    raw["rollout"] |= {
-        "placement": "fleet",
-        "fleet": {"urls": tuple(urls), "api_key_env": api_key_env, "wait_limit_s": wait_limit_s},
-    }
-    # No weights are sent, so engines need not be able to take them.
-    raw["weight_sync"] |= {"transport": "disk"}
+    raw["rollout"] |= {"placement": "fleet", "fleet": fleet}
+    # No weights are sent, so engines need not be able to take them, and none are reserved.
+    raw["weight_sync"] = {"transport": "disk"}
+    raw["evaluation"]["beside_training"] = False
     return validated(RunConfig, raw)
 
 
 class FleetSampler(Sampler):
-    """Sends all requests to engines that have the model's sizes and agree with its log-probs of a fixed sequence.
+    """Sends requests to engines that have the model's sizes and agree with its log-probs of a fixed sequence.
 
     An engine that agreed is given a name for its weights. Were they replaced meanwhile, its answers would carry another
     name: such answers are not used, and the engine must agree again.
@@ -64,26 +64,37 @@ class FleetSampler(Sampler):
         arch = load_architecture(model)[1]
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         self.engines: tuple[str, ...] = ()
-        self._admitted: set[str] = set()
-        self._num_engines = len(config.rollout.fleet.urls)
         self._tolerance = config.engine_tolerance
         self._tokens = fixed_sequence(prompts, arch.vocab_size, max(2, min(_LENGTH, longest // 2)), config.seed)
         self._expected = _expected_logprobs(model, config.model.dtype, self._tokens)
-        self._run = run_name("evaluation")
+        self._run = run_name(config.output_dir)
         self._close_engines = close_engines
+        fleet = config.rollout.fleet
+        self._most_open = 2 * fleet.requests_per_engine * len(fleet.urls)
         self._client = FleetClient(config, arch.vocab_size, api_key, self._run, arch, tend)
+        self._gather_until = time.monotonic() + _GATHERING_S
 
     def sample(self, parts: Parts) -> Iterator[tuple[int, Sequence[Answer]]]:
         """See `Sampler`. Raises FleetError when no engine that serves the model can be reached."""
-        part_of = {request.request_id: number for number, requests in parts.items() for request in requests}
-        answers: dict[int, list[Answer]] = {number: [] for number in parts}
         self._gather_engines()
-        self._client.submit([request for requests in parts.values() for request in requests])
-        for _ in range(len(part_of)):
+        waiting = iter(parts)
+        part_of: dict[int, int] = {}
+        missing: Counter[int] = Counter()
+        answers: defaultdict[int, list[Answer]] = defaultdict(list)
+        while True:
+            # Engines are kept busy with a part of the requests; there may be millions.
+            while len(part_of) < self._most_open and (part := next(waiting, None)):
+                number, requests = part
+                part_of |= {request.request_id: number for request in requests}
+                missing[number] = len(requests)
+                self._client.submit(requests)
+            if not part_of:
+                return
             answer = self._next_answer()
-            number = part_of[answer.request_id]
+            number = part_of.pop(answer.request_id)
             answers[number].append(answer)
-            if len(answers[number]) == len(parts[number]):
+            missing[number] -= 1
+            if not missing[number]:
                 yield number, answers.pop(number)
 
     def close(self) -> None:
@@ -93,23 +104,21 @@ class FleetSampler(Sampler):
 
     def _gather_engines(self) -> None:
         """Wait a little for all engines: the first one would get all requests."""
-        deadline = time.monotonic() + _GATHERING_S
-        while len(self._admitted) < self._num_engines and time.monotonic() < deadline:
-            self._client.wait_for_engines()
-            if self._client.has_outdated():
-                self._admit()
+        while self._client.has_absent() and time.monotonic() < self._gather_until:
+            self._admit()
             time.sleep(_TICK_S)
 
     def _next_answer(self) -> Answer:
         while True:
-            self._client.wait_for_engines()
-            if self._client.has_outdated():
-                self._admit()
+            self._admit()
             if answer := self._client.next_answer(_POLL_S):
                 return answer
 
     def _admit(self) -> None:
-        """Use the engines that have joined, if they serve the model."""
+        """Use the engines that have joined, if they serve the model. Returns when some engine can be used."""
+        self._client.wait_for_engines()
+        if not self._client.has_outdated():
+            return
         targets = self._client.pause_generation(self._client.targets(only_outdated=True))
         named = self._client.call(targets, self._name_weights, _SCORING_TIMEOUT_S)
         self._client.resume_generation(targets)
@@ -126,7 +135,6 @@ class FleetSampler(Sampler):
             else:
                 logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
                 self._client.synced(url, _VERSION)
-                self._admitted.add(url)
                 self.engines = tuple(sorted({*self.engines, str(named[url])}))
 
     async def _name_weights(self, client: EngineClient) -> str:
@@ -154,6 +162,6 @@ def _expected_logprobs(model: Path, dtype: str, token_ids: TokenIds) -> LogProbs
 
 def _other_model(difference: float, tolerance: float) -> str:
     return (
-        f"it serves another model than the one that is evaluated: log-probs of a fixed sequence are {difference:.4g} "
-        f"nats away on average, and at most {tolerance:g} are allowed; start it with the evaluated checkpoint"
+        f"it serves another model than the one that is asked for: log-probs of a fixed sequence are {difference:.4g} "
+        f"nats away on average, and at most {tolerance:g} are allowed; start it with that model's checkpoint"
     )

@@ -23,10 +23,10 @@ from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
 from dapo_mega.evaluation.model_folder import EvaluatedModel, context_length, model_hash
 from dapo_mega.evaluation.responses import ResponseStore
 from dapo_mega.evaluation.results import refuse_other_model, result_of, results_table, write_results
-from dapo_mega.evaluation.sampling import Parts, Sampler
+from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.types import Prompt, Response
+from dapo_mega.types import GenerationRequest, Prompt, Response
 
 SETTINGS_FILE = "settings.json"
 _DECIDING_PACKAGES = ("python", "dapo_mega", "torch", "transformers", "numpy", "math-verify")
@@ -151,13 +151,19 @@ def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler:
     return store.file
 
 
-def _ask(name: str, evaluator: Evaluator, store: ResponseStore, missing: Parts, sampler: Sampler) -> None:
+def _ask(
+    name: str,
+    evaluator: Evaluator,
+    store: ResponseStore,
+    missing: Mapping[int, Sequence[GenerationRequest]],
+    sampler: Sampler,
+) -> None:
     total = sum(map(len, missing.values()))
     known = len(evaluator.requests) - total
     if known:
         print_once(f"{name}: {known} responses are there, {total} are missing")
     done, next_line = known, time.monotonic() + _SECONDS_BETWEEN_LINES
-    for part, answers in sampler.sample(missing):
+    for part, answers in sampler.sample(missing.items()):
         responses = [answer for answer in answers if isinstance(answer, Response)]
         if responses:
             store.write(part, evaluator.score(responses), sampler.engines)

@@ -1,9 +1,9 @@
-"""What generates the responses of an evaluation: the interface, and the embedded engine."""
+"""Asks a model that is not trained: the interface, and the embedded engine."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,12 +15,12 @@ from dapo_mega.errors import InputError
 from dapo_mega.evaluation.model_folder import model_weights
 from dapo_mega.types import Answer, GenerationRequest
 
-Parts = Mapping[int, Sequence[GenerationRequest]]
-"""Requests by the number of the part that they belong to."""
+Parts = Iterable[tuple[int, Sequence[GenerationRequest]]]
+"""Requests that belong together, with the number of their part."""
 
 
 class Sampler(Protocol):
-    """Answers requests with the model that is evaluated."""
+    """Answers requests with the model."""
 
     engines: tuple[str, ...]
     """What samples, with its version."""
@@ -45,7 +45,7 @@ class EmbeddedSampler(Sampler):
 
     def sample(self, parts: Parts) -> Iterator[tuple[int, Sequence[Answer]]]:
         """See `Sampler`."""
-        for number, requests in parts.items():
+        for number, requests in parts:
             yield number, self._engine.generate(requests)
 
     def close(self) -> None:

@@ -8,15 +8,17 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dapo_mega.config import DatasetConfig, RunConfig
+from dapo_mega.config.fleet import require_api_key
 from dapo_mega.data import load_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
+from dapo_mega.evaluation.model_folder import model_hash
 from dapo_mega.models import load_architecture
 from dapo_mega.preparation.card import DATA, Card
 from dapo_mega.preparation.journal import Journal, journal_of, open_journal
@@ -24,9 +26,11 @@ from dapo_mega.preparation.output import DroppedFormat, check_folder, new_datase
 from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
-from dapo_mega.rollout.asked_model import AskedModel, asked_model, model_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
+
+if TYPE_CHECKING:
+    from dapo_mega.evaluation.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,6 @@ def measure_difficulty(
     source: Path,
     output: Path,
     options: DifficultyOptions,
-    check_stop: Callable[[], None] = lambda: None,
 ) -> Card:
     """Write the rows of the prepared dataset `source` with their pass rates to the folder `output`; returns its card.
 
@@ -87,7 +90,7 @@ def measure_difficulty(
     with open_journal(journal_of(output), depends_on) as journal:
         short = [prompt for prompt in prompts if not is_long[prompt.index]]
         _check_lengths(config, short)
-        failures = _measure(config, short, options, journal, check_stop)
+        failures = _measure(config, short, options.samples, journal)
         if failures and not options.drop_failed:
             raise FleetError(
                 f"{len(failures)} prompts have responses that could not be had or scored, lastly: "
@@ -144,7 +147,7 @@ def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
     is_embedded = rollout.placement == "embedded"
     return {
         "model": Path(config.model.path).resolve().name,
-        "model_fingerprint": model_fingerprint(Path(config.model.path)),
+        "model_fingerprint": model_hash(Path(config.model.path)),
         "engine": "embedded" if is_embedded else "sglang",
         **({"dtype": config.engine_dtype, "max_batch_rows": rollout.max_batch_rows} if is_embedded else {}),
         "samples": options.samples,
@@ -175,20 +178,16 @@ def _prompts(config: RunConfig, source: Path) -> Sequence[Prompt]:
 def _measure(
     config: RunConfig,
     prompts: Sequence[Prompt],
-    options: DifficultyOptions,
+    samples: int,
     journal: Journal,
-    check_stop: Callable[[], None],
 ) -> dict[int, str]:
     """Bring every prompt's result into the journal; the reasons of those where that failed, by row."""
-    k = options.samples
-    per_batch = max(1, config.rollout.max_batch_rows // k)
+    # In this process the answers of a batch depend on each other by rounding, so it is decoded again as a whole.
+    per_batch = max(1, config.rollout.max_batch_rows // samples) if config.rollout.placement == "embedded" else 1
     batches = [prompts[start : start + per_batch] for start in range(0, len(prompts), per_batch)]
-    # A batch is decoded again as a whole, because its answers depend on each other by rounding.
     todo = [batch for batch in batches if any(prompt.index not in journal.entries for prompt in batch)]
     if not todo:
         return {}
-    if config.rollout.placement != "embedded":
-        todo = [[prompt for prompt in batch if prompt.index not in journal.entries] for batch in todo]
     num_open = sum(prompt.index not in journal.entries for batch in todo for prompt in batch)
     logger.info("%d of %d prompts are measured already", len(prompts) - num_open, len(prompts))
     path = Path(config.model.path)
@@ -196,10 +195,29 @@ def _measure(
     with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         needs = "a pass rate needs that; give a reward that does"
         try_reward(reward, trial_record(prompts[0]), needs_correctness=needs)
-        scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * k)
-        requests = _Requests(config, k, stop_tokens(path, tokenizer))
-        with asked_model(config, check_stop) as model:
-            return _collect(model, requests, todo, scorer, journal)
+        scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * samples)
+        requests = _Requests(config, samples, stop_tokens(path, tokenizer))
+        with contextlib.closing(_sampler(config, prompts)) as sampler:
+            return _collect(sampler, requests, todo, scorer, journal)
+
+
+def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
+    """The model of `model.path`: inside this process for `rollout.placement=embedded`, else in the engines of
+    `rollout.fleet.urls`."""
+    if config.rollout.placement == "embedded":
+        import torch
+
+        from dapo_mega.evaluation.sampling import EmbeddedSampler
+
+        if config.threads_per_process:
+            torch.set_num_threads(config.threads_per_process)
+        return EmbeddedSampler(Path(config.model.path), config.engine_dtype, config.rollout.max_batch_rows)
+    fleet = config.rollout.fleet
+    if not fleet.urls:
+        raise InputError("rollout.fleet.urls names no engine; give the URLs of engines that run")
+    from dapo_mega.evaluation.fleet import FleetSampler, with_engines
+
+    return FleetSampler(with_engines(config, **fleet.model_dump()), prompts, require_api_key(fleet.api_key_env))
 
 
 class _Requests:
@@ -215,15 +233,14 @@ class _Requests:
 
     def of(self, prompts: Iterable[Prompt]) -> list[GenerationRequest]:
         """`samples` requests per prompt."""
-        ids = [(prompt, _FIRST_REQUEST_ID + prompt.index * self.samples + j) for prompt in prompts for j in self._each]
         return [
             GenerationRequest(number, prompt.token_ids, (self._seed << 64) | number, self._sampling)
-            for prompt, number in ids
+            for prompt in prompts
+            for number in range(self._first_id(prompt.index), self._first_id(prompt.index + 1))
         ]
 
-    @property
-    def _each(self) -> range:
-        return range(self.samples)
+    def _first_id(self, row: int) -> int:
+        return _FIRST_REQUEST_ID + row * self.samples
 
     def row_of(self, answer: Answer) -> int:
         """The row of the prompt that was answered."""
@@ -231,29 +248,27 @@ class _Requests:
 
 
 def _collect(
-    model: AskedModel,
+    sampler: Sampler,
     requests: _Requests,
     batches: Sequence[Sequence[Prompt]],
     scorer: ResponseScorer,
     journal: Journal,
 ) -> dict[int, str]:
-    prompts = {prompt.index: prompt for batch in batches for prompt in batch}
-    waiting: defaultdict[int, list[Answer]] = defaultdict(list)
     failures: dict[int, str] = {}
     reported = time.monotonic()
-    for answer in model.answers(requests.of(batch) for batch in batches):
-        row = requests.row_of(answer)
-        waiting[row].append(answer)
-        if len(waiting[row]) < requests.samples:
-            continue
-        answers = waiting.pop(row)
-        if row in journal.entries:
-            continue
-        found = _measured(prompts[row], answers, scorer)
-        if isinstance(found, str):
-            failures[row] = found
-        else:
-            journal.add(row, asdict(found))
+    for number, answers in sampler.sample((number, requests.of(batch)) for number, batch in enumerate(batches)):
+        by_row: defaultdict[int, list[Answer]] = defaultdict(list)
+        for answer in answers:
+            by_row[requests.row_of(answer)].append(answer)
+        for prompt in batches[number]:
+            row = prompt.index
+            if row in journal.entries:
+                continue
+            found = _measured(prompt, by_row[row], scorer)
+            if isinstance(found, str):
+                failures[row] = found
+            else:
+                journal.add(row, asdict(found))
         if time.monotonic() - reported > _REPORT_EVERY_S:
             reported = time.monotonic()
             logger.info("%d prompts are measured, %d failed", len(journal.entries), len(failures))

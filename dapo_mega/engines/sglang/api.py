@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dapo_mega.engines.sglang.versions import HeldWeights, VersionRange, WeightVersion
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds
 
 Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
@@ -99,13 +99,12 @@ def parse_answer(
     request: GenerationRequest,
     parts: Sequence[Completion],
     vocab_size: int,
-    versions: VersionRange | HeldWeights,
+    versions: VersionRange,
     url: str = "",
 ) -> Completion:
     """The completion in the answer of the server at `url` to `generate_payload(request, parts, ...)`.
 
-    `versions` are the weight versions that may have sampled its tokens; held weights count as version 0. Raises
-    MalformedAnswer.
+    `versions` are the weight versions that may have sampled its tokens. Raises MalformedAnswer.
     """
     output_ids, meta_info = _fields(body)
     token_ids = _token_ids(output_ids, vocab_size)
@@ -232,16 +231,12 @@ def _finish(
     raise MalformedAnswer("token_count", f"it ended with {kind!r} after {length} of {limit} tokens")
 
 
-def _version_spans(
-    meta_info: dict[str, Any], length: int, allowed: VersionRange | HeldWeights
-) -> tuple[tuple[int, int], ...]:
+def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange) -> tuple[tuple[int, int], ...]:
     spans = meta_info.get("weight_versions")
     if spans is None:  # This server reports only the version at the end.
         spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": length}]
     try:
         filled = [span for span in spans if span["end"] > span["start"]]
-        if isinstance(allowed, HeldWeights):
-            return _held_span(filled, length, allowed)
         ends = [(WeightVersion.parse(span["version"]), int(span["end"])) for span in filled]
         starts = [int(span["start"]) for span in filled]
     except (TypeError, ValueError, LookupError):
@@ -263,10 +258,3 @@ def _version_spans(
             )
         checked.append((version.step, end))
     return tuple(checked)
-
-
-def _held_span(spans: Sequence[dict[str, Any]], length: int, held: HeldWeights) -> tuple[tuple[int, int], ...]:
-    other = next((str(span["version"]) for span in spans if str(span["version"]) != held.name), None)
-    if other is not None:
-        raise MalformedAnswer("version", f"weights {other[:100]!r} sampled it, where the engine held {held.name!r}")
-    return ((0, length),)

@@ -40,7 +40,7 @@ from dapo_mega.engines.sglang.engine_client import (
 )
 from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, EngineSnapshot
 from dapo_mega.engines.sglang.request_counters import Cause, RequestCounters
-from dapo_mega.engines.sglang.versions import HeldWeights, VersionRange, WeightVersion
+from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -131,10 +131,10 @@ class Dispatcher:
 
     # ---- engines ----
 
-    def add_engine(self, client: EngineClient, version: int, held: HeldWeights | None = None) -> None:
-        """Send requests to this engine, which holds weights of this version, or those `held` that nobody updates."""
+    def add_engine(self, client: EngineClient, version: int) -> None:
+        """Send requests to this engine, which holds weights of this version."""
         assert client.url not in self._slots
-        self._slots[client.url] = EngineSlot(client, version, held)
+        self._slots[client.url] = EngineSlot(client, version)
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
@@ -282,7 +282,7 @@ class Dispatcher:
         payload = generate_payload(work.request, work.parts, attempt.rid)
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
-            versions = slot.held or VersionRange(self._own_run, attempt.version, self._newest_version)
+            versions = VersionRange(self._own_run, attempt.version, self._newest_version)
             completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, slot.url)
         except (EngineError, MalformedAnswer) as error:
             self._failed(attempt, error)

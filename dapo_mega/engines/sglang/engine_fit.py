@@ -8,8 +8,8 @@ from dapo_mega.engines.sglang.engine_client import EngineInfo
 _NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def size_difference(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
-    """Why the engine cannot take the run's token ids and lengths; empty when it can."""
+def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
+    """Why the engine cannot serve this run; empty when it can."""
     if info.vocab_size not in (None, vocab_size):
         return f"its model has a vocabulary of {info.vocab_size} tokens and the policy one of {vocab_size}"
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -18,13 +18,6 @@ def size_difference(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             f"its context of {info.context_length} tokens is shorter than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}; start it with --context-length {longest}"
         )
-    return ""
-
-
-def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str:
-    """Why the engine cannot serve this run; empty when it can."""
-    if difference := size_difference(info, config, vocab_size):
-        return difference
     wanted = config.engine_dtype
     if wanted == "fp8":
         if info.quantization != "fp8":

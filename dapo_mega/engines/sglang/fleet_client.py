@@ -66,11 +66,9 @@ class FleetClient:
         run: str = "",
         arch: Architecture | None = None,
         check_stop: Callable[[], None] = lambda: None,
-        kind: type[Membership] = Membership,
     ) -> None:
         """`vocab_size` bounds the token ids that are sent. `run` names this start of the trainer to engines. The
         engines' models must have the sizes `arch`. `check_stop` is called during waits and may raise StopRequested.
-        `kind` decides when engines serve.
         Raises InputError when rollout.fleet.rendezvous is taken."""
         self._config = config
         self._check_stop = check_stop
@@ -80,7 +78,7 @@ class FleetClient:
         self._thread = LoopThread("rollout-fleet")
 
         async def found() -> Membership:
-            return kind(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
+            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
 
         self._membership = self._thread.run(found())
         self._members = self._membership.members
@@ -125,6 +123,10 @@ class FleetClient:
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
         return bool(self._membership.in_state("outdated"))
+
+    def has_absent(self) -> bool:
+        """Whether engines that are not refused do not serve yet."""
+        return bool(self._membership.in_state("joining", "outdated", "away"))
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""

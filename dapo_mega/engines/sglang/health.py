@@ -88,11 +88,8 @@ class HealthMonitor:
         heartbeat_s: float,
         hung_after_s: float,
         on_change: OnChange,
-        resumes: bool = True,
     ) -> None:
-        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe.
-        `resumes`: engines that are not in use are resumed before each probe."""
-        self._resumes = resumes
+        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe."""
         self._heartbeat_s = heartbeat_s
         self._hung_after_s = hung_after_s
         self._on_change = on_change
@@ -156,8 +153,7 @@ class HealthMonitor:
             await watch.probed.wait()
             watch.wanted.clear()
             started = self._loop.time()
-            may_be_paused = self._resumes and watch.state != "healthy"
-            watch.probe = self._loop.create_task(_probe(watch.client, may_be_paused, self._probe_timeout_s(watch)))
+            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, self._probe_timeout_s(watch)))
             await asyncio.wait([watch.probe])
             if watch.probed.is_set() and not watch.probe.cancelled():
                 await self._judge(watch, watch.probe.exception(), self._loop.time() - started)
@@ -218,9 +214,9 @@ class HealthMonitor:
             await self._on_change(watch.client.url, old, new, reason)
 
 
-async def _probe(client: EngineClient, resume: bool, timeout_s: float) -> None:
+async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
     """Return once the engine has generated a token. Raises EngineError."""
-    if resume:
+    if state != "healthy":
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)
     await client.probe(timeout_s)

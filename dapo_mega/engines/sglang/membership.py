@@ -77,9 +77,6 @@ class Member:
 class Membership:
     """Adds and removes engines as registry, monitor and dispatcher report them. Made on a running event loop."""
 
-    _takes_over = True
-    """Whether engines are resumed and others' calls aborted."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -112,7 +109,6 @@ class Membership:
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
             on_change=self._changed,
-            resumes=self._takes_over,
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
@@ -337,31 +333,24 @@ class Membership:
                 member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
             self._check_foreign(url, member, info, is_new)
             member.info = info
-            if difference := self._difference(info):
+            difference = incompatibility(info, self._config, self._vocab_size)
+            if not difference and self._arch:
+                difference = model_difference(info.model, self._arch)
+            if difference:
                 self._refuse(member, difference)
                 return
-            if self._takes_over:
-                await member.client.resume()
-                if member.changes == change:
-                    await member.client.abort(all=True)
+            await member.client.resume()
+            if member.changes == change:
+                await member.client.abort(all=True)
         except EngineError as error:
             if member.changes == change:
                 member.state, member.reason = "away", str(error)
             return
         if member.changes == change:
+            member.state, member.version, member.reason = "outdated", -1, ""
             self.counts["engines_joined"] += 1
-            self._admit(member, info)
-
-    def _difference(self, info: EngineInfo) -> str:
-        """Why the engine cannot serve this run; empty when it can."""
-        difference = incompatibility(info, self._config, self._vocab_size)
-        return difference or (model_difference(info.model, self._arch) if self._arch else "")
-
-    def _admit(self, member: Member, info: EngineInfo) -> None:
-        """Take the engine into the fleet: it waits for the current weights."""
-        member.state, member.version, member.reason = "outdated", -1, ""
-        logger.info("engine %s (SGLang %s) is ready for weights", info.url, info.version)
-        self._warn_about_plugin(info.url, info)
+            logger.info("engine %s (SGLang %s) is ready for weights", url, info.version)
+            self._warn_about_plugin(url, info)
 
     def _warn_about_plugin(self, url: str, info: EngineInfo) -> None:
         if info.has_plugin:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
-from dapo_mega.engines.sglang.versions import HeldWeights
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
@@ -23,12 +22,10 @@ class EngineSnapshot:
 
 @dataclass(eq=False)
 class EngineSlot:
-    """An engine in use and its record. It gets no request before `paused_until`, a time of the event loop. `held` are
-    its weights if nobody is to update them."""
+    """An engine in use and its record. It gets no request before `paused_until`, a time of the event loop."""
 
     client: EngineClient
     version: int
-    held: HeldWeights | None = None
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0

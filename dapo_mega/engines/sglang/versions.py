@@ -45,13 +45,6 @@ class VersionRange:
         return version.run == self.run and self.oldest <= version.step <= self.newest
 
 
-@dataclass(frozen=True)
-class HeldWeights:
-    """Weights that engines held when they were found and that nobody is to update, by the name that engines report."""
-
-    name: str
-
-
 def run_name(output_dir: str) -> str:
     """A unique name for this start of a trainer: the run's folder, the machine, and a random suffix."""
     parts = (Path(output_dir).absolute().name, socket.gethostname())

@@ -62,12 +62,12 @@ class ScriptedSampler:
 
     def sample(self, parts):
         # Engines finish in any order.
-        for number in sorted(parts, reverse=True):
+        for number, requests in sorted(parts, reverse=True):
             if self._num_parts == 0:
                 raise Interrupted
             if self._num_parts is not None:
                 self._num_parts -= 1
-            yield number, [self._answer(request) for request in parts[number]]
+            yield number, [self._answer(request) for request in requests]
 
     def _answer(self, request):
         index = request.request_id - (1 << 62)

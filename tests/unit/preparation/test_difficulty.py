@@ -1,6 +1,5 @@
 """Pass rates of prompts: of the model's own responses, exact after any interruption, and never guessed."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import FleetError, InputError, StopRequested
 from dapo_mega.preparation.card import Card
 from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty, parse_range
 from dapo_mega.preparation.journal import journal_of
 from dapo_mega.preparation.output import new_dataset, read_dataset
-from tests.unit.engines.sglang.scripted_server import KEY, Servers
+from tests.unit.engines.sglang.scripted_server import KEY, Servers, serve_model
 
 NUM_ROWS = 10
 LONG = 3
@@ -63,9 +63,9 @@ def config(model, **changes) -> RunConfig:
     )
 
 
-def measure(model, source, output, check_stop=lambda: None, run=None, **options) -> Card:
+def measure(model, source, output, run=None, **options) -> Card:
     options = {"samples": 32, **options}
-    return measure_difficulty(run or config(model), source, output, DifficultyOptions(**options), check_stop)
+    return measure_difficulty(run or config(model), source, output, DifficultyOptions(**options))
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +94,28 @@ def test_rows_get_their_pass_rates_and_long_prompts_are_dropped(source, measured
     assert not journal_of(measured).exists()
 
 
-def test_an_interrupted_measurement_ends_in_the_same_bytes(model, source, measured, tmp_path):
-    output, calls = tmp_path / "out", []
+def test_an_interrupted_measurement_ends_in_the_same_bytes(model, source, measured, tmp_path, monkeypatch):
+    output, asked = tmp_path / "out", []
+    generate = EmbeddedEngine.generate
 
-    def stop_in_the_third_batch() -> None:
-        calls.append(1)
-        if len(calls) == 3:
+    def stopped_in_the_third_batch(engine, requests):
+        asked.append(len(requests))
+        if len(asked) == 3:
             raise StopRequested("now")
+        return generate(engine, requests)
 
+    monkeypatch.setattr(EmbeddedEngine, "generate", stopped_in_the_third_batch)
     with pytest.raises(StopRequested):
-        measure(model, source, output, stop_in_the_third_batch, dropped="jsonl")
+        measure(model, source, output, dropped="jsonl")
     assert not output.exists()
     journal = journal_of(output).read_bytes().splitlines(keepends=True)
     assert len(journal) == 1 + 2 * 3  # A batch has 100 // 32 prompts.
     for num_kept in (5, 7):  # Killed while a batch was written down, and after it.
         journal_of(output).write_bytes(b"".join(journal[:num_kept]))
-        calls[:] = [1] * 10
-        measure(model, source, output, lambda: calls.append(1), dropped="jsonl", force=True)
-        assert len(calls) - 10 == (2 if num_kept == 5 else 1)
+        del asked[:]
+        asked += [0] * 3
+        measure(model, source, output, dropped="jsonl", force=True)
+        assert asked[3:] == [96] * (2 if num_kept == 5 else 1)
         for name in (*FILES, "dropped.jsonl"):
             assert (output / name).read_bytes() == (measured / name).read_bytes()
 
@@ -126,7 +130,7 @@ def test_prompts_outside_of_the_range_are_dropped(model, source, measured, tmp_p
     assert parse_range("0.1..0.9") == (0.1, 0.9)
 
 
-def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path):
+def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path, monkeypatch):
     output = tmp_path / "out"
     with pytest.raises(InputError, match=r"'0\.9' is no range of pass rates"):
         parse_range("0.9")
@@ -140,6 +144,15 @@ def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path):
         measure(model, tmp_path, output)
     with pytest.raises(InputError, match="has a column 'difficulty' already; give --column another name"):
         measure(model, measured, output)
+    monkeypatch.delenv("DAPO_MEGA_API_KEY", raising=False)
+    for fleet, message in (
+        ({"rendezvous": "127.0.0.1:21600"}, r"rollout\.fleet\.urls names no engine"),
+        ({"urls": ["http://127.0.0.1:9"]}, "DAPO_MEGA_API_KEY is not set"),
+    ):
+        with pytest.raises(InputError, match=message):
+            measure(
+                model, source, tmp_path / "asked", run=config(model, rollout={"placement": "fleet", "fleet": fleet})
+            )
     other = make_model(tmp_path / "other", seed=7)
     with pytest.raises(InputError, match=r"journal.*results of a call with model='tiny' \(now 'other'\), model_fing"):
         measure(other, measured, output)
@@ -150,24 +163,25 @@ def test_what_cannot_be_used_is_one_line(model, source, measured, tmp_path):
 
 def test_engines_are_asked_and_prompts_without_all_responses_are_not_judged(model, source, tmp_path, monkeypatch):
     monkeypatch.setenv("DAPO_MEGA_API_KEY", KEY * 4)
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     group = Servers(2)
     try:
         for engine in group.engines:
-            engine.vocab_size, engine.api_key = vocab_size, KEY * 4
+            serve_model(engine, model)
+            engine.api_key = KEY * 4
             engine.fault = lambda payload: "error_500" if payload["input_ids"] == broken and faults.pop(0) else None
-        rollout = {"placement": "fleet", "max_attempts": 1, "fleet": {"urls": group.urls, "wait_limit_s": 5}}
+        rollout = {"placement": "fleet", "max_attempts": 1, "fleet": {"urls": group.urls, "wait_limit_s": 120}}
         run = config(model, rollout=rollout)
         broken, faults = None, []
         whole = measure(model, source, tmp_path / "whole", run=run, samples=4)
-        asked = [payload["input_ids"] for engine in group.engines for payload in engine.payloads]
+        payloads = [payload for engine in group.engines for payload in engine.payloads]
+        asked = [payload["input_ids"] for payload in payloads if "logprob_start_len" not in payload]
         assert len(asked) == 4 * (NUM_ROWS - 1)
         broken, faults = asked[0], [True, False, False, False] * 2
         with pytest.raises(FleetError, match=r"1 prompts have responses that could not.*HTTP 500.*--drop-failed"):
             measure(model, source, tmp_path / "out", run=run, samples=4)
         num_asked = sum(len(engine.payloads) for engine in group.engines)
         card = measure(model, source, tmp_path / "out", run=run, samples=4, drop_failed=True)
-        assert sum(len(engine.payloads) for engine in group.engines) == num_asked + 4
+        assert sum(len(engine.payloads) for engine in group.engines) == num_asked + 2 + 4
         assert card.dropped == {"failed": 1, "long_prompt": 1}
         assert card.num_rows == whole.num_rows - 1
     finally:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,25 +44,40 @@ def make_request(
     return GenerationRequest(request_id, np.array(list(prompt), np.int32), (3 << 64) | request_id, sampling)
 
 
-def expected_tokens(request: GenerationRequest) -> list[int]:
+def expected_tokens(request: GenerationRequest, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """What the scripted model says, from start to end."""
     context = request.prompt_token_ids.tolist()
     tokens: list[int] = []
     while len(tokens) < request.sampling.max_new_tokens:
-        tokens.append(next_token(context + tokens, VOCAB_SIZE))
+        tokens.append(next_token(context + tokens, vocab_size))
         if tokens[-1] in request.sampling.stop_token_ids:
             break
     return tokens
 
 
-def assert_exact(answer: Answer, request: GenerationRequest) -> None:
+def assert_exact(answer: Answer, request: GenerationRequest, vocab_size: int = VOCAB_SIZE) -> None:
     """The answer is the scripted model's, token by token."""
     assert isinstance(answer, Response), answer
     assert answer.request_id == request.request_id
     assert answer.token_ids.dtype == np.int32
     assert answer.logprobs.dtype == np.float32
-    assert answer.token_ids.tolist() == expected_tokens(request)
-    assert answer.logprobs.tolist() == [logprob_of(token) for token in expected_tokens(request)]
+    assert answer.token_ids.tolist() == expected_tokens(request, vocab_size)
+    assert answer.logprobs.tolist() == [logprob_of(token) for token in answer.token_ids.tolist()]
+
+
+def serve_model(engine: ScriptedEngine, folder: Path) -> None:
+    """Make the engine score prompts as the checkpoint in `folder` does. What it says stays scripted."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def score(ids: list[int]) -> list[float]:
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logprobs[range(len(ids) - 1), ids[1:]].tolist()
+
+    engine.vocab_size, engine.score = model.config.vocab_size, score
 
 
 async def serve(
