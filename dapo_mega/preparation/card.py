@@ -21,7 +21,6 @@ DATA = "train.parquet"
 """Name of the prepared rows in that folder."""
 
 _FORMAT = "dapo_mega prepared dataset 1"
-_PIECE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,6 @@ def verified_card(dataset: str | Path) -> CardReference | None:
 
 def file_record(file: Path) -> FileRecord:
     """The record of a file; reads all of it."""
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            digest.update(piece)
+        digest = hashlib.file_digest(opened, "sha256")
     return FileRecord(file.name, digest.hexdigest(), file.stat().st_size)

@@ -12,7 +12,6 @@ import time
 import unicodedata
 from array import array
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset
 from dapo_mega.preparation.sources import Source, evaluation_problems
+from dapo_mega.preparation.versions import deciding_versions
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ def _versions(config: PreparationConfig) -> dict[str, str]:
     return {
         "dapo_mega": dapo_mega.__version__,
         "unicode": unicodedata.unidata_version,
-        **{package: metadata.version(package) for package in packages},
+        **deciding_versions(*packages),
     }
 
 

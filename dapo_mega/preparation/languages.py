@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from dapo_mega.errors import InputError
@@ -48,8 +47,3 @@ class LanguageFilter:
         if language in self._languages or probability < MIN_PROBABILITY:
             return None
         return f"{language} with probability {probability:.2f}"
-
-
-def version() -> str:
-    """The version of py3langid."""
-    return metadata.version("py3langid")
