@@ -30,7 +30,6 @@ _POLL_S = 0.5
 _TICK_S = 0.1
 _GATHERING_S = 30.0
 _SCORING_TIMEOUT_S = 300.0
-_LENGTH = 64
 _VERSION = 0
 
 
@@ -62,10 +61,9 @@ class FleetSampler(Sampler):
         """`config` is one of `with_engines`. `tend` is called again and again, to start and restart engines."""
         model = Path(config.model.path)
         arch = load_architecture(model)[1]
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         self.engines: tuple[str, ...] = ()
         self._tolerance = config.engine_tolerance
-        self._tokens = fixed_sequence(prompts, arch.vocab_size, max(2, min(_LENGTH, longest // 2)), config.seed)
+        self._tokens = fixed_sequence(config, prompts, arch.vocab_size)
         self._expected = _expected_logprobs(model, config.model.dtype, self._tokens)
         self._run = run_name(config.output_dir)
         self._close_engines = close_engines

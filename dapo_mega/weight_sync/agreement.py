@@ -39,8 +39,7 @@ class PolicyAgreement:
 
     def __init__(self, policy: MegatronPolicy, config: RunConfig, prompts: Sequence[Prompt]) -> None:
         """`prompts` is the run's dataset; the same on every process."""
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        self.tokens = fixed_sequence(prompts, policy.arch.vocab_size, max(2, min(_LENGTH, longest // 2)), config.seed)
+        self.tokens = fixed_sequence(config, prompts, policy.arch.vocab_size)
         self.tolerance = config.engine_tolerance
         self._policy = policy
         self._config = config
@@ -71,16 +70,18 @@ class PolicyAgreement:
         return logprobs.numpy()
 
 
-def fixed_sequence(prompts: Sequence[Prompt], vocab_size: int, length: int, seed: int) -> TokenIds:
-    """`length` tokens from the first prompts, then random ones if the prompts are too short. The vocabulary's last
-    token is left out, because SGLang scores another token in its place."""
+def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int) -> TokenIds:
+    """64 tokens, or half of the run's longest sequence: from the first prompts, then random ones if the prompts are too
+    short. The vocabulary's last token is left out, because SGLang scores another token in its place."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    length = max(2, min(_LENGTH, longest // 2))
     tokens: list[int] = []
     for prompt in prompts[:length]:
         tokens += [token for token in prompt.token_ids.tolist() if 0 <= token < vocab_size - 1]
         if len(tokens) >= length:
             break
     missing = max(length - len(tokens), 0)
-    tokens += np.random.default_rng(seed).integers(0, max(vocab_size - 1, 1), missing).tolist()
+    tokens += np.random.default_rng(config.seed).integers(0, max(vocab_size - 1, 1), missing).tolist()
     return np.array(tokens[:length], dtype=np.int32)
 
 

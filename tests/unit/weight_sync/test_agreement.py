@@ -88,13 +88,13 @@ def test_the_sequence_is_scored_once_for_each_version(control):
 
 @pytest.mark.parametrize("lengths", [(70,), (30, 40), (5,), (), (0, 3)])
 def test_the_sequence_has_its_length_and_is_the_same_each_time(lengths):
-    tokens = fixed_sequence(prompts(*lengths), VOCAB_SIZE, 60, seed=7)
+    tokens = fixed_sequence(config(), prompts(*lengths), VOCAB_SIZE)
     assert tokens.dtype == np.int32
-    assert len(tokens) == 60
+    assert len(tokens) == 64
     # In place of the last token of the vocabulary SGLang scores another one.
     assert tokens.min() >= 0
     assert tokens.max() < VOCAB_SIZE - 1
-    assert tokens.tolist() == fixed_sequence(prompts(*lengths), VOCAB_SIZE, 60, seed=7).tolist()
+    assert tokens.tolist() == fixed_sequence(config(), prompts(*lengths), VOCAB_SIZE).tolist()
 
 
 @pytest.mark.parametrize(
