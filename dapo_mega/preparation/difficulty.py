@@ -84,13 +84,14 @@ def measure_difficulty(
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
     settings = _settings(config, options)
-    prompts = _prompts(config, source)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = _prompts(config, source, tokenizer)
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
     with open_journal(journal_of(output), depends_on) as journal:
         short = [prompt for prompt in prompts if not is_long[prompt.index]]
         _check_lengths(config, short)
-        failures = _measure(config, short, options.samples, journal)
+        failures = _measure(config, short, tokenizer, options.samples, journal)
         if failures and not options.drop_failed:
             raise FleetError(
                 f"{len(failures)} prompts have responses that could not be had or scored, lastly: "
@@ -168,16 +169,16 @@ def _dataset(config: RunConfig) -> DatasetConfig:
     return config.data.train
 
 
-def _prompts(config: RunConfig, source: Path) -> Sequence[Prompt]:
+def _prompts(config: RunConfig, source: Path, tokenizer: Any) -> Sequence[Prompt]:
     """One per row of the dataset, in order."""
     changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
-    tokenizer = load_tokenizer(config.model.path)
     return load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
 
 
 def _measure(
     config: RunConfig,
     prompts: Sequence[Prompt],
+    tokenizer: Any,
     samples: int,
     journal: Journal,
 ) -> dict[int, str]:
@@ -190,13 +191,11 @@ def _measure(
         return {}
     num_open = sum(prompt.index not in journal.entries for batch in todo for prompt in batch)
     logger.info("%d of %d prompts are measured already", len(prompts) - num_open, len(prompts))
-    path = Path(config.model.path)
-    tokenizer = load_tokenizer(config.model.path)
     with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         needs = "a pass rate needs that; give a reward that does"
         try_reward(reward, trial_record(prompts[0]), needs_correctness=needs)
         scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * samples)
-        requests = _Requests(config, samples, stop_tokens(path, tokenizer))
+        requests = _Requests(config, samples, stop_tokens(Path(config.model.path), tokenizer))
         with contextlib.closing(_sampler(config, prompts)) as sampler:
             return _collect(sampler, requests, todo, scorer, journal)
 
