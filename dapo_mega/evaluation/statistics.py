@@ -57,11 +57,6 @@ def pass_at_each_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, max_k
     return np.asarray(1.0 - np.cumprod(shares, axis=0))
 
 
-def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) -> Floats:
-    """`pass_at_each_k` at one k, [P]."""
-    return np.asarray(pass_at_each_k(num_samples, num_correct, k)[-1])
-
-
 def estimate_means(values: npt.ArrayLike) -> list[Estimate]:
     """The mean of each row of `values` [M, P] over the P problems, with bias-corrected and accelerated (BCa) bootstrap
     intervals of 95 % (Efron, JASA 82, 1987).

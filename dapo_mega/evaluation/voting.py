@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,11 +24,7 @@ class Votes:
     wrong: tuple[int, ...]
 
 
-def count_votes(
-    answers: Sequence[str | None],
-    correct: Sequence[bool],
-    is_same: Callable[[str, str], bool] = same_answer,
-) -> Votes:
+def count_votes(answers: Sequence[str | None], correct: Sequence[bool]) -> Votes:
     """The votes of the responses to one problem; a response without an answer has none.
 
     Answers that were judged right are one class: each equals the ground truth. A wrong answer joins the first class
@@ -38,7 +34,7 @@ def count_votes(
     spellings = Counter(answer for answer, is_right in zip(answers, correct, strict=True) if answer and not is_right)
     classes: dict[str, int] = {}
     for answer, count in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
-        found = next((spelling for spelling in classes if is_same(answer, spelling)), answer)
+        found = next((spelling for spelling in classes if same_answer(answer, spelling)), answer)
         classes[found] = classes.get(found, 0) + count
     right = sum(bool(answer) and is_right for answer, is_right in zip(answers, correct, strict=True))
     return Votes(len(answers), right, tuple(sorted(classes.values(), reverse=True)))
