@@ -246,13 +246,13 @@ def _crossings(
         for found in responses
     )
     ahead = np.where(np.abs(model - base) > _NEAR, np.sign(model - base), 0)
-    moments = np.flatnonzero(ahead)
+    means = {k: differences[f"pass@{k}"].mean for k in ks}
+    clear = {k: np.sign(mean.value) for k, mean in means.items() if mean.excludes_zero}
     crossings = []
-    for before, after in pairwise(moments):
+    for before, after in pairwise(np.flatnonzero(ahead)):
         if ahead[before] == ahead[after]:
             continue
         k, sign = int(after) + 1, ahead[after]
-        clear = {at: np.sign(differences[f"pass@{at}"].mean.value) for at in ks if _is_clear(differences, at)}
         crossings.append(
             Crossing(
                 k,
@@ -262,10 +262,6 @@ def _crossings(
             )
         )
     return tuple(crossings)
-
-
-def _is_clear(differences: dict[str, Difference], k: int) -> bool:
-    return differences[f"pass@{k}"].mean.excludes_zero
 
 
 def _difficulty(labels: Sequence[str], values: Sequence[dict[str, Floats]], max_k: int) -> tuple[DifficultyBin, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.evaluation.measures import powers_of_two
 from dapo_mega.evaluation.statistics import pass_at_each_k
 from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
@@ -156,8 +157,6 @@ class Evaluator:
             )
         metrics["evaluation/pass_at_k"] = float(np.mean([c > 0 for c in correct]))
         curve = pass_at_each_k(sizes, correct, min(sizes)).mean(axis=1)
-        power = 2
-        while power < min(sizes):
-            metrics[f"evaluation/pass_at_{power}"] = float(curve[power - 1])
-            power *= 2
+        for k in powers_of_two(min(sizes))[1:-1]:
+            metrics[f"evaluation/pass_at_{k}"] = float(curve[k - 1])
         return metrics
