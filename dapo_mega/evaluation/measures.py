@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,20 @@ class ProblemResponses:
     @property
     def num_correct(self) -> int:
         return sum(self.correct)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> ProblemResponses | None:
+        """The responses in rows of a file of samples; None if none of them was judged. Responses that were not judged
+        are left out, as in the metrics of a run."""
+        judged = [row for row in rows if row["correct"] is not None]
+        if not judged:
+            return None
+        return cls(
+            [row["correct"] for row in judged],
+            [row["answer"] for row in judged],
+            [row["length"] for row in judged],
+            [row["finish_reason"] == "length" for row in judged],
+        )
 
     def first(self, count: int) -> ProblemResponses:
         """The first `count` of them."""

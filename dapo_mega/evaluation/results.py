@@ -27,17 +27,8 @@ def problems_in(file: Path) -> dict[int, ProblemResponses]:
         table = pq.read_table(file, columns=_COLUMNS, page_checksum_verification=True)
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for row in table.to_pylist():
-        if row["correct"] is not None:
-            rows.setdefault(row["prompt_index"], []).append(row)
-    return {
-        index: ProblemResponses(
-            [row["correct"] for row in found],
-            [row["answer"] for row in found],
-            [row["length"] for row in found],
-            [row["finish_reason"] == "length" for row in found],
-        )
-        for index, found in sorted(rows.items())
-    }
+        rows.setdefault(row["prompt_index"], []).append(row)
+    return {index: found for index in sorted(rows) if (found := ProblemResponses.of_rows(rows[index]))}
 
 
 def result_of(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

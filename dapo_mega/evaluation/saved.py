@@ -122,17 +122,9 @@ def _read_file(path: Path) -> dict[str, SavedBenchmark]:
 def _benchmark(
     path: Path, settings: Mapping[str, Any], problems: Mapping[Problem, Sequence[Mapping[str, Any]]]
 ) -> SavedBenchmark:
-    """Responses that were not judged are left out, as in the metrics of a run."""
-    responses = {}
-    for problem in sorted(problems):
-        rows = [row for row in problems[problem] if row["correct"] is not None]
-        if rows:
-            responses[problem] = ProblemResponses(
-                [row["correct"] for row in rows],
-                [row["answer"] for row in rows],
-                [row["length"] for row in rows],
-                [row["finish_reason"] == "length" for row in rows],
-            )
+    responses = {
+        problem: found for problem in sorted(problems) if (found := ProblemResponses.of_rows(problems[problem]))
+    }
     if not responses:
         raise InputError(f"{path}: no response was judged right or wrong; the reward must decide correctness")
     reads = (settings.get("grader") or {}).get("kind") == "answer"
