@@ -82,7 +82,7 @@ def _read(text: str, depth: int) -> Node | None:
         if len(parts) > 1:
             return _list(parts, depth)
     if len(united := _split_command(text, "\\cup")) > 1 or len(united := _split_command(text, "\\bigcup")) > 1:
-        return _all(Union, [_read(part, depth + 1) for part in united])
+        return Union(items) if (items := _read_all(united, depth)) else None
     signs = [match for match in _RELATION.finditer(text) if not _inside_brackets(text, match.start())]
     if signs:
         return _relation(text, signs, depth)
@@ -95,9 +95,10 @@ def _read(text: str, depth: int) -> Node | None:
     return _choice(text, depth) or single_value(text, depth)
 
 
-def _all(kind: type[Union], nodes: list[Node | None]) -> Node | None:
-    items = tuple(node for node in nodes if node is not None)
-    return kind(items) if len(items) == len(nodes) else None
+def _read_all(parts: list[str], depth: int) -> tuple[Node, ...] | None:
+    """What each of the parts is; None if one of them is nothing."""
+    read = tuple(node for part in parts if (node := _read(part, depth + 1)) is not None)
+    return read if len(read) == len(parts) else None
 
 
 def _without_braces(text: str) -> str:
@@ -146,11 +147,7 @@ def _split_command(text: str, command: str) -> list[str]:
 
 
 def _list(parts: list[str], depth: int) -> Node | None:
-    items = [_read(part, depth + 1) for part in parts]
-    read = tuple(item for item in items if item is not None)
-    if len(read) != len(items) or not read:
-        return None
-    return read[0] if len(read) == 1 else Items("", "", read)
+    return Items("", "", items) if (items := _read_all(parts, depth)) else None
 
 
 def _bracketed(text: str, depth: int) -> Node | None:
@@ -173,16 +170,13 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return _read(inner, depth + 1) if not re.fullmatch(r"[A-Za-z]", inner) else None
     if len(parts) == 1 and opening == "[":
         return _read(inner, depth + 1) if _MATRIX.fullmatch(inner) else None
-    items = [_read(part, depth + 1) for part in parts]
-    read = tuple(item for item in items if item is not None)
-    return Items(opening, closing, read) if len(read) == len(items) else None
+    return Items(opening, closing, items) if (items := _read_all(parts, depth)) else None
 
 
 def _matrix(body: str, depth: int) -> Node | None:
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\hline", body) if row.strip()]
-    cells = [[_read(cell, depth + 1) for cell in row.split("&")] for row in rows]
-    read = tuple(tuple(cell for cell in row if cell is not None) for row in cells)
-    return Matrix(read) if read and all(len(a) == len(b) for a, b in zip(read, cells, strict=True)) else None
+    read = tuple(cells for row in rows if (cells := _read_all(row.split("&"), depth)))
+    return Matrix(read) if read and len(read) == len(rows) else None
 
 
 def _both_signs(text: str, depth: int) -> Node | None:
