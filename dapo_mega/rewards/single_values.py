@@ -91,16 +91,16 @@ def _unit(text: str) -> tuple[str, Unit | None]:
     plain = _TEXT.sub(r" \1 ", words)
     if _NEGATION.search(plain) or len(plain.split()) > 8:
         return text, None
-    is_text = "\\text" in words
     unit = find_unit(plain)
-    bare = plain.strip(" .")
+    if "\\text" in words:
+        return core, unit
     is_letter = unit is not None and len(unit.name) == 1
     is_apart = text[len(core)] == " " and "^" not in plain
-    if not is_text and (is_letter or (unit is None and len(bare) <= 2)) and not (unit is not None and is_apart):
-        return text, None  # `5m`, `3s^2`, `2ab`: variables.
-    if not is_text and unit is None and not re.search(r"[a-zA-Z]{3,}", plain):
-        return text, None
-    if not is_text and re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
+    if is_letter and not is_apart:
+        return text, None  # `5m`, `3s^2`: variables.
+    if unit is None and not re.search(r"[a-zA-Z]{3,}", plain):
+        return text, None  # `2ab`
+    if re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
         return text, None
     return core, unit
 
