@@ -77,6 +77,11 @@ class ServerComponent(ComponentConfig):
                 raise ValueError(f"URL {number} of a reward's urls {problem}")
         return [str(url) for url in urls]
 
+    @field_validator("api_key_file")
+    @classmethod
+    def _find_key(cls, given: str | None, info: ValidationInfo) -> str | None:
+        return given if given is None else beside_run_file(given, info)
+
     @field_validator("api_key_env", mode="before")
     @classmethod
     def _check_variable(cls, given: Any) -> Any:
@@ -142,9 +147,9 @@ class JudgeComponent(ServerComponent):
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
 
-    @field_validator("template_file", "api_key_file")
+    @field_validator("template_file")
     @classmethod
-    def _find_file(cls, given: str | None, info: ValidationInfo) -> str | None:
+    def _find_template(cls, given: str | None, info: ValidationInfo) -> str | None:
         return given if given is None else beside_run_file(given, info)
 
     @model_validator(mode="after")

@@ -168,6 +168,20 @@ def test_a_run_names_its_key_and_never_holds_it(monkeypatch, tmp_path):
     assert KEY not in dump_config(config)
 
 
+def test_a_key_and_a_template_are_found_beside_the_runs_file(tmp_path):
+    for name in ("key", "template.txt"):
+        (tmp_path / name).write_text("")
+    servers = {"urls": ["http://h"], "api_key_file": "key"}
+    components = [
+        {"kind": "judge", "model": "m", "template_file": "template.txt", "name": "a", **servers},
+        {"kind": "remote", **servers},
+    ]
+    run = {**RUN, "reward": {"components": components, "correct_from": "a"}}
+    judge, remote = validated(RunConfig, run, tmp_path).reward.components
+    assert judge.template_file == str(tmp_path / "template.txt")
+    assert judge.api_key_file == remote.api_key_file == str(tmp_path / "key")
+
+
 REFUSED = [
     ({"kind": "judge", "model": "m"}, "urls is missing"),
     ({"kind": "judge", "model": "m", "urls": ["http://me:hidden@h/"]}, "name or password before the host"),
