@@ -89,14 +89,12 @@ class GroupBuffer:
 
     def evict_stale(self, current_version: int) -> int:
         """Drop and count groups sampled more than `max_staleness` versions ago; returns their number."""
-        fresh = [g for g in self.groups if current_version - g.weight_version <= self.max_staleness]
-        dropped = len(self.groups) - len(fresh)
-        for group in self.groups:
-            if current_version - group.weight_version > self.max_staleness:
-                self._note(group, "stale")
-        self.groups = fresh
-        self.counts.stale += dropped
-        return dropped
+        stale = [group for group in self.groups if current_version - group.weight_version > self.max_staleness]
+        for group in stale:
+            self.groups.remove(group)
+            self._note(group, "stale")
+        self.counts.stale += len(stale)
+        return len(stale)
 
     def take(self, num_groups: int) -> Sequence[Group]:
         """Remove and return the `num_groups` oldest groups, ordered by weight version, then by request id. So the order

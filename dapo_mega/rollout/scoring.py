@@ -52,13 +52,14 @@ class ResponseScorer:
         usual_responses: int = 1,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
+        """`reads_answers`: whether the reward may say which answer a response gave."""
         self._reward = reward
         self._decode = decode
         self._max_failed_share = config.max_failed_share
         self._usual_responses = usual_responses
         self._check_stop = check_stop
         self._comparison = next((part for part in config.parts if isinstance(part, LengthKimiComponent)), None)
-        self._reads_answers = any(p.label == config.deciding and p.reads_answers for p in config.parts)
+        self.reads_answers = any(p.label == config.deciding and p.reads_answers for p in config.parts)
         self._first_failure: ScoringFailure | None = None
         self.counts = ScoringCounts(Counter())
 
@@ -83,11 +84,6 @@ class ResponseScorer:
             )
         self._count(len(asked), failures)
         return results
-
-    @property
-    def reads_answers(self) -> bool:
-        """Whether the reward may say which answer a response gave."""
-        return self._reads_answers
 
     def compare(self, members: Sequence[ScoredResponse], step: int) -> list[ScoredResponse]:
         """The responses of one group, with what depends on the others added to their rewards: the length reward, as it

@@ -30,7 +30,6 @@ class RecordedSample:
 class RecordedStep:
     """The groups that a step trained on, in order, and `samples`, one for each of their responses."""
 
-    step: int
     account: Mapping[str, Any]
     groups: tuple[Group, ...]
     samples: tuple[RecordedSample, ...]
@@ -62,7 +61,7 @@ def read_step(path: Path) -> RecordedStep:
         )
         for group, found in members.items()
     )
-    return RecordedStep(account["step"], account, groups, tuple(_sample(row) for row in trained))
+    return RecordedStep(account, groups, tuple(_sample(row) for row in trained))
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:

@@ -325,17 +325,13 @@ def restore(run: TrainingRun, state: LoopState) -> None:
     run.histograms = {n: Histogram(h["low"], h["high"], tuple(h["counts"])) for n, h in histograms.items()}
     restore_entropy(run, state)
     with raise_on_all_ranks(run.policy.processes.control):
-        _restore_controller(run, state)
+        if run.controller:
+            refuse_other_data(state.values, run.controller.dataset_fingerprint, "training prompts")
+            run.controller.interrupted = state.values.get(EVALUATION_UNDER_WAY)
+            run.controller.collector.load_state(state.values, state.arrays)
 
 
 def restore_entropy(run: TrainingRun, state: LoopState) -> None:
     """Continue the entropy bonus of a loaded checkpoint."""
     if "entropy_control" in state.values:  # Checkpoints of earlier versions lack it.
         run.entropy.load_state(state.values["entropy_control"])
-
-
-def _restore_controller(run: TrainingRun, state: LoopState) -> None:
-    if run.controller:
-        refuse_other_data(state.values, run.controller.dataset_fingerprint, "training prompts")
-        run.controller.interrupted = state.values.get(EVALUATION_UNDER_WAY)
-        run.controller.collector.load_state(state.values, state.arrays)
