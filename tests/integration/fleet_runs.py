@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,15 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Re
     while len(pending):
         pending.next_complete()
     for prompt in collector._next_prompts(8):
-        pending.start(prompt, collector.new_requests(prompt))
-    wait_until(lambda: not driver._answers.empty())  # The others are under way then, too.
+        # Of different lengths, so that those that began together do not end together.
+        pending.start(
+            prompt,
+            [
+                replace(request, sampling=replace(request.sampling, max_new_tokens=40 * number))
+                for number, request in enumerate(collector.new_requests(prompt), 1)
+            ],
+        )
+    wait_until(lambda: not driver._answers.empty())  # The others are in the middle of theirs then.
     with torch.no_grad():
         for parameter in (parameter for chunk in training_run.policy.chunks for parameter in chunk.parameters()):
             parameter.mul_(1.5)
