@@ -133,7 +133,7 @@ def _stated(text: str) -> str | None:
             return answer
     if not boxes:
         return None
-    return _listed([box.content for box in _last_sentence(text, boxes)]) or None
+    return _listed(_last_sentence(text, boxes)) or None
 
 
 def _listed(contents: list[str]) -> str:
@@ -175,19 +175,16 @@ def closing_brace(text: str, opening: int) -> int:
     return -1
 
 
-def _last_sentence(text: str, boxes: list[_Span]) -> list[_Span]:
-    """The boxes at the end that one sentence lists."""
+def _last_sentence(text: str, boxes: list[_Span]) -> list[str]:
+    """What the boxes hold that one sentence at the end lists, with the percent signs behind them."""
     first = len(boxes) - 1
     while first > 0 and _linked(text[boxes[first - 1].end : boxes[first].start]):
         first -= 1
-    group = boxes[first:]
-    percent = [
-        _PERCENT.match(text, box.end) or _PERCENT.match(text[box.end : box.end + 20].lstrip("$ )\\")) for box in group
-    ]
-    return [
-        _Span(box.start, box.end, box.content + "\\%") if match and "%" not in box.content else box
-        for box, match in zip(group, percent, strict=True)
-    ]
+    contents = []
+    for box in boxes[first:]:
+        percent = _PERCENT.match(text, box.end) or _PERCENT.match(text[box.end : box.end + 20].lstrip("$ )\\"))
+        contents.append(box.content + "\\%" if percent and "%" not in box.content else box.content)
+    return contents
 
 
 def _linked(between: str) -> bool:
@@ -318,20 +315,13 @@ def _result(text: str) -> re.Match[str] | None:
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
     whole = text.strip().strip("*")
-    if whole and len(whole) <= 100 and "\n" not in whole and not _PROSE.search(_COMMAND.sub("", whole)):
-        formulas = _formulas(whole)
-        if not formulas:
-            return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
+    is_short = 0 < len(whole) <= 100 and "\n" not in whole
+    if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
+        return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
     formulas = _formulas(text)
     numbers = list(_NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
-    last_number = next(
-        (
-            n
-            for n in reversed(numbers)
-            if not any(f.start <= n.start() + len(n.group()) - 1 < f.end for f in formulas[-50:])
-        ),
-        None,
-    )
+    outside = (n for n in reversed(numbers) if not any(f.start < n.end() <= f.end for f in formulas[-50:]))
+    last_number = next(outside, None)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
     if last_number is not None:
