@@ -186,27 +186,31 @@ class WorkerProcess:
 
 def end_tree(pid: int) -> None:
     """Kill the leader of a process group, its group and its descendants."""
-    kill_descendants(pid)
+    _kill_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def kill_descendants(pid: int) -> None:
+def _kill_descendants(pid: int) -> None:
     """Kill all descendants of a process, also those that they start meanwhile."""
     for _ in range(20):
-        with contextlib.suppress(psutil.Error):
-            alive = [
-                child
-                for child in psutil.Process(pid).children(recursive=True)
-                if child.status() != psutil.STATUS_ZOMBIE
-            ]
-            for child in alive:
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
-            if alive:
-                psutil.wait_procs(alive, timeout=0.05)
-                continue
-        return
+        alive = _alive_descendants(pid)
+        if not alive:
+            return
+        for child in alive:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(alive, timeout=0.05)
+
+
+def _alive_descendants(pid: int) -> list[psutil.Process]:
+    alive = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # One that has just ended hides no other.
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(child)
+    return alive
 
 
 def _ending(status: int | None) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.function import FunctionReward
+from dapo_mega.rewards.processes import end_tree
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 
 OWN = Path(__file__).parent / "own_rewards.py"
@@ -175,6 +176,17 @@ def test_what_a_function_prints_and_starts_stays_with_it(tmp_path, capfd):
     wait_until(lambda: all(gone(pid) for pid in pids))  # The kernel may still be ending the last one.
     assert "printed by the function" in (tmp_path / "output.log").read_text()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_has_just_ended_hides_no_other_from_the_end(monkeypatch):
+    ended, leader, other = (
+        subprocess.Popen(command, start_new_session=True) for command in (["true"], ["sleep", "60"], ["sleep", "60"])
+    )
+    descendants = [psutil.Process(process.pid) for process in (ended, other)]
+    ended.wait(30)
+    monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: descendants)
+    end_tree(leader.pid)
+    wait_until(lambda: gone(leader.pid) and gone(other.pid))
 
 
 KILLED = f"""
