@@ -47,7 +47,7 @@ def sampler(model, urls, key=KEY, wait_limit_s=120):
             "rollout": {"max_response_tokens": 8},
         }
     )
-    fleet = {"urls": urls, "wait_limit_s": wait_limit_s, "heartbeat_s": 0.1, "hung_after_s": 5}
+    fleet = {"urls": urls, "wait_limit_s": wait_limit_s, "heartbeat_s": 0.1, "hung_after_s": 60}
     made = FleetSampler(with_engines(config, requests_per_engine=ROOM, **fleet), [], key)
     try:
         yield made
