@@ -83,9 +83,9 @@ def measure_difficulty(
     _check(options)
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
-    settings = _settings(config, options)
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, source, tokenizer)
+    settings = _settings(config, options)
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
     with open_journal(journal_of(output), depends_on) as journal:
