@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,12 @@ def record(
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two records, as `key was X and is Y`."""
-    old, new = flat(dict(before)), flat(dict(now))
-    return [f"{name} was {old.get(name)} and is {new.get(name)}" for name in _joined(old, new)]
+    old, new = flat(before), flat(now)
+    return [
+        f"{name} was {old.get(name)} and is {new.get(name)}"
+        for name in {**old, **new}
+        if name not in _FREE and old.get(name) != new.get(name)
+    ]
 
 
 def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
@@ -137,12 +141,6 @@ def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
             f"{file.parent} holds responses of other settings: {'; '.join(found)}; give another --output, or the same "
             f"settings to continue"
         )
-
-
-def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """The names of values that differ, in order."""
-    names = dict.fromkeys([*old, *new])
-    return (name for name in names if name not in _FREE and old.get(name) != new.get(name))
 
 
 def _digest(values: Any) -> str:
