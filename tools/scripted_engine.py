@@ -13,6 +13,7 @@ import asyncio
 import json
 import math
 import signal
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,8 +83,8 @@ class ScriptedEngine:
     """One server. Attributes may be changed while it runs."""
 
     def __init__(self, vocab_size: int = 1000, tokens_per_s: float = 0.0, api_key: str = "secret") -> None:
-        """`tokens_per_s` is the pace of each call; 0 answers at once. A call begins after `delay_s`, and with
-        `release_at` set nothing is answered before that many calls are in flight together."""
+        """`tokens_per_s` is the pace of each call; 0 answers at once. No call begins while `keeps_calls_waiting`, and
+        with `release_at` set nothing is answered before that many calls are in flight together."""
         self.vocab_size = vocab_size
         self.tokens_per_s = tokens_per_s
         self.api_key = api_key
@@ -99,12 +100,13 @@ class ScriptedEngine:
         self.calls: Counter[str] = Counter()
         self.most_in_flight = 0
         self.url = ""
-        self.delay_s = 0.0
+        self.keeps_calls_waiting = False
         self.release_at = 0
         self._released = asyncio.Event()
         self._is_paused = False
         self._generations: dict[str, _Generation] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
 
     async def start(self, port: int = 0) -> str:
         """Listen on 127.0.0.1; returns the URL."""
@@ -136,20 +138,29 @@ class ScriptedEngine:
             app.router.add_post(path, self._agree)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port, backlog=16384)
-        await site.start()
+        self._listener = socket.create_server(("127.0.0.1", port))
+        await web.SockSite(self._runner, self._listener, backlog=16384).start()
         address = self._runner.addresses[0]
         self.url = f"http://127.0.0.1:{address[1]}"
         return self.url
 
     async def stop(self) -> None:
-        """Close the port and break all connections."""
-        assert self._runner
-        await self._runner.cleanup()
+        """Close the port and break all connections; nothing happens the second time."""
+        if self._runner and self._listener:
+            # What is being accepted at this moment becomes a connection that the runner knows, and breaks.
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener = None
+            await asyncio.sleep(_TICK_S)
+            await self._runner.cleanup()
 
     @property
     def in_flight(self) -> int:
         return len(self._generations)
+
+    @property
+    def all_have_tokens(self) -> bool:
+        """Whether every call in flight has its first token."""
+        return all(generation.output for generation in list(self._generations.values()))
 
     @web.middleware
     async def _check_key(
@@ -224,7 +235,8 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
-        await asyncio.sleep(self.delay_s)
+        while self.keeps_calls_waiting:
+            await asyncio.sleep(_TICK_S)
         self.payloads.append(payload)
         if isinstance(payload["input_ids"][0], list):
             answers = [await self._answer({**payload, "input_ids": ids}) for ids in payload["input_ids"]]

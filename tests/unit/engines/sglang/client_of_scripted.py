@@ -6,6 +6,7 @@ import numpy as np
 
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.types import GenerationRequest, SamplingParams
+from tests.unit.engines.sglang.scripted_server import DEADLINE_S
 
 
 def requests(count, first=0, length=8):
@@ -22,7 +23,7 @@ def give_weights(driver, version=0, run=""):
         lambda client: client.update_weights_from_distributed(
             names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
         ),
-        5,
+        DEADLINE_S,
     )
     for target in targets:
         driver.synced(target.url, version)
@@ -30,8 +31,8 @@ def give_weights(driver, version=0, run=""):
     return targets
 
 
-def answers(driver, count, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
+def answers(driver, count):
+    deadline = time.monotonic() + DEADLINE_S
     found = []
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} answers came"
@@ -40,8 +41,8 @@ def answers(driver, count, timeout_s=20):
     return found
 
 
-def wait_until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -4,7 +4,7 @@ import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.fleet_client import FleetClient
-from tests.unit.engines.sglang.scripted_server import KEY, VOCAB_SIZE, Servers
+from tests.unit.engines.sglang.scripted_server import DEADLINE_S, KEY, VOCAB_SIZE, Servers
 
 
 @pytest.fixture
@@ -36,7 +36,13 @@ def drive():
                 "rollout": {
                     "placement": "fleet",
                     "max_response_tokens": 64,
-                    "fleet": {"urls": urls, "heartbeat_s": 0.1, "hung_after_s": 1.0, "wait_limit_s": 20, **fleet},
+                    "fleet": {
+                        "urls": urls,
+                        "heartbeat_s": 0.1,
+                        "hung_after_s": 60.0,
+                        "wait_limit_s": DEADLINE_S,
+                        **fleet,
+                    },
                     **(rollout or {}),
                 },
                 "reward": {"overlong_punishment": False},

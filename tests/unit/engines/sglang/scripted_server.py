@@ -21,7 +21,10 @@ from tools.scripted_engine import ScriptedEngine, logprob_of, next_token
 
 KEY = "secret"
 VOCAB_SIZE = 1000
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
+"""For everything that is waited for; only what is wrong takes as long, on a busy machine too."""
+SLOW = 5.0
+"""Tokens per second: nothing long ends at this pace before `hurry`."""
 
 _ids = itertools.count()
 
@@ -136,7 +139,7 @@ async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "requests_per_engine": 64,
-        "request_timeout_s": 20.0,
+        "request_timeout_s": DEADLINE_S,
         "max_attempts": 3,
         "backoff_s": 0.02,
         **options,
@@ -160,21 +163,27 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+def hurry(engines: Iterable[ScriptedEngine]) -> None:
+    """Let them generate the rest at once."""
+    for engine in engines:
+        engine.tokens_per_s = 1e6
+
+
 class Servers:
     """Scripted engines on a loop of their own, for callers that are not asynchronous."""
 
     def __init__(self, count: int, tokens_per_s: float = 0.0) -> None:
         self.thread = LoopThread("scripted-engines")
         self.engines = [ScriptedEngine(VOCAB_SIZE, tokens_per_s, KEY) for _ in range(count)]
-        self.urls = [self.thread.run(engine.start(), 10) for engine in self.engines]
+        self.urls = [self.thread.run(engine.start(), DEADLINE_S) for engine in self.engines]
 
     def stop(self, index: int) -> None:
-        self.thread.run(self.engines[index].stop(), 10)
+        self.thread.run(self.engines[index].stop(), DEADLINE_S)
 
     def start_again(self, index: int) -> None:
         self.engines[index].process = "second"
         self.engines[index].version = "default"
-        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), 10)
+        self.thread.run(self.engines[index].start(int(self.urls[index].rsplit(":", 1)[1])), DEADLINE_S)
 
     def close(self) -> None:
         self.thread.close()

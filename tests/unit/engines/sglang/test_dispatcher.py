@@ -11,10 +11,12 @@ from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.types import GenerationFailure, GenerationRequest, Response, SamplingParams
 from tests.unit.engines.sglang.scripted_server import (
+    SLOW,
     VOCAB_SIZE,
     assert_exact,
     expected_tokens,
     fleet_of,
+    hurry,
     make_request,
     until,
     within_deadline,
@@ -220,7 +222,7 @@ def test_no_engine_ever_has_more_than_its_limit():
     async def body():
         three = engines(3)
         for engine, pace in zip(three, (200, 500, 1000), strict=True):
-            engine.tokens_per_s = pace
+            engine.tokens_per_s, engine.release_at = pace, 5
         async with fleet_of(*three, requests_per_engine=5) as fleet:
             await fleet.ask(*(make_request([5, i % 40]) for i in range(200)))
         assert [engine.most_in_flight for engine in three] == [5, 5, 5]
@@ -242,6 +244,7 @@ def test_requests_that_move_start_before_those_that_have_waited_less():
     async def body():
         stuck, good = engines(2)
         stuck.fault = lambda payload: "hang"
+        good.release_at = 3
         async with fleet_of(stuck, good, requests_per_engine=3) as fleet:
             fleet.dispatcher.remove_engine(good.url, "for now")
             requests = [make_request([5, i]) for i in range(8)]
@@ -257,11 +260,12 @@ def test_requests_that_move_start_before_those_that_have_waited_less():
 
 def test_answers_come_as_they_finish():
     async def body():
-        (engine,) = engines(1, tokens_per_s=200)
+        (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine) as fleet:
-            long, short = make_request([5, 1], max_new_tokens=60), make_request([5, 2], max_new_tokens=4)
+            long, short = make_request([5, 1], max_new_tokens=60), make_request([5, 2], max_new_tokens=1)
             fleet.dispatcher.submit([long, short])
             assert (await fleet.queue.get()).request_id == short.request_id
+            hurry([engine])
             assert (await fleet.queue.get()).request_id == long.request_id
 
     within_deadline(body)
@@ -270,8 +274,8 @@ def test_answers_come_as_they_finish():
 def test_a_call_that_takes_too_long_is_aborted_and_made_elsewhere():
     async def body():
         slow, fast = engines(2)
-        slow.tokens_per_s = 1.0
-        async with fleet_of(slow, fast, request_timeout_s=0.3) as fleet:
+        slow.tokens_per_s = 0.001
+        async with fleet_of(slow, fast, request_timeout_s=2.0) as fleet:
             requests = [make_request([5, i]) for i in range(4)]
             for request, answer in zip(requests, await fleet.ask(*requests), strict=True):
                 assert_exact(answer, request)
@@ -304,13 +308,15 @@ def test_work_of_an_engine_that_leaves_moves_and_costs_no_attempt():
 
 def test_cancelled_requests_get_no_answer_and_leave_their_engine():
     async def body():
-        (engine,) = engines(1, tokens_per_s=50)
+        (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, requests_per_engine=2) as fleet:
-            requests = [make_request([5, i], max_new_tokens=40) for i in range(6)]
+            requests = [make_request([5, i], max_new_tokens=60) for i in range(6)]
             kept = requests[::3]
             fleet.dispatcher.submit(requests)
             await until(lambda: engine.in_flight == 2)
             fleet.dispatcher.cancel([request.request_id for request in requests if request not in kept] + [-1])
+            await until(lambda: engine.calls["/abort_request"])
+            hurry([engine])
             for request, answer in zip(kept, await fleet.answers(kept), strict=True):
                 assert_exact(answer, request)
             assert fleet.queue.empty()
@@ -375,12 +381,13 @@ def test_a_call_that_fails_makes_room_for_others_at_once():
 
 def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
     async def body():
-        (engine,) = engines(1, tokens_per_s=100)
+        (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, requests_per_engine=3) as fleet:
-            requests = [make_request([5, i], max_new_tokens=10 + 15 * i) for i in range(5)]
+            requests = [make_request([5, i], max_new_tokens=60) for i in range(5)]
             fleet.dispatcher.submit(requests)
             await until(lambda: engine.in_flight == 3)
             fleet.dispatcher.hold()
+            hurry([engine])
             await fleet.dispatcher.drain()
             assert fleet.queue.qsize() == len(engine.payloads) == 3
             assert engine.in_flight == 0
@@ -392,13 +399,13 @@ def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
 
 def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
     async def body():
-        two = engines(2, tokens_per_s=300)
+        two = engines(2, tokens_per_s=SLOW)
         stop = 77
         async with fleet_of(*two, version=4, max_attempts=1) as fleet:
             requests = [make_request([5, i], max_new_tokens=200, stop_token_ids=(stop,)) for i in range(12)]
             fleet.dispatcher.submit(requests)
             await until(lambda: sum(engine.in_flight for engine in two) == 12)
-            await asyncio.sleep(0.1)
+            await until(lambda: all(engine.all_have_tokens for engine in two))
             fleet.dispatcher.hold()
             for client in fleet.clients:
                 await client.pause("abort")
@@ -408,7 +415,7 @@ def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
                 await client.update_weights_from_disk("anywhere", "5")
                 fleet.dispatcher.set_version(engine.url, 5)
                 await client.resume()
-                engine.tokens_per_s = 0.0
+            hurry(two)
             fleet.dispatcher.resume()
             for request, answer in zip(requests, await fleet.answers(requests), strict=True):
                 assert_exact(answer, request)
@@ -422,15 +429,14 @@ def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
 
 def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
     async def body():
-        (engine,) = engines(1, tokens_per_s=300)
+        (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, version=4, requests_per_engine=1) as fleet:
             begun, waits = (make_request([5, i], max_new_tokens=200) for i in range(2))
             dispatcher = fleet.dispatcher
             dispatcher.submit([begun, waits])
-            await until(lambda: engine.in_flight == 1)
+            await until(lambda: engine.in_flight == 1 and engine.all_have_tokens)
             ids = [begun.request_id, waits.request_id, -1]
             assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 4}
-            await asyncio.sleep(0.1)
             dispatcher.hold()
             await fleet.clients[0].pause("abort")
             await dispatcher.reclaim()
@@ -440,7 +446,7 @@ def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
             await fleet.clients[0].resume()
             dispatcher.resume()
             assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
-            engine.tokens_per_s = 0.0
+            hurry([engine])
             answers = await fleet.answers([begun, waits])
             assert [answer.weight_version for answer in answers] == [4, 5]
             assert dispatcher.oldest_versions(ids) == {}
@@ -468,17 +474,17 @@ def test_a_call_that_had_not_begun_is_taken_back_without_tokens():
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_calls_that_stay_in_a_paused_engine_go_on_with_its_new_weights(mode):
     async def body():
-        (engine,) = engines(1, tokens_per_s=300)
+        (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, version=1) as fleet:
             request = make_request(max_new_tokens=200)
             fleet.dispatcher.submit([request])
-            await until(lambda: engine.in_flight == 1)
-            await asyncio.sleep(0.1)
+            await until(lambda: engine.in_flight == 1 and engine.all_have_tokens)
             fleet.dispatcher.hold()
             await fleet.clients[0].pause(mode)
             await fleet.clients[0].update_weights_from_disk("anywhere", "2")
             fleet.dispatcher.set_version(engine.url, 2)
             await fleet.clients[0].resume()
+            hurry([engine])
             fleet.dispatcher.resume()
             (answer,) = await fleet.answers([request])
             assert_exact(answer, request)

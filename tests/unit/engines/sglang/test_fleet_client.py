@@ -22,7 +22,7 @@ from dapo_mega.models.families import find_family
 from dapo_mega.types import Response
 from tests.distributed.launching import free_port
 from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
-from tests.unit.engines.sglang.scripted_server import KEY, VOCAB_SIZE, assert_exact, serve
+from tests.unit.engines.sglang.scripted_server import DEADLINE_S, KEY, SLOW, VOCAB_SIZE, assert_exact, hurry, serve
 
 
 def num_serving(driver):
@@ -180,7 +180,7 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
     group = servers(3)
     lost = group.urls[2]
     group.stop(2)
-    driver = drive(group.urls, min_engines=3, wait_limit_s=600.0)
+    driver = drive(group.urls, min_engines=3, hung_after_s=1.0, wait_limit_s=600.0)
     wait_until(lambda: driver.pop_metrics()["fleet/engines_away"] == 1)
 
     def told(*parts):
@@ -200,13 +200,14 @@ def test_a_pause_is_told_again_and_again_with_the_states_of_now(servers, drive, 
         wait_until(told("paused: 2 of 3 required engines", f"missing: {lost} since "))
         assert "hung" not in [r.getMessage() for r in caplog.records if "run is paused" in r.getMessage()][-1]
         group.start_again(2)
-        waiting.result(10)
+        waiting.result(DEADLINE_S)
     assert driver.pop_metrics()["fleet/pauses"] == 1
     assert caplog.records[-1].getMessage() == "the run continues with 3 engines"
 
 
 def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive, caplog):
     driver = drive(servers(1).urls, min_engines=2, wait_limit_s=0.5)
+    wait_until(driver.has_outdated)
     with pytest.raises(FleetError, match=r"1 of 2 required engines .*no others are known"):
         driver.targets(only_outdated=False)
     assert (
@@ -218,7 +219,7 @@ def test_a_pause_says_so_when_fewer_engines_are_named_than_needed(servers, drive
 def test_launchers_are_told_of_engines_that_hang_longer_than_an_update(servers, drive):
     group = servers(1)
     address = f"127.0.0.1:{free_port()}"
-    driver = drive([], weight_sync={"timeout_s": 0.5}, rendezvous=address)
+    driver = drive([], weight_sync={"timeout_s": 0.5}, rendezvous=address, hung_after_s=1.0)
     engine = Registration(group.urls[0], "first")
 
     def hung():
@@ -270,7 +271,7 @@ def test_two_trainers_use_only_their_own_samples_and_one_ends(servers, drive, re
                     give_weights(driver, 5, run)
                 first = 1000 * number + 100 * round_
                 driver.submit(requests(6, first=first))
-                num_open, deadline = 6, time.monotonic() + 40
+                num_open, deadline = 6, time.monotonic() + DEADLINE_S
                 while num_open:
                     assert time.monotonic() < deadline
                     driver.wait_for_engines()
@@ -324,13 +325,14 @@ def test_an_update_finds_an_engine_that_another_run_has_updated(servers, drive):
 
 
 def test_an_engine_lost_while_responses_finish_is_not_part_of_the_update(servers, drive):
-    group = servers(2, tokens_per_s=20)
-    driver = drive(group.urls, min_engines=2)
+    group = servers(2, SLOW)
+    driver = drive(group.urls, min_engines=2, hung_after_s=1.0)
     give_weights(driver)
-    driver.submit(requests(8, length=30))
+    driver.submit(requests(8, length=60))
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
     targets = driver.targets(only_outdated=False)
-    group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
+    group.engines[0].health = "silent"
+    hurry(group.engines[1:])
     assert driver.pause_generation(targets) == [SyncTarget(group.urls[1], 1)]
     driver.resume_generation(targets)
 
@@ -357,12 +359,13 @@ def test_an_engine_that_registers_anew_is_taken_up_once(servers, drive, caplog):
 
 
 def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers, drive):
-    group = servers(2, tokens_per_s=20)
+    group = servers(2, SLOW)
     driver = drive(group.urls, min_engines=2)
     give_weights(driver)
-    driver.submit(requests(12, length=30))
+    driver.submit(requests(12, length=60))
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
     group.stop(1)
+    hurry(group.engines)
     found = answers(driver, 12)
     assert sorted(answer.request_id for answer in found) == list(range(12))
     assert all(isinstance(answer, Response) for answer in found)
@@ -380,7 +383,7 @@ def test_a_dead_engines_work_moves_and_a_restarted_one_waits_for_weights(servers
 
 def test_a_hung_engines_work_moves(servers, drive):
     group = servers(2, tokens_per_s=100)
-    driver = drive(group.urls, min_engines=2)
+    driver = drive(group.urls, min_engines=2, hung_after_s=1.0)
     give_weights(driver)
     group.engines[0].tokens_per_s, group.engines[0].health = 1e-6, "silent"
     driver.submit(requests(8))
@@ -408,12 +411,14 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
     group = servers(2)
     driver = drive(group.urls, min_engines=2)
     give_weights(driver)
+    caplog.clear()  # The run may have waited for its engines at the start, too.
     group.stop(0)
     wait_until(lambda: num_serving(driver) == 1)
-    back = LoopThread("later")
-    back.loop.call_soon_threadsafe(back.loop.call_later, 1.0, lambda: group.start_again(0))
-    driver.wait_for_engines()
-    back.close()
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(driver.wait_for_engines)
+        wait_until(lambda: "the run is paused" in caplog.text)
+        group.start_again(0)
+        waiting.result(DEADLINE_S)
     (line,) = (record.getMessage() for record in caplog.records if "the run is paused" in record.getMessage())
     assert line.startswith("the run is paused: 1 of 2 required engines are reachable, ")
     assert f"; missing: {group.urls[0]} since " in line
@@ -423,6 +428,7 @@ def test_too_few_engines_pause_the_run_until_they_return(servers, drive, caplog)
 def test_too_few_engines_for_too_long_end_the_run_with_what_to_do(servers, drive):
     group = servers(1)
     driver = drive([*group.urls, "http://127.0.0.1:9"], min_engines=2, wait_limit_s=1.0)
+    wait_until(driver.has_outdated)
     with pytest.raises(FleetError, match=r"1 of 2 required engines .*min_engines.*serve_rollouts\.py.*same command"):
         driver.targets(only_outdated=False)
 
@@ -434,8 +440,8 @@ def test_an_engine_that_keeps_failing_updates_is_refused_in_the_end(servers, dri
     for _ in range(3):
         wait_until(lambda: num_serving(driver) + driver.has_outdated() == 2)
         driver.failed(group.urls[0], "scripted")
-        give_weights(driver, 1)
-    time.sleep(1.5)
+    probes = group.engines[0].calls["/health"]
+    wait_until(lambda: group.engines[0].calls["/health"] > probes + 5)
     assert not driver.has_outdated()
     assert [target.url for target in driver.targets(only_outdated=False)] == [group.urls[1]]
 
@@ -450,25 +456,20 @@ def test_an_update_under_thousands_of_requests_loses_and_doubles_none(servers, d
     for engine in group.engines:
         engine.settings = {"disable_radix_cache": True}
         engine.release_at = num_requests // 6
-    limits = {"requests_per_engine": num_requests // 6, "hung_after_s": 60.0, "wait_limit_s": 60.0}
-    driver = drive(group.urls, weight_sync=sync, min_engines=3, **limits)
+    driver = drive(group.urls, weight_sync=sync, min_engines=3, requests_per_engine=num_requests // 6)
     give_weights(driver, 0)
     asked = requests(num_requests, length=48)
     driver.submit(asked)
-    wait_until(lambda: sum(engine.in_flight for engine in group.engines) == num_requests // 2, 60)
-
-    def hurry():
-        for engine in group.engines:
-            engine.tokens_per_s = 1e6
+    wait_until(lambda: sum(engine.in_flight for engine in group.engines) == num_requests // 2)
 
     if mode == "finish":
-        hurry()
+        hurry(group.engines)
     update = threading.Thread(target=give_weights, args=(driver, 1), daemon=True)
     update.start()
-    update.join(30)
+    update.join(DEADLINE_S)
     assert not update.is_alive(), "the update did not end"
-    hurry()
-    found = answers(driver, num_requests, timeout_s=60)
+    hurry(group.engines)
+    found = answers(driver, num_requests)
     assert driver.next_answer(0) is None
     by_id = {answer.request_id: answer for answer in found}
     assert len(by_id) == num_requests, "answered twice"
@@ -486,13 +487,13 @@ def test_an_update_under_thousands_of_requests_loses_and_doubles_none(servers, d
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause):
-    group = servers(1, tokens_per_s=50)
+    (engine,) = (group := servers(1, SLOW)).engines
     driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause})
     give_weights(driver, 0)
     driver.submit(requests(4, length=60))
-    wait_until(lambda: group.engines[0].in_flight == 4)
-    time.sleep(0.3)
+    wait_until(lambda: engine.in_flight == 4 and engine.all_have_tokens)
     give_weights(driver, 1)
+    hurry([engine])
     for answer in answers(driver, 4):
         assert [version for version, _ in answer.version_spans] == [0, 1]
         assert answer.version_spans[-1][1] == len(answer.token_ids) == 60
@@ -500,16 +501,20 @@ def test_responses_in_flight_continue_with_the_new_weights(servers, drive, pause
 
 
 def test_a_call_that_comes_during_aborts_does_not_delay_the_update(servers, drive):
-    group = servers(1, tokens_per_s=50)
-    (engine,) = group.engines
-    engine.delay_s = 0.5
-    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"}, hung_after_s=30.0)
+    (engine,) = (group := servers(1, SLOW)).engines
+    engine.keeps_calls_waiting = True
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": "abort"})
     give_weights(driver, 0)
     driver.submit(requests(4, length=60))
     wait_until(lambda: engine.calls["/generate"] == 4)
-    assert engine.in_flight == 0
-    give_weights(driver, 1)
-    assert engine.calls["/abort_request"] >= 2  # The first one finds nothing.
+    with ThreadPoolExecutor(1) as executor:
+        aborts = engine.calls["/abort_request"]
+        update = executor.submit(give_weights, driver, 1)
+        wait_until(lambda: engine.calls["/abort_request"] > aborts)  # This one finds nothing.
+        engine.keeps_calls_waiting = False
+        update.result(30)
+    assert engine.calls["/abort_request"] >= aborts + 2
+    hurry([engine])
     assert driver.pop_metrics()["rollout/requests_taken_back"] == 4
     assert {len(answer.token_ids) for answer in answers(driver, 4)} == {60}
 

@@ -139,7 +139,7 @@ def test_a_server_that_says_it_is_unhealthy_hangs():
 def test_an_engine_that_is_gone_is_dead_and_a_restart_is_recognised():
     async def body():
         engine = ScriptedEngine()
-        async with watching(engine) as (monitor, changes):
+        async with watching(engine, hung_after_s=2 * DEADLINE_S) as (monitor, changes):
             await until(lambda: changes)
             url, port = engine.url, int(engine.url.rsplit(":", 1)[1])
             await engine.stop()
@@ -160,7 +160,7 @@ def test_an_engine_that_is_gone_is_dead_and_a_restart_is_recognised():
 def test_one_broken_connection_is_no_death():
     async def body():
         engine = ScriptedEngine()
-        async with watching(engine) as (_, changes):
+        async with watching(engine, hung_after_s=2 * DEADLINE_S) as (_, changes):
             await until(lambda: changes)
             engine.health = "reset"
             seen = engine.calls["/health"]

@@ -6,15 +6,11 @@ import pytest
 
 from dapo_mega.types import Response
 from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
-from tests.unit.engines.sglang.scripted_server import assert_exact
+from tests.unit.engines.sglang.scripted_server import DEADLINE_S, SLOW, assert_exact, hurry
 
 LONG = 64
 PACE = 200.0
 """Tokens per second, so that a long response takes a third of a second."""
-SLOW = 5.0
-"""At this pace nothing long ends before `hurry`."""
-PATIENT = {"hung_after_s": 30.0, "wait_limit_s": 60.0}
-"""No engine counts as hung because the machine is busy."""
 
 
 def index_of_reserved(driver, group):
@@ -28,11 +24,6 @@ def give_first_weights(driver, group, version):
     give_weights(driver, version)
 
 
-def hurry(group):
-    for engine in group.engines:
-        engine.tokens_per_s = 10 * PACE
-
-
 def outdated(driver):
     return {target.url for target in driver.targets(only_outdated=True)}
 
@@ -40,12 +31,12 @@ def outdated(driver):
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers, drive, pause):
     group = servers(3, SLOW)
-    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause}, **PATIENT)
+    driver = drive(group.urls, weight_sync={"in_flight": "continue", "pause": pause})
     give_first_weights(driver, group, 7)
     training, held_out = requests(12, length=LONG), requests(40, first=1 << 62, length=LONG)
     driver.submit(training[:9])  # Partial rollouts leave requests in flight, also on the engine that is reserved.
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
-    future = driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=20)
+    future = driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=DEADLINE_S)
     wait_until(lambda: driver._membership.in_state("reserved"))
     reserved = index_of_reserved(driver, group)
     for version in (8, 9):
@@ -53,12 +44,12 @@ def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers
         assert updated == {url for url in group.urls if url != group.urls[reserved]}
     driver.submit(training[9:])
     assert not future.done()
-    hurry(group)
+    hurry(group.engines)
     of_training = {answer.request_id: answer for answer in answers(driver, len(training))}
     for request in training:
         assert_exact(of_training[request.request_id], request)
     assert {of_training[request.request_id].weight_version for request in training[9:]} == {9}
-    result = future.result(20)
+    result = future.result(DEADLINE_S)
     assert (result.ended_early, result.num_engines) == ("", 1)
     for request in held_out:
         assert_exact(result.answers[request.request_id], request)
@@ -95,15 +86,15 @@ def end_by_need(driver, group):
 @pytest.mark.parametrize("disturb", [end_by_limit, end_by_death, end_by_foreign_weights, end_by_need])
 def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, disturb):
     group = servers(2, PACE)
-    driver = drive(group.urls, min_engines=1, **PATIENT)
+    driver = drive(group.urls, min_engines=1)
     give_first_weights(driver, group, 3)
     asked = [*requests(5, length=4), *requests(5, first=5, length=10**4)]
-    limit_s = 1 if disturb is end_by_limit else 20
+    limit_s = 1 if disturb is end_by_limit else DEADLINE_S
     future = driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s)
     if disturb is not end_by_limit:
         wait_until(lambda: len(driver._reserved[0]._answers) == 5)
     reason = disturb(driver, group)
-    result = future.result(20)
+    result = future.result(DEADLINE_S)
     assert result.ended_early.startswith(reason), result.ended_early
     assert result.answers.keys() == set(range(5)) or disturb is end_by_limit
     assert result.answers.keys() <= set(range(5))
@@ -113,17 +104,17 @@ def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, 
 
 def test_a_dead_reserved_engines_requests_move_to_one_of_the_same_version_only(servers, drive):
     group = servers(3, SLOW)
-    driver = drive(group.urls, **PATIENT)
+    driver = drive(group.urls)
     give_first_weights(driver, group, 3)
     held_out = requests(20, length=LONG)
-    future = driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=20)
+    future = driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=DEADLINE_S)
     wait_until(lambda: sum(engine.in_flight for engine in group.engines) == 20)
     (others,) = driver._membership.in_state("serving")
     give_weights(driver, 4)
     dies = next(i for i, url in enumerate(group.urls) if url != others)
     group.stop(dies)
-    hurry(group)
-    result = future.result(20)
+    hurry(group.engines)
+    result = future.result(DEADLINE_S)
     assert result.ended_early == ""
     assert len(result.answers) == 20
     for request in held_out:
@@ -139,9 +130,11 @@ def test_training_keeps_its_engines_unless_all_are_asked_for(
     servers, drive, min_engines, version, num_engines, reserved
 ):
     group = servers(2)
-    driver = drive(group.urls, min_engines=min_engines, **PATIENT)
+    driver = drive(group.urls, min_engines=min_engines)
     give_first_weights(driver, group, 3)
-    result = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=20).result(20)
+    result = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=DEADLINE_S).result(
+        DEADLINE_S
+    )
     assert result.num_engines == reserved
     assert len(result.answers) == (3 if reserved else 0)
     assert bool(result.ended_early) == (not reserved)
@@ -150,7 +143,7 @@ def test_training_keeps_its_engines_unless_all_are_asked_for(
 def test_a_run_that_starts_waits_for_the_engines_of_its_first_evaluation(servers, drive):
     group = servers(2)
     group.engines[1].health = "loading"
-    driver = drive(group.urls, evaluation={"beside_training": True}, min_engines=1, **PATIENT)
+    driver = drive(group.urls, evaluation={"beside_training": True}, min_engines=1)
     timer = threading.Timer(0.5, setattr, (group.engines[1], "health", "ok"))
     timer.start()
     assert len(give_weights(driver, 0)) == 2
@@ -162,9 +155,9 @@ def test_a_run_that_starts_waits_for_the_engines_of_its_first_evaluation(servers
 
 def test_closing_the_fleet_ends_what_reserved_engines_do(servers, drive):
     group = servers(2, PACE)
-    driver = drive(group.urls, **PATIENT)
+    driver = drive(group.urls)
     give_first_weights(driver, group, 0)
     future = driver.generate_reserved(requests(3, length=10**6), version=0, num_engines=1, limit_s=600)
     wait_until(lambda: any(engine.in_flight for engine in group.engines))
     driver.close()
-    assert future.result(20).ended_early == "the run ends"
+    assert future.result(DEADLINE_S).ended_early == "the run ends"
