@@ -114,7 +114,7 @@ def test_an_fp8_policy_learns_from_an_engine_that_has_its_weights(
             "placement": placement,
             "dtype": "bf16",
             "max_response_tokens": 4,
-            "fleet": {"min_engines": 1},
+            "fleet": {"min_engines": 1, "hung_after_s": 60},
         },
         reward={"source": "verifier", "extraction": "none", "overlong_cache_tokens": 1},
         algorithm={"dynamic_sampling": False},
@@ -134,7 +134,8 @@ def test_an_fp8_policy_learns_from_an_engine_that_has_its_weights(
     assert to_before > 4 * to_after
     accuracies = [record["rollout/accuracy_mean"] for record in records]
     assert accuracies[0] < 0.35
-    assert accuracies[-1] > 0.7, accuracies
+    # Single steps vary: 0.99 and 0.85 at the end of two runs, which depend on how the engine fills its batches.
+    assert sum(accuracies[-3:]) / 3 > 0.7, accuracies
     assert max(record["rollout/logprob_abs_diff_mean"] for record in records) < 0.2
     check = {"fleet": check_groups, "colocated": check_memory}[placement]
     check(gpu_stand_ins.events(calls), sum(tensor.nbytes for tensor in weights.values()))
