@@ -34,13 +34,7 @@ def run(options: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = workload.prepare_workload(folder, options)
-        num_groups = -(-options.responses // options.group_size)
-        batch = {
-            "groups_per_step": num_groups,
-            "mini_batch_groups": num_groups // 2,
-            "group_size": options.group_size,
-            "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
-        }
+        batch = workload.update_batch(options, num_updates=2)
         # The responses are made up, so their log-probs are of no policy.
         rollout = {"max_response_tokens": options.longest, "mismatch_stop": 1e9, "mismatch_warning": 1e9}
         config = workload.run_config(folder, model, options, batch=batch, rollout=rollout)
@@ -97,13 +91,7 @@ def _rows(sides: dict[str, list[Duration]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    workload.add_model_options(parser)
-    workload.add_length_options(parser, mean=100, longest=512)
-    workload.add_update_options(parser, responses=64)
-    options = parser.parse_args(argv)
+    options = workload.update_parser("methods", __doc__, responses=64).parse_args(argv)
     quiet_libraries()
     print("\n".join(run(options)))
 

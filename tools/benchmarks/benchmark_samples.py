@@ -41,19 +41,10 @@ def run(options: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = workload.prepare_workload(folder, options)
-        num_groups = -(-options.responses // options.group_size)
-        lengths = workload.response_lengths(options, num_groups * options.group_size, options.seed).tolist()
-        config = workload.run_config(
-            folder,
-            model,
-            options,
-            batch={
-                "groups_per_step": num_groups,
-                "mini_batch_groups": num_groups // 2,
-                "group_size": options.group_size,
-                "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
-            },
-        )
+        batch = workload.update_batch(options, num_updates=2)
+        num_responses = batch["groups_per_step"] * options.group_size
+        lengths = workload.response_lengths(options, num_responses, options.seed).tolist()
+        config = workload.run_config(folder, model, options, batch=batch)
         with workload.built_run(config) as training_run:
             _fix_lengths(training_run, lengths)
             return _measure(training_run, lengths, options)
@@ -142,13 +133,7 @@ def _report(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py samples", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    workload.add_model_options(parser)
-    workload.add_length_options(parser, mean=100, longest=512)
-    workload.add_update_options(parser, responses=128)
-    options = parser.parse_args(argv)
+    options = workload.update_parser("samples", __doc__, responses=128).parse_args(argv)
     quiet_libraries()
     print("\n".join(run(options)))
 

@@ -47,18 +47,8 @@ def run(options: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = workload.prepare_workload(folder, options)
-        num_groups = -(-options.responses // options.group_size)
-        config = workload.run_config(
-            folder,
-            model,
-            options,
-            batch={
-                "groups_per_step": num_groups,
-                "mini_batch_groups": num_groups,
-                "group_size": options.group_size,
-                "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
-            },
-        )
+        batch = workload.update_batch(options, num_updates=1)
+        config = workload.run_config(folder, model, options, batch=batch)
         with workload.built_run(config) as pipeline:
             return _compare(pipeline, model, options)
 
@@ -255,12 +245,7 @@ def _packed_feed(rows: Sequence[_Row]) -> _Feed:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmark.py update", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    workload.add_model_options(parser)
-    workload.add_length_options(parser, mean=100, longest=512)
-    workload.add_update_options(parser, responses=128)
+    parser = workload.update_parser("update", __doc__, responses=128)
     parser.add_argument(
         "--padded-rows", type=int, default=16, help="rows per padded micro-batch (default: %(default)s)"
     )

@@ -45,13 +45,30 @@ def add_length_options(parser: argparse.ArgumentParser, mean: int, longest: int)
     parser.add_argument("--equal", action="store_true", help="every response has --longest tokens")
 
 
-def add_update_options(parser: argparse.ArgumentParser, *, responses: int) -> None:
-    """The batch of one update, and how often it is measured."""
+def update_parser(name: str, description: str | None, *, responses: int) -> argparse.ArgumentParser:
+    """The options of a benchmark of updates: model, lengths, batch, and how often it is measured."""
+    parser = argparse.ArgumentParser(
+        prog=f"benchmark.py {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_options(parser)
+    add_length_options(parser, mean=100, longest=512)
     parser.add_argument("--responses", type=int, default=responses, help="in all (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--microbatch-tokens", type=int, default=2048, help="ours (default: %(default)s)")
     add_round_options(parser)
+    return parser
+
+
+def update_batch(options: argparse.Namespace, *, num_updates: int) -> dict[str, int]:
+    """The section `batch` of a run whose steps have so many updates; `options` are those of `update_parser`."""
+    num_groups = -(-options.responses // options.group_size)
+    return {
+        "groups_per_step": num_groups,
+        "mini_batch_groups": num_groups // num_updates,
+        "group_size": options.group_size,
+        "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
+    }
 
 
 def add_round_options(parser: argparse.ArgumentParser) -> None:
