@@ -219,6 +219,12 @@ class DataConfig(Section):
         return {"": self.train} if self.train else self.mixture
 
     @property
+    def by_key(self) -> Mapping[str, DatasetConfig]:
+        """All datasets of the run by the dotted keys under which they stand, those to train on first."""
+        datasets = {self.key_of(name): dataset for name, dataset in self.training.items()}
+        return {**datasets, "data.evaluation": self.evaluation} if self.evaluation else datasets
+
+    @property
     def weights(self) -> Mapping[str, float]:
         """The weight of each dataset to train on, by name."""
         return {name: dataset.weight for name, dataset in self.mixture.items()} or {"": 1.0}

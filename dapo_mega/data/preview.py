@@ -38,15 +38,11 @@ def preview_run(config: RunConfig | SftConfig, tokenizer: PreTrainedTokenizerBas
 
     `only_local` leaves out datasets that are not on this machine. Raises `InputError` as loading a dataset does.
     """
-    datasets: dict[str, DatasetConfig] = {}
-    extraction = None
+    datasets: Mapping[str, DatasetConfig]
     if isinstance(config, RunConfig):
-        datasets = {config.data.key_of(name): dataset for name, dataset in config.data.training.items()}
-        if config.data.evaluation:
-            datasets["data.evaluation"] = config.data.evaluation
-        extraction = config.reward.answer_extraction
+        datasets, extraction = config.data.by_key, config.reward.answer_extraction
     else:
-        datasets["data.train"] = config.data.train
+        datasets, extraction = {"data.train": config.data.train}, None
     lines: list[str] = []
     for key, dataset in datasets.items():
         if only_local and not Path(dataset.path).exists():

@@ -30,10 +30,8 @@ def print_dry_run(config: RunConfig | SftConfig) -> None:
         _check("data.train", config.data.train, has_responses=True)
     else:
         lines = describe_run(config, world_size) + _key_notes(config)
-        for name, dataset in config.data.training.items():
-            _check(config.data.key_of(name), dataset)
-        if config.data.evaluation:
-            _check("data.evaluation", config.data.evaluation)
+        for key, dataset in config.data.by_key.items():
+            _check(key, dataset)
         lines += _reward_lines(config)
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")

@@ -26,10 +26,7 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
         notes += _critic_notes(config)
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
-    datasets = {config.data.key_of(name): dataset for name, dataset in config.data.training.items()}
-    if config.data.evaluation:
-        datasets["data.evaluation"] = config.data.evaluation
-    notes += [note for name, dataset in datasets.items() for note in _missing_dataset(name, dataset)]
+    notes += [note for key, dataset in config.data.by_key.items() for note in _missing_dataset(key, dataset)]
     return lines + [f"note: {note}" for note in notes]
 
 
