@@ -41,14 +41,6 @@ class PromptCursor:
         self._order: Indices | None = None
         self._retired = retired
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, int]) -> PromptCursor:
-        """The cursor that `state` was taken from."""
-        checked = _checked(state)
-        cursor = cls(checked["num_prompts"], checked["seed"])
-        cursor.load_state(checked)
-        return cursor
-
     @property
     def epoch(self) -> int:
         """Number of completed passes over the dataset, which is the epoch of the next prompt."""

@@ -32,13 +32,12 @@ def test_resuming_anywhere_equals_no_interruption(num_prompts: int, seed: int, b
     first = PromptCursor(num_prompts, seed)
     first.next(before)
     state = json.loads(json.dumps(first.state()))
-    resumed = PromptCursor.from_state(state)
-    assert resumed.next(after) == walk[before:]
-    assert resumed.state() == uninterrupted.state()
-    loaded = PromptCursor(num_prompts, seed)
-    loaded.next(7)
-    loaded.load_state(state)
-    assert loaded.next(after) == walk[before:]
+    for elsewhere in (0, 7):
+        resumed = PromptCursor(num_prompts, seed)
+        resumed.next(elsewhere)
+        resumed.load_state(state)
+        assert resumed.next(after) == walk[before:]
+        assert resumed.state() == uninterrupted.state()
 
 
 @settings(max_examples=30)
@@ -68,7 +67,7 @@ def test_a_state_of_other_data_or_seed_is_refused(num_prompts: int, seed: int, n
 )
 def test_a_damaged_state_is_refused(change: dict) -> None:
     with pytest.raises(InputError):
-        PromptCursor.from_state({**PromptCursor(10, 1).state(), **change})
+        PromptCursor(10, 1).load_state({**PromptCursor(10, 1).state(), **change})
 
 
 @pytest.mark.parametrize(("num_prompts", "seed"), [(0, 0), (3, -1)])
