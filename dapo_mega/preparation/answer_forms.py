@@ -17,6 +17,8 @@ _MAX_RADICAND: Final = 10**8
 _MAX_LIST: Final = 16
 _LETTERS: Final = "mnpqrstuvwkjabcdfghxyz"
 _NAME = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_FORMULA = re.compile(r"\$+(.*?)\$+|\\\[(.*?)\\\]|\\\((.*?)\\\)", re.DOTALL)
+_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{[^}]*\}|\\[A-Za-z]+")
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _free_letters(problem: str) -> str:
-    """Letters that the problem does not use by themselves."""
-    used = {name.lower() for name in _NAME.findall(problem)}
+    """Letters that the problem uses neither by themselves nor in products of a formula, such as $mn$."""
+    formulas = _WORDS.sub(" ", " ".join("".join(found) for found in _FORMULA.findall(problem)))
+    used = {name.lower() for name in [*_NAME.findall(problem), *re.findall("[A-Za-z]", formulas)]}
     free = "".join(letter for letter in _LETTERS if letter not in used)
     _require(len(free) >= 4, "the problem uses almost every letter")
     return free

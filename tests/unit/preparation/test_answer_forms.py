@@ -78,5 +78,7 @@ def test_integers_that_are_not_the_only_ones_of_their_form_are_refused():
 def test_letters_of_the_problem_are_not_used_again():
     found = integer_answer("fraction", [1, 2], r"Let $M$ be $m$ and \frac{n}{2}; p(x) is a polynomial.")
     assert r"$\frac{q}{r}$" in found.addition
+    product = integer_answer("fraction", [1, 2], r"If $mn = 12 \text{ pq}$, what is \(\sqrt{np}\)?")
+    assert r"$\frac{q}{r}$" in product.addition
     with pytest.raises(ValueError, match="almost every letter"):
         integer_answer("fraction", [1, 2], " ".join("abcdefghijklmnopqrstuvwxyz"))
