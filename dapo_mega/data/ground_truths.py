@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 from dapo_mega.config import SourceConfig
-from dapo_mega.data.readers import Row, plain
+from dapo_mega.data.readers import NOT_FINITE, NumberText, Row, plain
 from dapo_mega.errors import InputError
 
 _EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
@@ -19,13 +21,19 @@ def ground_truth_text(row: Row, config: SourceConfig) -> str:
     if config.ground_truth_style == "unchecked":
         return str(value) if isinstance(value, str) else json.dumps(plain(value), default=str)
     answers = value if isinstance(value, list) else [value]
-    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
+    if not answers or not all(map(_is_answer, answers)):
         raise InputError(
-            f"{row.where}: the ground truth must be text, a number or a list of them, got {value!r:.80}; "
+            f"{row.where}: the ground truth must be text, a finite number or a list of them, got {value!r:.80}; "
             f"correct the row, or set columns.ground_truth to another column"
         )
     texts = [str(answer) for answer in answers]
     return json.dumps(texts) if config.several_answers == "any" and len(texts) > 1 else ", ".join(texts)
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, NumberText):
+        return value not in NOT_FINITE
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
 
 
 def extracted_answer(row: Row, text: str, config: SourceConfig) -> str:

@@ -40,6 +40,10 @@ class NumberText(str):
     """A number of a JSON file, as it was written there."""
 
 
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+"""What JSON files hold as `NumberText` for values that are none."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line"."""

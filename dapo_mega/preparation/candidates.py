@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo_mega.config.preparation import PreparationSourceConfig
 from dapo_mega.data.ground_truths import ground_truth_text, parsed_answer
-from dapo_mega.data.readers import NumberText, Row, plain
+from dapo_mega.data.readers import NOT_FINITE, NumberText, Row, plain
 from dapo_mega.data.templates import PROBLEM, TEMPLATES, as_messages, template_text
 from dapo_mega.errors import InputError
 
@@ -128,7 +128,7 @@ def _read_prompt(row: Row, config: PreparationSourceConfig) -> list[dict[str, st
 
 def _is_missing(value: Any) -> bool:
     if isinstance(value, NumberText):
-        return value in ("NaN", "Infinity", "-Infinity")
+        return value in NOT_FINITE
     if isinstance(value, float):
         return not math.isfinite(value)
     return value is None or value in ("", [])

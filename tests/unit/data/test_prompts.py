@@ -110,6 +110,13 @@ def test_a_mixture_is_one_numbering_with_the_datasets_names(tmp_path: Path) -> N
         load_training_prompts(DataConfig.model_validate({"mixture": mixture}), TOKENIZER)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), [1, float("nan")], {"a": 1}, None])
+def test_an_answer_is_text_or_a_finite_number_or_the_row_is_named(value: object, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": value}]
+    with pytest.raises(InputError, match="line 2: the ground truth must be text, a finite number or a list of them"):
+        _load(_dataset(tmp_path, rows, columns={"ground_truth": "answer"}))
+
+
 @pytest.mark.parametrize("value", ["hard", "0.5", True, None, float("nan"), float("inf"), [1]])
 def test_a_difficulty_is_a_number_of_the_row_or_the_row_is_named(value: object, tmp_path: Path) -> None:
     columns = {"ground_truth": "answer", "difficulty": "meta.pass"}
