@@ -138,17 +138,20 @@ def test_an_fp8_policy_learns_from_an_engine_that_has_its_weights(
     assert sum(accuracies[-3:]) / 3 > 0.7, accuracies
     assert max(record["rollout/logprob_abs_diff_mean"] for record in records) < 0.2
     check = {"fleet": check_groups, "colocated": check_memory}[placement]
-    check(gpu_stand_ins.events(calls), sum(tensor.nbytes for tensor in weights.values()))
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    check(gpu_stand_ins.events(calls), num_bytes, longest_s=4 * values["weight_sync"]["timeout_s"])
 
 
-def check_groups(events, num_bytes):
-    """Trainer and engine have met in one group of NCCL's, with a limit of time; nothing slept or came by IPC."""
+def check_groups(events, num_bytes, longest_s):
+    """Trainer and engine have met in one group of NCCL's, with the run's limit of time, which is below torch's own;
+    nothing slept or came by IPC."""
+    assert longest_s < 600
     assert {event["what"] for event in events} == {"joined"}
     assert sorted((event["rank"], event["size"]) for event in events) == [(0, 2), (1, 2)]
-    assert all(0 < event["timeout_s"] <= 200 for event in events)
+    assert all(0 < event["timeout_s"] <= longest_s for event in events)
 
 
-def check_memory(events, num_bytes):
+def check_memory(events, num_bytes, longest_s):
     """In every step the engine lost and got back all its memory, and opened a handle of each weight once."""
     tags = ("kv_cache", "weights", "cuda_graph")
     slept = [(e["what"], e["tag"]) for e in events if e["what"] in ("paused", "resumed")]
