@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.fleet import FleetConfig
@@ -59,10 +60,11 @@ class RolloutConfig(Section):
     max_attempts: int = Field(
         default=3, ge=1, description="SGLang engines: attempts at a response before its group is dropped."
     )
-    partial: bool = Field(
-        default=False,
-        description="Fleet: when a step has its groups, continue unfinished responses in the next step. Saves the "
-        "wait for the longest ones, but which groups a step gets then depends on timing.",
+    schedule: Literal["synchronous", "partial", "asynchronous"] = Field(
+        default="synchronous",
+        description="When engines generate. synchronous: while the policy waits for a step's groups; partial (fleet): "
+        "what is unfinished when a step has its groups goes on in the next step; asynchronous (fleet): new groups also "
+        "start while the policy trains. Both save waiting, but which groups a step gets then depends on timing.",
     )
     mismatch_warning: float | None = Field(
         json_schema_extra=FREE,
@@ -87,6 +89,27 @@ class RolloutConfig(Section):
         "them computes in FP8, else 0.15.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_partial(cls, raw: Any) -> Any:
+        """Runs of earlier versions have `partial` in place of `schedule`."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("partial"), bool):
+            return raw
+        given = {key: value for key, value in raw.items() if key != "partial"}
+        if not raw["partial"]:
+            return given
+        if given.setdefault("schedule", "partial") != "partial":
+            raise ValueError(
+                f"rollout.partial=true is an earlier name of rollout.schedule=partial, but rollout.schedule="
+                f"{given['schedule']} is given too; leave rollout.partial out"
+            )
+        return given
+
+    @property
+    def continues_responses(self) -> bool:
+        """Whether responses may be in flight when a step has its groups."""
+        return self.schedule != "synchronous"
+
 
 def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raises ValueError for fleet settings that contradict the placement."""
@@ -97,7 +120,7 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
             for name, value in (
                 ("rollout.fleet.urls", fleet.urls),
                 ("rollout.fleet.rendezvous", fleet.rendezvous),
-                ("rollout.partial", rollout.partial),
+                (f"rollout.schedule={rollout.schedule}", rollout.continues_responses),
             )
             if value
         ]
@@ -111,8 +134,13 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
             f"rollout.placement={rollout.placement} needs engines: give their addresses in rollout.fleet.urls, or "
             f"rollout.fleet.rendezvous=host:port and start them with launch/serve_rollouts.py --rendezvous host:port"
         )
-    if rollout.partial and rollout.placement == "colocated":
+    if rollout.continues_responses and rollout.placement == "colocated":
         raise ValueError(
-            "rollout.partial=true leaves responses in flight while the policy trains, but colocated engines sleep "
-            "then; use rollout.placement=fleet"
+            f"rollout.schedule={rollout.schedule} leaves responses in flight while the policy trains, but colocated "
+            f"engines sleep then; use rollout.placement=fleet"
+        )
+    if rollout.schedule == "asynchronous" and weight_sync.in_flight == "finish":
+        raise ValueError(
+            "weight_sync.in_flight=finish waits for all responses at every weight update, but "
+            "rollout.schedule=asynchronous always has some; set weight_sync.in_flight=continue"
         )

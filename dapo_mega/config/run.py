@@ -48,6 +48,15 @@ class RunConfig(TrainingConfig):
             return {**raw, "algorithm": merged(preset, algorithm)}
         return raw
 
+    @model_validator(mode="before")
+    @classmethod
+    def _let_asynchronous_responses_continue(cls, raw: Any) -> Any:
+        """Without a value of its own, `weight_sync.in_flight` is what the schedule can do."""
+        rollout = raw.get("rollout") if isinstance(raw, Mapping) else None
+        if not isinstance(rollout, Mapping) or rollout.get("schedule") != "asynchronous":
+            return raw
+        return merged({"weight_sync": {"in_flight": "continue"}}, raw)
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         check_precision(self.model, self.compute)
@@ -68,10 +77,10 @@ class RunConfig(TrainingConfig):
                 f"these are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, "
                 f"rollout.dtype=bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
             )
-        if self.rollout.partial and self.algorithm.max_staleness == 0:
+        if self.rollout.schedule == "partial" and self.algorithm.max_staleness == 0:
             raise ValueError(
-                "rollout.partial=true continues responses that older weights began, but algorithm.max_staleness=0 "
-                "drops them all; set it to at least 1"
+                "rollout.schedule=partial continues responses that older weights began, but algorithm.max_staleness=0 "
+                "drops them all; the smallest possible is 1"
             )
         self._check_sampling()
         if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:

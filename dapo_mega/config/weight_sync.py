@@ -25,8 +25,8 @@ class WeightSyncConfig(Section):
     )
     in_flight: Literal["finish", "continue"] = Field(
         default="finish",
-        description="Unfinished responses at a weight update (only rollout.partial leaves any). finish: wait for them; "
-        "continue: go on with the new weights.",
+        description="Unfinished responses at a weight update (rollout.schedule=synchronous leaves none). finish: wait "
+        "for them; continue: go on with the new weights, which is the default of rollout.schedule=asynchronous.",
     )
     pause: Literal["abort", "retract", "in_place"] = Field(
         default="abort",

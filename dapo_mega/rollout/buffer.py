@@ -54,32 +54,35 @@ class GroupBuffer:
         return len(self.groups)
 
     def offer(self, group: Group) -> bool:
-        """Count the group and keep it if it passes the filter; returns whether it was kept.
-
-        Raises InputError where correctness decides and a response has none.
-        """
+        """Count the group and keep it if it passes the filter; returns whether it was kept. Raises as `keeps`."""
         self.counts.offered += 1
-        passed = [self.passes(scored) for scored in group.responses]
+        keep, passed = self.keeps(group), self._passed(group)
         if None not in passed:
             self.counts.judged += 1
             self.counts.all_right += all(passed)
             self.counts.all_wrong += not any(passed)
-        if not self.dynamic_sampling:
-            keep = True
-        elif self.dynamic_sampling_on == "unequal_scores":
-            keep = len({scored.accuracy_reward for scored in group.responses}) > 1
-        elif None in passed:
-            raise InputError(
-                f"algorithm.dynamic_sampling_on=correctness, but the reward did not say of every response whether it "
-                f"is correct; {OTHER_FILTERS}"
-            )
-        else:
-            keep = any(passed) and not all(passed)
         if keep:
             self.groups.append(group)
             self.counts.kept += 1
         self._note(group, "surplus" if keep else _reason(passed))
         return keep
+
+    def keeps(self, group: Group) -> bool:
+        """Whether the group passes the filter. Raises InputError where correctness decides and a response has none."""
+        if not self.dynamic_sampling:
+            return True
+        if self.dynamic_sampling_on == "unequal_scores":
+            return len({scored.accuracy_reward for scored in group.responses}) > 1
+        passed = self._passed(group)
+        if None in passed:
+            raise InputError(
+                f"algorithm.dynamic_sampling_on=correctness, but the reward did not say of every response whether it "
+                f"is correct; {OTHER_FILTERS}"
+            )
+        return any(passed) and not all(passed)
+
+    def _passed(self, group: Group) -> list[bool | None]:
+        return [self.passes(scored) for scored in group.responses]
 
     def passes(self, scored: ScoredResponse) -> bool | None:
         """Whether a response is right by itself; None where nothing says so."""

@@ -1,13 +1,14 @@
 """Algorithm 1 of DAPO up to the buffer: samples, scores and filters groups until N are held.
 
-Prompts are submitted in rounds. With partial rollouts they are submitted continuously, so that long responses delay no
-step.
+`rollout.schedule` says when prompts are submitted. synchronous: in rounds, while a step waits for its groups. partial:
+continuously, while a step waits, so that long responses delay no step. asynchronous: also while the policy trains
+(`feed`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +34,7 @@ _NUM_RECENT = 32
 
 @dataclass
 class RolloutStats:
-    """What one step generated, before filtering.
+    """What was generated for one step, before filtering; `started` is when that began, in seconds.
 
     Every group ends in one of four ways. Complete groups are offered to the buffer. A group is `dropped` when one of
     its requests failed, `unscored` when one of its responses could not be scored, and `expired` when its tokens became
@@ -47,7 +48,13 @@ class RolloutStats:
     dropped_groups: int = 0
     unscored: list[GroupFate] = field(default_factory=list)
     expired_groups: int = 0
+    started: float | None = None
     seconds: float = 0.0
+
+    def begin(self) -> None:
+        """Note the time, if nothing was done for the step before."""
+        if self.started is None:
+            self.started = time.perf_counter()
 
 
 class Collector:
@@ -63,6 +70,9 @@ class Collector:
     ) -> None:
         """`recent` holds the responses that were scored last, kept or not; `pop_fates` says where groups went."""
         self._config = config
+        # Where no token may be older than the weights, nothing can be sampled before the step that uses it.
+        is_strict = config.algorithm.max_staleness == 0
+        self._schedule = "synchronous" if is_strict else config.rollout.schedule
         self.prompts = prompts
         self._engine = engine
         self._scorer = scorer
@@ -89,7 +99,12 @@ class Collector:
         self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
         self._last_scored: list[ScoredResponse] = []
         self._last_staleness: list[int] = []
-        self._unscored: list[GroupFate] = []
+        self._stats = RolloutStats()
+        self._fates: list[GroupFate] = []
+        # Scored beside training, and counted and filtered by the next step; and what could not be scored then.
+        self._fed: list[Group] = []
+        self._num_kept_of_fed = 0
+        self._not_scored: list[CompleteGroup] = []
         self._in_flight = GroupsInFlight(engine)
         self._beginning: tuple[Any, int, list[Group]] = (self.sampler.state()[0], 0, [])
 
@@ -97,84 +112,139 @@ class Collector:
         """N groups for one step with their metrics; `version` is the engines' weight version.
 
         Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine or
-        the scorer raises StopRequested, the state goes back to the beginning of the step; with partial rollouts it
-        keeps all requests and answers since then.
+        the scorer raises StopRequested, the state goes back to the beginning of the step; where responses continue
+        from step to step it keeps all requests and answers since then.
         """
         self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups)
-        self.pop_fates()  # Nobody asked for those of the step before.
+        stats = self._stats
+        stats.begin()
         try:
-            return self._collect(version)
+            return self._collect(version, stats)
         except StopRequested:
             self._undo()
             raise
+        finally:
+            self._fates = [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *stats.unscored]
+            self._stats = RolloutStats()
 
     def _undo(self) -> None:
-        """Restore the state before the last `collect`; with partial rollouts keep the new answers."""
-        if self._config.rollout.partial:
+        """Restore the state before the last `collect`, unless responses continue from step to step."""
+        if self._schedule != "synchronous":
             return
         self._in_flight.cancel_all()
         sampler, self.next_request_id, self.buffer.groups = self._beginning
         self.sampler.rewind(sampler)
 
-    def _collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        """One loop for complete rounds and for partial rollouts.
+    def _collect(self, version: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
+        """One loop for all schedules.
 
-        Groups that partial rollouts left in flight come first: complete ones are held, and incomplete ones whose tokens
-        are too old for this step are given up. Rounds leave nothing in flight.
+        Groups that were started before come first: complete ones are held, and incomplete ones whose tokens are too old
+        for this step are given up. Rounds leave nothing in flight.
         """
         config, in_flight = self._config, self._in_flight
-        stats = RolloutStats(unscored=self._unscored)
-        started = time.perf_counter()
+        self._put_back_not_scored()
+        fed, self._fed, self._num_kept_of_fed = self._fed, [], 0
+        self._offer(fed, stats)
         self._add_ended(in_flight.arrived(), version, stats)
         stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
         in_flight.submit_missing()
         first_round = self._first_round()
         while len(self.buffer) < config.batch.groups_per_step or self._round_is_running():
-            for prompt in self._next_prompts(self._num_to_ask(first_round, stats)):
-                in_flight.start(prompt, self.new_requests(prompt))
-                stats.asked_prompts += 1
+            self._ask(self._num_to_ask(first_round, version, stats), stats)
             if not len(in_flight):
                 raise StarvedError(self._starvation(stats))
             self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
-        stats.seconds = time.perf_counter() - started
+        stats.seconds = time.perf_counter() - (stats.started or 0.0)
         self.sampler.end_step()
         groups = list(self.buffer.take(config.batch.groups_per_step))
         self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
         return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
 
+    def feed(self, version: int) -> None:
+        """Beside the training of a step, for the next one, which starts from weights of `version`: score the groups
+        that are complete, and start new ones as long as none of their tokens can become too old. Does not wait for
+        engines. What it finds is counted by the next step, or by that of a run that continues from `state`.
+
+        Only for the asynchronous schedule, and never during `collect` or `state`. Raises as scoring does.
+        """
+        if self._schedule != "asynchronous":
+            return
+        self._stats.begin()
+        complete = self._in_flight.pop_complete()
+        groups = self._score(complete, version)
+        scored = [group for group in groups if group is not None]
+        self._fed += scored
+        self._num_kept_of_fed += sum(map(self.buffer.keeps, scored))
+        self._not_scored += [c for c, group in zip(complete, groups, strict=True) if group is None]
+        # The engines still have the weights before `version`.
+        wanted = self._max_in_flight(self._num_steps_ahead(version - 1))
+        self._ask(self._num_missing(wanted, self._stats), self._stats)
+
+    def _put_back_not_scored(self) -> None:
+        """Let the next step, or a run that continues, score again what could not be scored beside training."""
+        for complete in self._not_scored:
+            self._put_back(complete)
+        self._not_scored = []
+
+    def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
+        for prompt in self._next_prompts(num_prompts):
+            self._in_flight.start(prompt, self.new_requests(prompt))
+            stats.asked_prompts += 1
+
     def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
         """Score the complete groups and hold those that carry a signal and are not too old. None stands for a dropped
-        group. When the run is to stop while they are scored, they are still in flight."""
+        group."""
         complete = [group for group in ended if group is not None]
         stats.dropped_groups += len(ended) - len(complete)
-        try:
-            scored = self._score(complete, version, stats)
-        except StopRequested:
-            for prompt, responses in complete:
-                self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
-            raise
-        for group in scored:
-            self.buffer.offer(group)
+        scored = self._score(complete, version)
+        for (prompt, responses), group in zip(complete, scored, strict=True):
+            if group is None:
+                stats.unscored.append(GroupFate("dropped", prompt, unscored=tuple(responses)))
+        self._offer([group for group in scored if group is not None], stats)
         self.buffer.evict_stale(version)
 
+    def _offer(self, groups: Sequence[Group], stats: RolloutStats) -> None:
+        """Count the groups, and hold those that carry a signal."""
+        for group in groups:
+            self.recent.extend((group.prompt, member.response) for member in group.responses)
+            stats.scored.extend(group.responses)
+            stats.greedy.extend([group.greedy] if group.greedy else [])
+            stats.groups.append(group)
+            self._observe(group)
+            self.buffer.offer(group)
+
+    def _put_back(self, complete: CompleteGroup) -> None:
+        prompt, responses = complete
+        self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
+
     def _round_is_running(self) -> bool:
-        return not self._config.rollout.partial and len(self._in_flight) > 0
+        return self._schedule == "synchronous" and len(self._in_flight) > 0
 
-    def _num_to_ask(self, first_round: int, stats: RolloutStats) -> int:
-        """The number of prompts to submit now, in a step whose first round has `first_round` prompts.
+    def _num_to_ask(self, first_round: int, version: int, stats: RolloutStats) -> int:
+        """The number of prompts to submit now, in the step that starts from weights of `version` and whose first round
+        has `first_round` prompts.
 
-        Rounds: a whole round when none is running. Partial rollouts: enough to keep `first_round` groups in flight, but
-        at most what this step and the next one can use (`_max_in_flight`). A step submits at most as many prompts as
-        `max_generation_rounds` rounds.
+        synchronous: a whole round when none is running. partial: enough to keep `first_round` groups in flight, but at
+        most what this step and the next one can use. asynchronous: what this step and the next ones can use before the
+        engines' weights are too old. A step submits at most as many prompts as `max_generation_rounds` rounds.
         """
         config = self._config
-        max_rounds = config.algorithm.max_generation_rounds
-        if config.rollout.partial:
-            missing = min(first_round, self._max_in_flight()) - len(self._in_flight)
-            return max(0, min(missing, max_rounds * config.generation_groups - stats.asked_prompts))
-        if self._round_is_running() or self._num_rounds(stats) == max_rounds:
+        if self._schedule == "partial":
+            return self._num_missing(min(first_round, self._max_in_flight(num_steps=2)), stats)
+        if self._schedule == "asynchronous":
+            return self._num_missing(self._max_in_flight(self._num_steps_ahead(version) + 1), stats)
+        if self._round_is_running() or self._num_rounds(stats) == config.algorithm.max_generation_rounds:
             return 0
         return config.generation_groups if stats.asked_prompts else first_round
+
+    def _num_steps_ahead(self, version: int) -> int:
+        """How many steps after the one that starts from weights of `version` may use tokens of these weights."""
+        return min(self._config.algorithm.max_staleness, self._config.num_steps - 1 - version)
+
+    def _num_missing(self, wanted: int, stats: RolloutStats) -> int:
+        """How many prompts to submit so that `wanted` groups are in flight."""
+        most = self._config.algorithm.max_generation_rounds * self._config.generation_groups
+        return max(0, min(wanted - len(self._in_flight), most - stats.asked_prompts))
 
     def _num_rounds(self, stats: RolloutStats) -> int:
         """The rounds that the submitted prompts fill, rounded up."""
@@ -190,18 +260,18 @@ class Collector:
     def pop_fates(self) -> list[GroupFate]:
         """Where the groups of the last `collect` went, also of one that failed: those for its step first, in their
         order. Empty at a second call."""
-        unscored, self._unscored = self._unscored, []
-        return [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *unscored]
+        fates, self._fates = self._fates, []
+        return fates
 
     def num_in_flight(self) -> int:
         """Groups that the engines still work on."""
         return len(self._in_flight)
 
-    def _max_in_flight(self) -> int:
-        """The most groups in flight such that this step leaves, in flight and in the buffer, at most what the next step
-        takes. Groups left longer could be complete and grow too old."""
-        room = 2 * self._config.batch.groups_per_step - len(self.buffer)
-        return max_offered(room, self.buffer.recent_kept_share())
+    def _max_in_flight(self, num_steps: int) -> int:
+        """The most groups in flight such that all that are kept, those that are there included, are used by the next
+        `num_steps` steps. Groups that wait longer could grow too old."""
+        room = num_steps * self._config.batch.groups_per_step - len(self.buffer) - self._num_kept_of_fed
+        return max_offered(max(room, 0), self.buffer.recent_kept_share())
 
     def histograms(self) -> dict[str, Histogram]:
         """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
@@ -215,19 +285,24 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
-        records, arrays = pack_groups(self.buffer.groups)
+        self._put_back_not_scored()
+        records, arrays = pack_groups(self.buffer.groups, "buffer")
+        fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
         numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
         in_flight, in_flight_arrays = self._in_flight.state()
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
+        if fed:
+            values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
         return values, {**arrays, **in_flight_arrays, **sampler_arrays}
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises InputError for groups in flight if this run has no partial rollouts."""
+        """Continue from `state`. Raises InputError for groups in flight if this run's schedule leaves none."""
         self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
-        self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts)
-        if self._has_greedy and any(group.greedy is None for group in self.buffer.groups):
+        self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
+        self._fed = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []
+        if self._has_greedy and any(group.greedy is None for group in [*self.buffer.groups, *self._fed]):
             raise InputError(
                 "the checkpoint's buffer has groups without a greedy response, which algorithm.advantage="
                 "greedy_baseline needs; resume with the algorithm of the checkpoint, or start a new run from the "
@@ -236,10 +311,11 @@ class Collector:
         in_flight = values.get("in_flight")
         if not in_flight:
             return
-        if not self._config.rollout.partial:
+        if self._schedule == "synchronous":
             raise InputError(
-                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.partial=true can continue; "
-                f"set it, or start a new run from the trained weights"
+                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.schedule=partial or "
+                f"asynchronous can continue, and with algorithm.max_staleness of at least 1; set them, or start a new "
+                f"run from the trained weights"
             )
         self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests)
 
@@ -263,26 +339,25 @@ class Collector:
             requests.append(GenerationRequest(request_id, prompt.token_ids, seed, sampling))
         return requests
 
-    def _score(self, complete: Sequence[CompleteGroup], version: int, stats: RolloutStats) -> list[Group]:
-        """Groups of scored responses, without those that could not be scored as a whole; `version` is that of the
-        weights that the step starts from."""
-        results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
-        groups = []
+    def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
+        """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the
+        weights that the step starts from. When the run is to stop meanwhile, the groups are still in flight."""
+        try:
+            results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
+        except StopRequested:
+            for group in complete:
+                self._put_back(group)
+            raise
+        groups: list[Group | None] = []
         for prompt, responses in complete:
             of_group = [next(results) for _ in responses]
             members = [scored for scored in of_group if isinstance(scored, ScoredResponse)]
             if len(members) < len(responses):
-                stats.unscored.append(GroupFate("dropped", prompt, unscored=tuple(responses)))
+                groups.append(None)
                 continue
             greedy = members.pop() if self._has_greedy else None
             members = self._scorer.compare(members, step=version + 1)
-            self.recent.extend((prompt, member.response) for member in members)
-            stats.scored.extend(members)
-            stats.greedy.extend([greedy] if greedy else [])
-            group = Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy)
-            self._observe(group)
-            groups.append(group)
-        stats.groups.extend(groups)
+            groups.append(Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy))
         return groups
 
     def _observe(self, group: Group) -> None:
@@ -363,7 +438,9 @@ class Collector:
     def _group_metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         counts = self.buffer.pop_counts()
         staleness = [version - group.weight_version for group in groups]
+        tokens = _tokens_by_age(groups, version)
         metrics = {
+            **{f"buffer/token_share_age_{age}": tokens[age] / tokens.total() for age in sorted(tokens)},
             "buffer/size": float(len(self.buffer)),
             "buffer/staleness_mean": float(np.mean(staleness)),
             "buffer/staleness_max": float(np.max(staleness)),
@@ -376,3 +453,15 @@ class Collector:
             metrics["groups/all_right_share"] = counts.all_right / counts.judged
             metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
         return metrics
+
+
+def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
+    """The number of response tokens by the steps since the weights that sampled them, in the step that starts from
+    weights of `version`."""
+    tokens: Counter[int] = Counter()
+    for response in (scored.response for group in groups for scored in group.responses):
+        start = 0
+        for sampled_by, stop in response.version_spans or ((response.weight_version, len(response.token_ids)),):
+            tokens[version - sampled_by] += stop - start
+            start = stop
+    return tokens

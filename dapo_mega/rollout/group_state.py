@@ -15,9 +15,9 @@ Record = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
-    """JSON records, and the arrays `buffer/token_ids` and `buffer/logprobs` of all responses, concatenated."""
-    packed, arrays = pack_responses([scored.response for group in groups for scored in _members(group)], "buffer")
+def pack_groups(groups: Sequence[Group], name: str) -> tuple[list[Record], Arrays]:
+    """JSON records, and the arrays `name/token_ids` and `name/logprobs` of all responses, concatenated."""
+    packed, arrays = pack_responses([scored.response for group in groups for scored in _members(group)], name)
     responses = iter(packed)
     records = [
         {
@@ -43,10 +43,10 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[Record], Arrays]:
 
 
 def unpack_groups(
-    records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], prompts: Sequence[Prompt]
+    records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], prompts: Sequence[Prompt], name: str
 ) -> list[Group]:
     """The inverse of `pack_groups`; `prompts` is the run's dataset."""
-    responses = iter(unpack_responses([saved for record in records for saved in record["responses"]], arrays, "buffer"))
+    responses = iter(unpack_responses([saved for record in records for saved in record["responses"]], arrays, name))
     groups = []
     for record in records:
         members = [_unpack_scored(saved, next(responses)) for saved in record["responses"]]

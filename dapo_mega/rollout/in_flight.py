@@ -65,6 +65,13 @@ class GroupsInFlight:
         self._ended.clear()
         return ended
 
+    def pop_complete(self) -> list[CompleteGroup]:
+        """All complete groups that are there. Those that are dropped wait for `arrived`."""
+        self._read_arrived()
+        found = [(group, group.complete()) for group in self._ended]
+        self._ended = deque(group for group, complete in found if complete is None)
+        return [complete for _, complete in found if complete is not None]
+
     def next_complete(self) -> CompleteGroup | None:
         """Wait until a group is complete; None if a group is dropped because one of its requests failed.
 

@@ -36,6 +36,7 @@ from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.collector import Collector
+from dapo_mega.rollout.feeder import Feeder
 from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder
@@ -80,6 +81,7 @@ class Controller:
     `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
 
     collector: Collector
+    feeder: Feeder
     evaluator: Evaluator | None
     beside: BesideTraining | None
     rewards: RunRewards
@@ -275,8 +277,10 @@ def _controller(
                 dataset.num_duplicates,
                 dataset.num_long,
             )
+    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids)
     return Controller(
-        collector=Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids),
+        collector=collector,
+        feeder=Feeder(collector),
         evaluator=evaluator,
         beside=beside,
         rewards=rewards,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
@@ -70,14 +71,15 @@ def train(run: TrainingRun) -> None:
         run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
         with run.timers.stage("rollout"):
             groups, collected = collect(run)
-        with run.timers.stage("pack"):
-            batch = hand_over(run, groups)
-        with run.timers.stage("score"):
-            scored = score(run, batch, groups)
-        with run.timers.stage("update"):
-            trace = UpdateTrace() if config.samples.enabled else None
-            updates = update(run, scored, batch.engines, trace)
-            run.histograms = gather_histograms(run, scored)
+        with feeding(run):
+            with run.timers.stage("pack"):
+                batch = hand_over(run, groups)
+            with run.timers.stage("score"):
+                scored = score(run, batch, groups)
+            with run.timers.stage("update"):
+                trace = UpdateTrace() if config.samples.enabled else None
+                updates = update(run, scored, batch.engines, trace)
+                run.histograms = gather_histograms(run, scored)
         run.step += 1
         if trace:
             with run.timers.stage("samples"):
@@ -147,6 +149,7 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other ranks serve the fleet; the other ranks get nothing."""
 
     def work(controller: Controller) -> tuple[Sequence[Group], Metrics]:
+        controller.feeder.check()
         collected = controller.collector.collect(run.step)
         run.fleet.sleep()
         return collected
@@ -158,6 +161,14 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
         if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
         raise
+
+
+def feeding(run: TrainingRun) -> AbstractContextManager[None]:
+    """While the step trains, rank 0 lets the engines work for the next one, if the schedule is asynchronous."""
+    is_last = run.step + 1 >= run.config.num_steps
+    if run.controller is None or run.config.rollout.schedule != "asynchronous" or is_last:
+        return nullcontext()
+    return run.controller.feeder.beside(run.step + 1)
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
@@ -287,6 +298,8 @@ def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
         tokens = metrics.get("rollout/tokens", 0.0)
         if tokens and times.get("time/step_s"):
             times["rollout/end_to_end_tokens_per_s"] = tokens / times["time/step_s"]
+        if "time/rollout_s" in times:
+            times["time/waiting_share"] = times["time/rollout_s"] / times["time/step_s"]
         evaluator = run.controller.evaluator
         examples = evaluator.examples if evaluator and "evaluation/k" in metrics else ()
         run.controller.writer.write(step, {**metrics, **times}, run.histograms, examples)

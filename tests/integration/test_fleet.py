@@ -244,14 +244,14 @@ def test_what_an_engine_derives_from_weights_is_new_after_an_update(tmp_path, de
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
-def test_partial_rollouts_carry_two_versions_and_lose_nothing(tmp_path, request, pause):
+def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_path, request, pause):
     engines = request.getfixturevalue("deriving_engine" if pause == "in_place" else "two_engines")
     values = fleet_values(
         tmp_path,
         engines,
         num_steps=3,
         rollout={
-            "partial": True,
+            "schedule": "partial" if pause == "retract" else "asynchronous",
             "max_response_tokens": 160,
             # The rest waits for a place, so that an update of `responses_over_an_update` meets engines at work.
             "fleet": {"min_engines": len(engines.launcher.urls), "requests_per_engine": 4},
@@ -379,7 +379,7 @@ def restarted_values(folder, engines, num_steps):
         folder,
         engines,
         num_steps=num_steps,
-        rollout={"partial": True, "fleet": {"hung_after_s": 2 * RESTART_LIMIT_S}},
+        rollout={"schedule": "asynchronous", "fleet": {"hung_after_s": 2 * RESTART_LIMIT_S}},
         weight_sync={"in_flight": "continue", "timeout_s": 2 * RESTART_LIMIT_S},
         checkpoint={"every": 1, "asynchronous": False},
     )

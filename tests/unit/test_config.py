@@ -62,13 +62,13 @@ def file(tmp_path):
         ("algorithm.sequence_mask=[1.5, 2]", "[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
         ("rollout.mismatch_stop=0", "rollout.mismatch_stop=0: input should be greater than 0"),
         ("rollout.dtype=fp8", "rollout.dtype=fp8 needs engines of a fleet"),
-        ("rollout.partial=true", "rollout.partial is for rollout.placement=fleet or colocated, not embedded"),
+        ("rollout.schedule=partial", "schedule=partial is for rollout.placement=fleet or colocated, not embedded"),
         ("rollout.fleet.urls=http://a:1", "rollout.fleet.urls is for rollout.placement=fleet or colocated"),
         ("rollout.placement=fleet", "give their addresses in rollout.fleet.urls, or rollout.fleet.rendezvous"),
         ("rollout={placement: fleet, fleet: {urls: [a:1]}}", "has 'a:1'; give URLs such as http://10.0.0.7:30000"),
         ("rollout={placement: fleet, fleet: {urls: [http://a:1, http://a:1]}}", "names an engine twice"),
         ("rollout.fleet={hung_after_s: 3, heartbeat_s: 5}", "must be larger than rollout.fleet.heartbeat_s=5"),
-        ("rollout={placement: colocated, partial: true, fleet: {urls: [http://a:1]}}", "use rollout.placement=fleet"),
+        ("rollout={placement: colocated, schedule: partial, fleet: {urls: [http://a:1]}}", "use rollout.placement"),
         ("weight_sync.full_every=5", "these are embedded, in bf16, and get weights by distributed; set"),
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=dapoo", "algorithm.preset='dapoo'"),
@@ -172,9 +172,29 @@ def test_a_critic_leaves_steps_to_the_policy(file):
 
 
 def test_partial_rollouts_need_groups_that_may_be_a_step_old(file):
-    assert load_config(RunConfig, file, [*FLEET, "rollout.partial=true"]).rollout.partial
-    with pytest.raises(InputError, match=r"max_staleness=0 drops them all; set it to at least 1"):
-        load_config(RunConfig, file, [*FLEET, "rollout.partial=true", "algorithm.max_staleness=0"])
+    partial = load_config(RunConfig, file, [*FLEET, "rollout.schedule=partial"])
+    assert partial.weight_sync.in_flight == "finish"
+    with pytest.raises(InputError, match=r"max_staleness=0 drops them all; the smallest possible is 1"):
+        load_config(RunConfig, file, [*FLEET, "rollout.schedule=partial", "algorithm.max_staleness=0"])
+
+
+def test_runs_of_earlier_versions_say_partial_in_place_of_the_schedule(file):
+    for given, schedule in (("true", "partial"), ("false", "synchronous")):
+        rollout = load_config(RunConfig, file, [*FLEET, f"rollout.partial={given}"]).rollout
+        assert rollout.schedule == schedule
+        assert "partial" not in rollout.model_dump()
+    both = [*FLEET, "rollout.partial=true", "rollout.schedule=asynchronous"]
+    with pytest.raises(InputError, match=r"rollout.schedule=asynchronous is given too; leave rollout.partial out"):
+        load_config(RunConfig, file, both)
+
+
+def test_responses_of_an_asynchronous_run_continue_over_weight_updates(file):
+    asynchronous = [*FLEET, "rollout.schedule=asynchronous"]
+    assert load_config(RunConfig, file, asynchronous).weight_sync.in_flight == "continue"
+    strict = load_config(RunConfig, file, [*asynchronous, "algorithm.max_staleness=0"])
+    assert strict.rollout.schedule == "asynchronous"
+    with pytest.raises(InputError, match=r"in_flight=finish waits for all responses .* set weight_sync.in_flight"):
+        load_config(RunConfig, file, [*asynchronous, "weight_sync.in_flight=finish"])
 
 
 @pytest.mark.parametrize(

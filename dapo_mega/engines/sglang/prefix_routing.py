@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
+from dapo_mega.engines.sglang.idle_time import IdleTime
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
@@ -26,6 +27,7 @@ class EngineSlot:
 
     client: EngineClient
     version: int
+    idle_time: IdleTime
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0

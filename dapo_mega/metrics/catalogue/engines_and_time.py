@@ -24,6 +24,15 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "time/waiting_share",
+        "share",
+        "Share of the step in which the trainer collects its groups and does not train.",
+        "near 0 with `rollout.schedule=asynchronous` and enough engines; otherwise most of the step",
+        "near 1: the trainer waits for the engines",
+        "start more engines, or give them GPUs of the trainer",
+        better="lower",
+    ),
+    Metric(
         "time/pack_s",
         "s",
         "Planning micro-batches and handing samples to the ranks.",
@@ -141,6 +150,16 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "as many as were started",
         "fewer; below `rollout.fleet.min_engines` the run pauses",
         "restart the missing engines",
+    ),
+    Metric(
+        "fleet/idle_share",
+        "share",
+        "Share of the engines' time in which they had no request of training.",
+        "near 0 with `rollout.schedule=asynchronous`; otherwise about the share of `time/update_s` and "
+        "`time/weight_sync_s` in a step",
+        "high: engines wait for the trainer",
+        "set `rollout.schedule=asynchronous`, raise `algorithm.max_staleness`, or give engines to the trainer",
+        better="lower",
     ),
     Metric(
         "fleet/engines_healthy",

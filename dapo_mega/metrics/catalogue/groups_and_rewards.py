@@ -69,6 +69,14 @@ GROUPS_AND_REWARDS: tuple[Metric, ...] = (
         is_histogram=True,
     ),
     Metric(
+        "buffer/token_share_age_<steps>",
+        "share",
+        "Share of this step's response tokens whose weights are so many steps older than those that it starts from.",
+        "most at 0, or with `rollout.schedule=asynchronous` at 1; none above `algorithm.max_staleness`",
+        "most at `algorithm.max_staleness`",
+        "read `mismatch/` metrics; lower `algorithm.max_staleness`",
+    ),
+    Metric(
         "buffer/stale_dropped",
         "groups",
         "Complete groups thrown away because they grew older than `algorithm.max_staleness`.",

@@ -109,8 +109,8 @@ def test_counts_start_afresh_when_taken():
 @pytest.mark.parametrize("num_groups", [0, 1, 3])
 def test_groups_survive_a_round_trip_through_a_checkpoint(num_groups):
     groups = [group(i, [True, False, i % 2 == 0], version=i) for i in range(num_groups)]
-    records, arrays = pack_groups(groups)
-    restored = unpack_groups(records, arrays, PROMPTS)
+    records, arrays = pack_groups(groups, "buffer")
+    restored = unpack_groups(records, arrays, PROMPTS, "buffer")
     assert len(restored) == num_groups
     for before, after in zip(groups, restored, strict=True):
         assert after.prompt is before.prompt

@@ -276,7 +276,11 @@ ORDER = PromptCursor(len(PROMPTS), 5).next(len(PROMPTS))
 
 
 def partial(**changes):
-    fleet = {"placement": "fleet", "fleet": {"urls": ["http://127.0.0.1:1"]}, "partial": True}
+    return scheduled("partial", **changes)
+
+
+def scheduled(schedule, **changes):
+    fleet = {"placement": "fleet", "fleet": {"urls": ["http://127.0.0.1:1"]}, "schedule": schedule}
     return config(rollout={"max_response_tokens": 16, **fleet}, **changes)
 
 
@@ -412,7 +416,7 @@ def test_groups_in_flight_survive_a_checkpoint_asked_once():
 def test_a_run_that_cannot_continue_groups_does_not_drop_them():
     subject = collector(ScriptedEngine(every_other), partial())
     subject.collect(0)
-    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.partial=true can continue"):
+    with pytest.raises(InputError, match=r"4 groups in flight, which only rollout.schedule=partial or"):
         collector(ScriptedEngine(every_other), config()).load_state(*subject.state())
 
 

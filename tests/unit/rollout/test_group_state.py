@@ -41,8 +41,8 @@ def test_a_groups_greedy_response_survives_and_stays_apart():
     prompts = [Prompt(i, "", np.array([1], np.int32), "") for i in range(2)]
     scored = [ScoredResponse(response(i, i + 1), f"t{i}", i % 2 == 0, 1.0, 0.5 * i) for i in range(5)]
     groups = [Group(prompts[1], tuple(scored[:2]), 3, scored[2]), Group(prompts[0], tuple(scored[3:]), 3)]
-    records, arrays = pack_groups(groups)
-    restored = unpack_groups(json.loads(json.dumps(records)), arrays, prompts)
+    records, arrays = pack_groups(groups, "buffer")
+    restored = unpack_groups(json.loads(json.dumps(records)), arrays, prompts, "buffer")
     assert [len(group.responses) for group in restored] == [2, 2]
     assert (restored[0].greedy.text, restored[0].greedy.reward) == ("t2", 1.0)
     assert len(restored[0].greedy.response.token_ids) == 3

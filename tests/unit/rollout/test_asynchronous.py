@@ -1,0 +1,186 @@
+"""The asynchronous schedule: groups start and are scored beside training, none grows too old, none is lost or twice."""
+
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.rollout.feeder import Feeder
+
+from .test_collector import ScriptedEngine, collector, config, every_other, every_third, request_ids, scheduled
+
+WAIT_S = 60
+
+
+def asynchronous(max_staleness=1, num_steps=100, **algorithm):
+    run = scheduled("asynchronous", algorithm={"max_generation_rounds": 9, "max_staleness": max_staleness, **algorithm})
+    return run.model_copy(update={"num_steps": num_steps})
+
+
+def answer(engine, number):
+    """Finish the `number` oldest requests, so that their answers lie there."""
+    for request_id in sorted(engine.in_flight)[:number]:
+        engine.arrived.append(engine.finish(request_id))
+
+
+def outstanding(subject):
+    """Groups in flight, held, or scored and not yet counted."""
+    values = subject.state()[0]
+    return sum(len(values.get(name, [])) for name in ("in_flight", "buffer", "fed"))
+
+
+def half_are_easy(prompt, request_id):
+    """All responses to every other prompt are right, so that half of the groups carry no signal."""
+    return prompt % 2 == 0 or request_id % 2 == 0
+
+
+def test_groups_start_and_are_scored_beside_training():
+    engine = ScriptedEngine(half_are_easy)
+    subject = collector(engine, asynchronous())
+    first, _ = subject.collect(0)
+    submitted = len(engine.submitted)
+    while engine.in_flight:
+        answer(engine, 8)
+        subject.feed(1)
+    assert len(engine.submitted) > submitted, "new groups start in place of those without a signal"
+    engine.version = 1
+    assert subject.num_in_flight() == 0
+    second, metrics = subject.collect(1)
+    assert {group.weight_version for group in second} == {0}, "the next step needs nothing else"
+    assert metrics["buffer/token_share_age_1"] == 1
+    assert metrics["groups/kept_share"] == pytest.approx(0.5, abs=0.2)
+    assert not set(request_ids(first)) & set(request_ids(second))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_no_more_groups_are_started_than_steps_can_use_in_time(max_staleness):
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(max_staleness))
+    for version in range(6):
+        engine.version = version
+        subject.collect(version)
+        assert outstanding(subject) <= 4 * max_staleness
+        subject.feed(version + 1)
+        assert outstanding(subject) == 4 * max_staleness
+        answer(engine, 10)
+
+
+def test_the_last_steps_start_only_what_they_can_use():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(max_staleness=4, num_steps=3))
+    left = []
+    for version in range(3):
+        engine.version = version
+        subject.collect(version)
+        if version < 2:
+            subject.feed(version + 1)
+        left.append(outstanding(subject))
+    assert left == [8, 4, 0]
+
+
+def test_without_staleness_the_schedule_is_the_synchronous_one_group_for_group():
+    def three_steps(run):
+        engine = ScriptedEngine(every_third)
+        subject = collector(engine, run)
+        steps = []
+        for version in range(3):
+            engine.version = version
+            steps.append(request_ids(subject.collect(version)[0]))
+            subject.feed(version + 1)
+            assert not engine.in_flight
+        return steps, subject.state()[0]
+
+    strict = {"max_staleness": 0, "max_generation_rounds": 9}
+    assert three_steps(asynchronous(0)) == three_steps(config(algorithm=strict))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts(max_staleness, seed):
+    random = np.random.default_rng(seed)
+    run = asynchronous(max_staleness)
+    engine = ScriptedEngine(every_third, order=lambda request: request.seed * 2654435761 % 97)
+    subject = collector(engine, run)
+    ended: Counter[int] = Counter()
+
+    def account(fates):
+        for fate in fates:
+            if fate.outcome != "surplus":
+                members = fate.group.responses if fate.group else ()
+                ended.update(member.response.request_id // 4 for member in members[:1])
+                ended["given up"] += fate.group is None
+
+    for version in range(8):
+        engine.version = version
+        groups, metrics = subject.collect(version)
+        account(subject.pop_fates())
+        ages = [int(name.rpartition("_")[2]) for name in metrics if name.startswith("buffer/token_share_age_")]
+        assert 0 <= min(ages) <= max(ages) <= max_staleness
+        assert sum(metrics[f"buffer/token_share_age_{age}"] for age in ages) == pytest.approx(1)
+        assert len(groups) == 4
+        for _ in range(random.integers(4)):
+            answer(engine, random.integers(20))
+            subject.feed(version + 1)
+        if random.random() < 0.5:
+            values, arrays = subject.state()
+            engine = ScriptedEngine(every_third, order=engine.order)
+            subject = collector(engine, run)
+            subject.load_state(json.loads(json.dumps(values)), arrays)
+    given_up = ended.pop("given up")
+    waiting = {group.responses[0].response.request_id // 4 for group in subject.buffer.groups}
+    values = subject.state()[0]
+    waiting |= {record["request_ids"][0] // 4 for record in values["in_flight"]}
+    waiting |= {record["responses"][0]["request_id"] // 4 for record in values.get("fed", [])}
+    assert set(ended.values()) == {1}
+    assert not waiting & set(ended)
+    assert len(ended) + len(waiting) + given_up == subject.next_request_id // 4 > 32
+
+
+def test_a_feeder_feeds_until_training_is_over():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous())
+    feeder = Feeder(subject)
+    subject.collect(0)
+    answer(engine, 10**6)
+    scored = threading.Event()
+    feed = subject.feed
+
+    def noted(version):
+        feed(version)
+        if subject.num_in_flight() == 0:
+            scored.set()
+
+    subject.feed = noted
+    with feeder.beside(1):
+        assert scored.wait(WAIT_S)
+    feeder.check()
+    assert threading.active_count() == 1 or not any(thread.name == "feeding" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("error", "is_raised"), [(InputError("bad reward"), True), (StopRequested("stop"), False)])
+def test_what_ends_feeding_is_raised_at_the_next_step(error, is_raised):
+    def fail(asked):
+        if asked:
+            raise error
+
+    engine = ScriptedEngine(every_other)
+    run = asynchronous()
+    subject = collector(engine, run)
+    subject.collect(0)
+    before = outstanding(subject)
+    answer(engine, 10**6)
+    subject._scorer.before = fail
+    feeder = Feeder(subject)
+    with feeder.beside(1):
+        for thread in threading.enumerate():
+            if thread.name == "feeding":
+                thread.join(WAIT_S)
+    if is_raised:
+        with pytest.raises(InputError, match="bad reward"):
+            feeder.check()
+    else:
+        feeder.check()
+        assert outstanding(subject) == before, "what could not be scored is still there"
