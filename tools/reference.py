@@ -58,7 +58,8 @@ class GeneratedPart:
 _ROOMS = (
     "types", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "samples", "evaluation", "preparation", "training", "ablation", "commands", "__main__",
+    "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training", "ablation", "commands",
+    "__main__",
 )  # fmt: skip
 
 

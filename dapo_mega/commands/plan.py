@@ -4,6 +4,7 @@ dapo-mega plan configs/qwen2.5-32b-dapo.yaml
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
 beside the trainer's, colocated on the trainer's, asleep while the policy trains.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from dapo_mega.cli import print_once
@@ -28,6 +30,7 @@ from dapo_mega.planning.proposals import propose
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.report import division_lines, proposal_lines, report
 from dapo_mega.planning.step_time import Machine
+from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,9 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.propose:
         _print_proposals(config, given, arch, world_size, assumptions)
         return
-    for line in describe_run(config, world_size):
-        print_once(line)
-    for line in report(estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)):
+    about_the_run = describe_run(config, world_size)
+    plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
+    if options.simulate:
+        lines = simulated_lines(plan, Assumed(options.length_spread, options.kept_share, options.simulated_steps))
+    else:
+        lines = chain(about_the_run, report(plan))
+    for line in lines:
         print_once(line)
 
 
@@ -82,10 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path, help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
     parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
+    parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
         ("--total-gpus", int, None, "divide so many GPUs between trainer and engines instead, fastest first"),
         ("--rounds", float, 1.0, "rounds of generation that fill a step, of --total-gpus"),
+        ("--kept-share", float, 0.5, "share of the groups that dynamic sampling keeps, of --simulate"),
+        ("--length-spread", float, 0.9, "standard deviation of the logarithms of response lengths, of --simulate"),
+        ("--simulated-steps", int, 6, "steps of each schedule that count, of --simulate"),
         ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
         ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
         ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
@@ -110,6 +121,7 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
         if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
     _check_total(options)
+    _check_simulated(options)
     _check_engines(options, config)
     mean_prompt = options.mean_prompt_tokens or config.data.max_prompt_tokens / 8
     mean_response = options.mean_response_tokens or config.rollout.max_response_tokens / 4
@@ -150,6 +162,13 @@ def _check_total(options: argparse.Namespace) -> None:
             f"--total-gpus={options.total_gpus} is not a number of whole machines of {per_node} GPUs "
             "(--gpus-per-node), by which GPUs are divided; give a multiple"
         )
+
+
+def _check_simulated(options: argparse.Namespace) -> None:
+    if options.simulate and (options.propose or options.total_gpus is not None):
+        raise InputError("--simulate is of one layout; leave --propose and --total-gpus out")
+    if options.kept_share > 1:
+        raise InputError(f"--kept-share={options.kept_share:g} is a share; give a number above 0 and up to 1")
 
 
 def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:

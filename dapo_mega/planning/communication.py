@@ -10,6 +10,8 @@ from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, stage_buf
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
+_WEIGHT_SYNC = "weight sync"
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -20,6 +22,11 @@ class Traffic:
     num_bytes: float
     span: int
     overlaps: bool = False
+
+    @property
+    def is_weight_sync(self) -> bool:
+        """Whether these are the weights for the engines."""
+        return self.name.startswith(_WEIGHT_SYNC)
 
 
 def step_traffic(workload: Workload, kind: LayerKind, num_parameters: int, num_engines: int = 1) -> list[Traffic]:
@@ -133,6 +140,6 @@ def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> T
         sent = {"distributed": num_engines, "disk": 1, "tensor": 0}[config.sync_transport]
         received = (parallel.tensor - 1) / parallel.tensor
         return Traffic(
-            "weight sync (by a stage's leader)", size / parallel.pipeline * (received + sent), placement.world_size
+            f"{_WEIGHT_SYNC} (by a stage's leader)", size / parallel.pipeline * (received + sent), placement.world_size
         )
-    return Traffic("weight sync (received by a leader)", size * (replica - 1) / replica, placement.world_size)
+    return Traffic(f"{_WEIGHT_SYNC} (received by a leader)", size * (replica - 1) / replica, placement.world_size)

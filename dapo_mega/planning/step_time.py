@@ -94,14 +94,38 @@ def _mlp_weights(arch: Architecture, layer: int) -> int:
 
 
 @dataclass(frozen=True)
+class DecodingSpeed:
+    """How long an engine takes for one token of each of its responses: `base_s`, in which it reads the weights, and
+    `per_response_s` for the keys and values of each response. At most `places` responses are decoded at once."""
+
+    base_s: float
+    per_response_s: float
+    places: int
+
+    def step_s(self, num_responses: int) -> float:
+        """Seconds of a decoding step."""
+        return self.base_s + self.per_response_s * num_responses
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of an engine whose places are all taken."""
+        return self.places / self.step_s(self.places)
+
+
+@dataclass(frozen=True)
 class Generation:
-    """A round's decoding: seconds, responses that an engine decodes at once, bytes of each GPU for their cache, and
-    tokens per second of an engine that decodes so many."""
+    """A round's decoding: seconds, responses that an engine decodes at once, bytes of each GPU for their cache, and the
+    speed of an engine, which has places for as many as fit."""
 
     seconds: float
     rows: int
     cache_bytes: float
-    tokens_per_second: float
+    speed: DecodingSpeed
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of an engine that decodes `rows` responses."""
+        return self.rows / self.speed.step_s(self.rows) if self.rows else 0.0
 
 
 def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache: float) -> Generation:
@@ -116,19 +140,20 @@ def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache
     wanted = -(-workload.generated_per_round // num_engines)
     weights = engine_weight_bytes(engine, placement.arch)
     per_token = cache_bytes_per_token(placement, engine)
-    rows = min(engine.max_rows, wanted)
-    if not engine.is_embedded:
-        rows = min(wanted, int(cache // (per_token * workload.mean_length)))
+    rate = machine.memory_rate * machine.memory_rate_share
+    places = engine.max_rows if engine.is_embedded else int(cache // (per_token * workload.mean_length))
+    speed = DecodingSpeed(
+        weights / rate, per_token * (workload.mean_prompt + workload.mean_response / 2) / rate, places
+    )
+    rows = min(places, wanted)
     if rows == 0:
-        return Generation(float("inf"), 0, cache, 0.0)
+        return Generation(float("inf"), 0, cache, speed)
     # Continuous batching on GPUs of their own; embedded, each batch of rows waits for its longest response.
     rounds = -(-wanted // rows) if engine.is_embedded else 1
     steps = workload.config.rollout.max_response_tokens
     if not engine.is_embedded:
         steps = max(steps, round(wanted / rows * workload.mean_response))
-    rate = machine.memory_rate * machine.memory_rate_share
-    read = weights + rows * per_token * (workload.mean_prompt + workload.mean_response / 2)
-    return Generation(rounds * steps * read / rate, rows, cache, rows * rate / read)
+    return Generation(rounds * steps * speed.step_s(rows), rows, cache, speed)
 
 
 def most_useful_engines(workload: Workload, rows: int) -> int:

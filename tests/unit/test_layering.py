@@ -15,7 +15,7 @@ FLOORS = (
     {"batching"},
     {"planning", "megatron", "engines"},
     {"checkpoints", "rollout", "weight_sync"},
-    {"conversion", "sglang_plugin", "samples"},
+    {"conversion", "sglang_plugin", "samples", "simulation"},
     {"evaluation"},
     {"preparation"},
     {"training"},

@@ -1,0 +1,148 @@
+"""Simulates the steps of a run: when its engines and its trainer work, and when they wait for each other."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dapo_mega.config import RunConfig
+from dapo_mega.planning.step_time import DecodingSpeed
+from dapo_mega.rollout.collector import Collector
+from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
+from dapo_mega.simulation.engines import SimulatedEngines
+from dapo_mega.types import GenerationRequest, Prompt, Response, ScoredResponse
+
+_NUM_DRAWS = 1 << 16
+_NUM_PROMPTS = 10_000
+_FEED_EVERY_S = 1.0
+_MEAN_PIECES = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated: log-normal lengths with a mean of `mean_length` tokens, whose logarithms have the standard
+    deviation `spread`, cut off at `rollout.max_response_tokens`. Dynamic sampling keeps `kept_share` of the groups."""
+
+    mean_length: float
+    spread: float
+    kept_share: float
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step's training and of sending the weights, and the engines."""
+
+    training_s: float
+    weights_s: float
+    num_engines: int
+    speed: DecodingSpeed
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """What a simulated run came to, without its first steps. `bound_s` is how long a step takes at least: the time of
+    the slower one of trainer and engines, if neither ever waited and all places of all engines were always taken.
+    `mean_age` is that of the tokens, in steps."""
+
+    seconds_per_step: float
+    bound_s: float
+    waiting_share: float
+    idle_share: float
+    expired_share: float
+    mean_age: float
+
+    @property
+    def steps_per_hour(self) -> float:
+        return 3600 / self.seconds_per_step
+
+    @property
+    def share_of_bound(self) -> float:
+        """How much of the slower side's own rate the run reaches."""
+        return self.bound_s / self.seconds_per_step
+
+
+def simulate(
+    config: RunConfig, workload: Workload, costs: Costs, num_steps: int, warmup_steps: int = 3
+) -> SimulatedRun:
+    """Run `num_steps` steps of the configuration's schedule after `warmup_steps`; what these took does not count."""
+    # Responses are counted in pieces of so many tokens: nothing looks at single ones.
+    piece = max(1.0, workload.mean_length / _MEAN_PIECES)
+    lengths = _Lengths(workload, config.rollout.max_response_tokens, piece)
+    speed = replace(costs.speed, base_s=costs.speed.base_s * piece, per_response_s=costs.speed.per_response_s * piece)
+    engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
+    config = config.model_copy(update={"num_steps": warmup_steps + num_steps + 10 * config.algorithm.max_staleness + 1})
+    prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
+    collector = Collector(config, prompts, engines, _Scorer(config, workload), ())
+    started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
+    totals: Counter[str] = Counter()
+    for step in range(warmup_steps + num_steps):
+        if step == warmup_steps:
+            started, idle_before = engines.clock, engines.idle_share() * engines.clock
+            totals.clear()
+            waited, age = 0.0, 0.0
+        before = engines.clock
+        _, metrics = collector.collect(step)
+        waited += engines.clock - before
+        totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
+        totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
+        totals["offered"] += round(metrics["groups/offered"])
+        ages = [(int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name]
+        age += sum(steps * share for steps, share in ages)
+        _train(collector, engines, step, costs.training_s, config.rollout.schedule == "asynchronous")
+        engines.update(step + 1, costs.weights_s)
+    seconds = engines.clock - started
+    pieces_per_s = costs.num_engines * speed.tokens_per_s
+    return SimulatedRun(
+        seconds_per_step=seconds / num_steps,
+        bound_s=max(costs.training_s + costs.weights_s, totals["pieces"] / num_steps / pieces_per_s),
+        waiting_share=waited / seconds,
+        idle_share=(engines.idle_share() * engines.clock - idle_before) / seconds,
+        expired_share=totals["expired"] / max(totals["expired"] + totals["offered"], 1),
+        mean_age=age / num_steps,
+    )
+
+
+def _train(collector: Collector, engines: SimulatedEngines, step: int, seconds: float, feeds: bool) -> None:
+    end = engines.clock + seconds
+    while feeds and engines.clock < end:
+        collector.feed(step + 1)
+        engines.advance(min(end, engines.clock + _FEED_EVERY_S))
+    engines.advance(end)
+
+
+class _Lengths:
+    """Draws the length of every request's response, in pieces of `piece` tokens."""
+
+    def __init__(self, workload: Workload, longest: int, piece: float) -> None:
+        draws = np.random.default_rng(workload.seed).standard_normal(_NUM_DRAWS)
+        scale = math.log(workload.mean_length) - workload.spread**2 / 2
+        tokens = np.clip(np.exp(scale + workload.spread * draws), 1, longest)
+        self._lengths = np.ceil(tokens / piece).astype(int).tolist()
+
+    def of(self, request: GenerationRequest) -> int:
+        length: int = self._lengths[request.request_id % _NUM_DRAWS]
+        return length
+
+
+class _Scorer(ResponseScorer):
+    """Of the prompts, `kept_share` have right and wrong responses; all responses to the others are wrong."""
+
+    def __init__(self, config: RunConfig, workload: Workload) -> None:
+        self.counts = ScoringCounts(Counter())
+        self.reads_answers = False
+        self._comparison = None
+        mixed = np.random.default_rng((workload.seed, 1)).random(_NUM_PROMPTS) < workload.kept_share
+        self._is_mixed = mixed.tolist()
+
+    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:  # type: ignore[override]
+        """See `ResponseScorer`."""
+        return [
+            ScoredResponse(response, "", correct, float(correct), float(correct))
+            for prompt, response in asked
+            for correct in (self._is_mixed[prompt.index] and response.request_id % 2 == 0,)
+        ]

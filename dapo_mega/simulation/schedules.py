@@ -1,0 +1,78 @@
+"""Compares the schedules of a planned run: steps per hour, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dapo_mega.config import RunConfig
+from dapo_mega.config.files import validated
+from dapo_mega.errors import InputError
+from dapo_mega.planning.estimate import Estimate
+from dapo_mega.simulation.run import Costs, SimulatedRun, Workload, simulate
+
+SCHEDULES = (("synchronous", 1), ("partial", 1), ("asynchronous", 1), ("asynchronous", 2), ("asynchronous", 4))
+"""Each with its `algorithm.max_staleness`."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a simulation assumes beside the plan: see `Workload`."""
+
+    spread: float
+    kept_share: float
+    num_steps: int
+
+
+def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
+    """A table of the schedules of the planned run. Raises InputError for a run without engines of their own."""
+    costs, workload = _costs(plan), Workload(plan.workload.mean_response, assumed.spread, assumed.kept_share)
+    yield (
+        f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
+        f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
+        f"{costs.training_s:,.0f} s and weights {costs.weights_s:,.1f} s a step; lengths log-normal with mean "
+        f"{workload.mean_length:,.0f} and spread {workload.spread:g} (--length-spread), "
+        f"{workload.kept_share:.0%} of the groups kept (--kept-share)"
+    )
+    yield "| schedule | max_staleness | steps/hour | s/step | of the slower side | trainer waits | engines idle | age |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for schedule, max_staleness in SCHEDULES:
+        found = simulate(_scheduled(plan.workload.config, schedule, max_staleness), workload, costs, assumed.num_steps)
+        yield f"| {schedule} | {max_staleness} | {_cells(found)} |"
+
+
+def _cells(found: SimulatedRun) -> str:
+    return (
+        f"{found.steps_per_hour:.2f} | {found.seconds_per_step:,.0f} | {found.share_of_bound:.0%} | "
+        f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f}"
+    )
+
+
+def _costs(plan: Estimate) -> Costs:
+    config = plan.workload.config
+    if config.rollout.placement != "fleet":
+        raise InputError(
+            f"--simulate compares when a fleet's engines and the trainer work, and rollout.placement="
+            f"{config.rollout.placement} lets them take turns; add rollout.placement=fleet "
+            f"rollout.fleet.rendezvous=HOST:PORT"
+        )
+    if not plan.engine_fits or not plan.generation.rows:
+        raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
+    machine = plan.assumptions.machine
+    weights_s = sum(machine.seconds(entry) for entry in plan.traffic if entry.is_weight_sync)
+    places = min(plan.generation.speed.places, config.rollout.fleet.requests_per_engine)
+    return Costs(
+        training_s=max(plan.time.total - weights_s, 0.0),
+        weights_s=weights_s,
+        num_engines=plan.engine.num_engines(plan.workload.placement.data_size),
+        speed=replace(plan.generation.speed, places=places),
+    )
+
+
+def _scheduled(config: RunConfig, schedule: str, max_staleness: int) -> RunConfig:
+    raw = config.model_dump()
+    raw["rollout"]["schedule"] = schedule
+    raw["algorithm"]["max_staleness"] = max_staleness
+    raw["weight_sync"]["in_flight"] = "continue"
+    raw["data"]["sampling"] |= {"order": "shuffle", "retire_after": None}
+    return validated(RunConfig, raw)

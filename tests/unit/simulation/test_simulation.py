@@ -1,0 +1,149 @@
+"""Engines and schedules in simulated time, against what a pencil finds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_mega.commands import plan
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import InputError
+from dapo_mega.planning.step_time import DecodingSpeed
+from dapo_mega.simulation.engines import SimulatedEngines
+from dapo_mega.simulation.run import Costs, Workload, simulate
+from dapo_mega.types import GenerationRequest, SamplingParams
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIG = str(CONFIGS / "qwen2.5-32b-dapo-128gpu.yaml")
+ARCHITECTURE = f"model.architecture={CONFIGS / 'architectures' / 'qwen2.5-32b.json'}"
+# 2 s for one token of one response, 3 s for one of each of two.
+SPEED = DecodingSpeed(base_s=1.0, per_response_s=1.0, places=2)
+
+
+def engines_with(lengths, num_engines=1):
+    engines = SimulatedEngines(num_engines, SPEED, lambda request: lengths[request.request_id])
+    engines.submit(
+        [
+            GenerationRequest(i, np.array([1], np.int32), i, SamplingParams(max_new_tokens=99))
+            for i in range(len(lengths))
+        ]
+    )
+    return engines
+
+
+def ends(engines, number):
+    return [(engines.next_answer().request_id, engines.clock) for _ in range(number)]
+
+
+def test_responses_share_an_engines_time_and_wait_for_places():
+    # Two decode 4 tokens in 12 s; then the third takes the place of the first for the 6 tokens left of the second,
+    # 18 s; its own last 2 tokens take 2 s each.
+    assert ends(engines_with([4, 10, 8]), 3) == [(0, 12.0), (1, 30.0), (2, 34.0)]
+    assert ends(engines_with([4, 10, 8], num_engines=3), 3) == [(0, 8.0), (2, 16.0), (1, 20.0)]
+
+
+def test_an_update_stops_all_and_responses_go_on_with_new_weights():
+    engines = engines_with([4, 10])
+    engines.advance(9.0)
+    engines.update(version=1, seconds=100.0)
+    assert engines.oldest_versions([0, 1, 7]) == {0: 0, 1: 0, 7: 1}
+    answers = [engines.next_answer() for _ in range(2)]
+    assert engines.clock == 100 + 12 + 12
+    assert [answer.version_spans for answer in answers] == [((0, 3), (1, 4)), ((0, 3), (1, 10))]
+    assert [answer.weight_version for answer in answers] == [0, 0]
+    assert engines.idle_share() == pytest.approx(100 / 124)
+
+
+def test_a_cancelled_response_gives_its_place_to_the_next():
+    engines = engines_with([4, 10, 8, 1])
+    engines.advance(3.0)
+    engines.cancel([0, 3])
+    assert ends(engines, 2) == [(2, 3 + 24.0), (1, 27 + 2.0)]
+    assert engines.poll_answer() is None
+    assert engines.oldest_versions([3]) == {3: 0}
+
+
+def config(schedule, max_staleness=1, **batch):
+    return RunConfig.model_validate(
+        {
+            "output_dir": "x",
+            "num_steps": 1,
+            "model": {"path": "m"},
+            "data": {"train": {"path": "d"}, "max_prompt_tokens": 8},
+            "rollout": {
+                "schedule": schedule,
+                "placement": "fleet",
+                "fleet": {"rendezvous": "a:1"},
+                "max_response_tokens": 20480,
+            },
+            "algorithm": {"max_staleness": max_staleness, "max_generation_rounds": 20},
+            "batch": {"groups_per_step": 32, "group_size": 8, "mini_batch_groups": 32, "tokens_per_microbatch": 20488}
+            | batch,
+        }
+    )
+
+
+def test_a_synchronous_step_is_a_round_and_then_training():
+    equal = Workload(mean_length=100, spread=0.0, kept_share=1.0)
+    # 128 responses on each of two engines, all of 100 tokens of 0.01 + 128 x 0.001 s.
+    costs = Costs(50.0, 5.0, 2, DecodingSpeed(0.01, 0.001, 128))
+    found = simulate(config("synchronous"), equal, costs, num_steps=2)
+    assert found.seconds_per_step == pytest.approx(13.8 + 50 + 5, rel=0.02)
+    assert found.waiting_share == pytest.approx(13.8 / 68.8, rel=0.02)
+    assert found.idle_share == pytest.approx(55 / 68.8, rel=0.02)
+    assert found.bound_s == 55
+    assert (found.expired_share, found.mean_age) == (0, 0)
+
+
+def test_asynchronous_engines_and_trainer_hardly_wait():
+    # As DAPO's: long tails, half of the groups without a signal. Training takes as long as full engines need.
+    workload = Workload(mean_length=5000, spread=0.9, kept_share=0.5)
+    costs = Costs(150.0, 5.0, 2, DecodingSpeed(0.01, 0.00005, 256))
+    rates = {
+        name: simulate(config(schedule, staleness), workload, costs, num_steps=8)
+        for name, schedule, staleness in (
+            ("synchronous", "synchronous", 1),
+            ("partial", "partial", 1),
+            ("one", "asynchronous", 1),
+            ("four", "asynchronous", 4),
+        )
+    }
+    per_hour = {name: rate.steps_per_hour for name, rate in rates.items()}
+    assert per_hour["synchronous"] < per_hour["partial"] < per_hour["one"] <= per_hour["four"]
+    assert per_hour["four"] > 2 * per_hour["synchronous"]
+    assert rates["four"].share_of_bound > 0.9
+    assert 0 < rates["one"].mean_age <= 1 < rates["four"].mean_age <= 4
+    strict, synchronous = (
+        simulate(config(schedule, 0), workload, costs, num_steps=2) for schedule in ("asynchronous", "synchronous")
+    )
+    assert strict == synchronous
+
+
+def test_the_command_compares_the_schedules(capsys):
+    small = ["batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"]
+    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "lengths log-normal with mean 5,120 and spread 0.9" in lines[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:]]
+    assert [row[:2] for row in rows] == [
+        ["synchronous", "1"], ["partial", "1"], ["asynchronous", "1"], ["asynchronous", "2"], ["asynchronous", "4"]
+    ]  # fmt: skip
+    assert all(float(row[2]) == pytest.approx(3600 / float(row[3].replace(",", "")), rel=0.05) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kept-share", "1.5"], r"--kept-share=1.5 is a share; give a number above 0 and up to 1"),
+        (["--propose"], r"--simulate is of one layout; leave --propose and --total-gpus out"),
+        (["--length-spread", "-1"], r"--length-spread=-1 must be larger than 0"),
+        (["rollout.placement=colocated", "--engine-tensor", "4"], r"colocated lets them take turns; add rollout"),
+        (
+            ["--engine-gpus", "8", "--engine-tensor", "1", "--gpu-memory-gib", "60"],
+            r"--simulate needs engines that fit",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        plan.main([CONFIG, ARCHITECTURE, "--simulate", *arguments])
