@@ -270,7 +270,8 @@ class Collector:
     def _max_in_flight(self, num_steps: int) -> int:
         """The most groups in flight such that all that are kept, those that are there included, are used by the next
         `num_steps` steps. Groups that wait longer could grow too old."""
-        room = num_steps * self._config.batch.groups_per_step - len(self.buffer) - self._num_kept_of_fed
+        num_held = len(self.buffer) + self._num_kept_of_fed + len(self._not_scored)
+        room = num_steps * self._config.batch.groups_per_step - num_held
         return max_offered(max(room, 0), self.buffer.recent_kept_share())
 
     def histograms(self) -> dict[str, Histogram]:

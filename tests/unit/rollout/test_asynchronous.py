@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.rewards import ScoringFailure
 from dapo_mega.rollout.feeder import Feeder
 
 from .test_collector import ScriptedEngine, collector, config, every_other, every_third, request_ids, scheduled
@@ -184,3 +185,26 @@ def test_what_ends_feeding_is_raised_at_the_next_step(error, is_raised):
     else:
         feeder.check()
         assert outstanding(subject) == before, "what could not be scored is still there"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_could_not_be_scored_beside_training_is_scored_again_by_the_next_step(is_restarted):
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous())
+    subject.collect(0)
+    waiting = sorted(engine.in_flight)
+    answer(engine, 10**6)
+    score = subject._scorer.score
+    subject._scorer.score = lambda asked: [ScoringFailure("no judge") for _ in asked]
+    subject.feed(1)
+    subject._scorer.score = score
+    assert not engine.in_flight, "they are still to be used"
+    if is_restarted:
+        values, arrays = subject.state()
+        engine = ScriptedEngine(every_other)
+        subject = collector(engine, asynchronous())
+        subject.load_state(json.loads(json.dumps(values)), arrays)
+    engine.version = 1
+    groups, metrics = subject.collect(1)
+    assert sorted(request_ids(groups)) == waiting
+    assert metrics["rollout/unscored_groups"] == 0
