@@ -213,7 +213,8 @@ class AlgorithmConfig(Section):
     max_staleness: int = Field(
         default=1,
         ge=0,
-        description="Steps a surplus group may wait in the buffer. 0 drops surplus at once. Higher wastes fewer "
+        description="Steps a surplus group may wait in the buffer, and with rollout.schedule=asynchronous how far "
+        "engines may run ahead. 0 drops surplus at once. Higher wastes fewer "
         "responses but trains on older ones.",
     )
     entropy_coefficient: float = Field(

@@ -120,12 +120,15 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
             for name, value in (
                 ("rollout.fleet.urls", fleet.urls),
                 ("rollout.fleet.rendezvous", fleet.rendezvous),
-                (f"rollout.schedule={rollout.schedule}", rollout.continues_responses),
             )
             if value
         ]
         if given:
             raise ValueError(f"{given[0]} is for rollout.placement=fleet or colocated, not embedded; set one of them")
+        if rollout.continues_responses:
+            raise ValueError(
+                f"rollout.schedule={rollout.schedule} is for rollout.placement=fleet, not embedded; set one of them"
+            )
         if rollout.dtype == "fp8":
             raise ValueError("rollout.dtype=fp8 needs engines of a fleet; the embedded engine computes in fp32 or bf16")
         return
@@ -142,5 +145,5 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
     if rollout.schedule == "asynchronous" and weight_sync.in_flight == "finish":
         raise ValueError(
             "weight_sync.in_flight=finish waits for all responses at every weight update, but "
-            "rollout.schedule=asynchronous always has some; set weight_sync.in_flight=continue"
+            "rollout.schedule=asynchronous is to have some always; set weight_sync.in_flight=continue"
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +69,8 @@ class Collector:
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        """`recent` holds the responses that were scored last, kept or not; `pop_fates` says where groups went."""
+        """`recent` holds the responses that were scored last, kept or not; `pop_fates` says where groups went, and
+        `left_over` how many groups were held and in flight when the last step had its own."""
         self._config = config
         # Where no token may be older than the weights, nothing can be sampled before the step that uses it.
         is_strict = config.algorithm.max_staleness == 0
@@ -101,39 +103,48 @@ class Collector:
         self._last_staleness: list[int] = []
         self._stats = RolloutStats()
         self._fates: list[GroupFate] = []
-        # Scored beside training, and counted and filtered by the next step; and what could not be scored then.
+        # Scored beside training, and what could not be scored then. The next step counts both.
         self._fed: list[Group] = []
         self._num_kept_of_fed = 0
         self._not_scored: list[CompleteGroup] = []
+        self.left_over: dict[str, int] = {}
         self._in_flight = GroupsInFlight(engine)
-        self._beginning: tuple[Any, int, list[Group]] = (self.sampler.state()[0], 0, [])
+        self._beginning: tuple[Any, int, list[Group], list[Group]] = (self.sampler.state()[0], 0, [], [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is the engines' weight version.
 
         Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine or
         the scorer raises StopRequested, the state goes back to the beginning of the step; where responses continue
-        from step to step it keeps all requests and answers since then.
+        from step to step it keeps all requests and answers since then, and nothing of it is counted.
         """
-        self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups)
+        self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups), self._fed
         stats = self._stats
         stats.begin()
         try:
             return self._collect(version, stats)
         except StopRequested:
-            self._undo()
+            self._undo(stats)
             raise
         finally:
             self._fates = [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *stats.unscored]
+            self.left_over = {"in_buffer": len(self.buffer), "in_flight": self.num_in_flight()}
             self._stats = RolloutStats()
 
-    def _undo(self) -> None:
-        """Restore the state before the last `collect`, unless responses continue from step to step."""
-        if self._schedule != "synchronous":
+    def _undo(self, stats: RolloutStats) -> None:
+        """Restore the state before the last `collect`. Where responses continue from step to step, what was found since
+        then is for the step that continues to count."""
+        sampler, next_request_id, self.buffer.groups, fed = self._beginning
+        if self._schedule == "synchronous":
+            self._in_flight.cancel_all()
+            self.next_request_id = next_request_id
+            self.sampler.rewind(sampler)
+            self._hold_fed(fed)
             return
-        self._in_flight.cancel_all()
-        sampler, self.next_request_id, self.buffer.groups = self._beginning
-        self.sampler.rewind(sampler)
+        self._hold_fed(stats.groups)
+        self._not_scored = [(fate.prompt, list(fate.unscored)) for fate in stats.unscored]
+        if "pending" in sampler:  # The outcomes of these groups.
+            self.sampler.rewind({**self.sampler.state()[0], "pending": sampler["pending"]})
 
     def _collect(self, version: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """One loop for all schedules.
@@ -142,10 +153,10 @@ class Collector:
         for this step are given up. Rounds leave nothing in flight.
         """
         config, in_flight = self._config, self._in_flight
-        self._put_back_not_scored()
-        fed, self._fed, self._num_kept_of_fed = self._fed, [], 0
-        self._offer(fed, stats)
-        self._add_ended(in_flight.arrived(), version, stats)
+        self._count_fed(version, stats)
+        stats.dropped_groups += in_flight.pop_dropped()
+        if not self.feeds or len(self.buffer) < config.batch.groups_per_step:
+            self._add_ended(in_flight.arrived(), version, stats)
         stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
         in_flight.submit_missing()
         first_round = self._first_round()
@@ -160,34 +171,57 @@ class Collector:
         self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
         return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
 
+    @property
+    def feeds(self) -> bool:
+        """Whether `feed` is to be called beside training."""
+        return self._schedule == "asynchronous"
+
     def feed(self, version: int) -> None:
         """Beside the training of a step, for the next one, which starts from weights of `version`: score the groups
         that are complete, and start new ones as long as none of their tokens can become too old. Does not wait for
         engines. What it finds is counted by the next step, or by that of a run that continues from `state`.
 
-        Only for the asynchronous schedule, and never during `collect` or `state`. Raises as scoring does.
+        Never during `collect` or `state`. Raises as scoring does; then nothing is lost.
         """
-        if self._schedule != "asynchronous":
-            return
         self._stats.begin()
         complete = self._in_flight.pop_complete()
-        groups = self._score(complete, version)
-        scored = [group for group in groups if group is not None]
+        with self._kept_in_flight_on_failure(complete):
+            groups = self._score(complete, version)
+            scored = [group for group in groups if group is not None]
+            num_kept = sum(map(self.buffer.keeps, scored))
         self._fed += scored
-        self._num_kept_of_fed += sum(map(self.buffer.keeps, scored))
+        self._num_kept_of_fed += num_kept
         self._not_scored += [c for c, group in zip(complete, groups, strict=True) if group is None]
         # The engines still have the weights before `version`.
         wanted = self._max_in_flight(self._num_steps_ahead(version - 1))
         self._ask(self._num_missing(wanted, self._stats), self._stats)
 
-    def _put_back_not_scored(self) -> None:
-        """Let the next step, or a run that continues, score again what could not be scored beside training."""
-        for complete in self._not_scored:
-            self._put_back(complete)
+    def _count_fed(self, version: int, stats: RolloutStats) -> None:
+        """Count what was found beside training, and hold the groups that carry a signal and are not too old."""
+        fed, not_scored = self._fed, self._not_scored
+        self._hold_fed([])
         self._not_scored = []
+        self._offer(fed, stats)
+        stats.unscored.extend(_unscored(complete) for complete in not_scored)
+        self.buffer.evict_stale(version)
+
+    def _hold_fed(self, groups: Sequence[Group]) -> None:
+        self._fed = list(groups)
+        self._num_kept_of_fed = sum(map(self.buffer.keeps, groups))
+
+    @contextmanager
+    def _kept_in_flight_on_failure(self, complete: Sequence[CompleteGroup]) -> Iterator[None]:
+        """When the block fails, or the run is to stop, the groups are in flight again."""
+        try:
+            yield
+        except BaseException:
+            for prompt, responses in complete:
+                self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
+            raise
 
     def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
-        for prompt in self._next_prompts(num_prompts):
+        for _ in range(num_prompts):
+            (prompt,) = self._next_prompts(1)
             self._in_flight.start(prompt, self.new_requests(prompt))
             stats.asked_prompts += 1
 
@@ -196,10 +230,9 @@ class Collector:
         group."""
         complete = [group for group in ended if group is not None]
         stats.dropped_groups += len(ended) - len(complete)
-        scored = self._score(complete, version)
-        for (prompt, responses), group in zip(complete, scored, strict=True):
-            if group is None:
-                stats.unscored.append(GroupFate("dropped", prompt, unscored=tuple(responses)))
+        with self._kept_in_flight_on_failure(complete):
+            scored = self._score(complete, version)
+        stats.unscored.extend(_unscored(c) for c, group in zip(complete, scored, strict=True) if group is None)
         self._offer([group for group in scored if group is not None], stats)
         self.buffer.evict_stale(version)
 
@@ -212,10 +245,6 @@ class Collector:
             stats.groups.append(group)
             self._observe(group)
             self.buffer.offer(group)
-
-    def _put_back(self, complete: CompleteGroup) -> None:
-        prompt, responses = complete
-        self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
 
     def _round_is_running(self) -> bool:
         return self._schedule == "synchronous" and len(self._in_flight) > 0
@@ -244,7 +273,7 @@ class Collector:
     def _num_missing(self, wanted: int, stats: RolloutStats) -> int:
         """How many prompts to submit so that `wanted` groups are in flight."""
         most = self._config.algorithm.max_generation_rounds * self._config.generation_groups
-        return max(0, min(wanted - len(self._in_flight), most - stats.asked_prompts))
+        return max(0, min(wanted - self._in_flight.num_running, most - stats.asked_prompts))
 
     def _num_rounds(self, stats: RolloutStats) -> int:
         """The rounds that the submitted prompts fill, rounded up."""
@@ -286,12 +315,15 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
-        self._put_back_not_scored()
         records, arrays = pack_groups(self.buffer.groups, "buffer")
         fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
         numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
-        in_flight, in_flight_arrays = self._in_flight.state()
+        not_scored = [
+            (self._requests([r.request_id for r in responses], prompt), prompt, responses)
+            for prompt, responses in self._not_scored
+        ]
+        in_flight, in_flight_arrays = self._in_flight.state(not_scored)
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
         if fed:
             values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
@@ -302,7 +334,7 @@ class Collector:
         self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
-        self._fed = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []
+        self._hold_fed(unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else [])
         if self._has_greedy and any(group.greedy is None for group in [*self.buffer.groups, *self._fed]):
             raise InputError(
                 "the checkpoint's buffer has groups without a greedy response, which algorithm.advantage="
@@ -342,13 +374,8 @@ class Collector:
 
     def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
         """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the
-        weights that the step starts from. When the run is to stop meanwhile, the groups are still in flight."""
-        try:
-            results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
-        except StopRequested:
-            for group in complete:
-                self._put_back(group)
-            raise
+        weights that the step starts from."""
+        results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
         groups: list[Group | None] = []
         for prompt, responses in complete:
             of_group = [next(results) for _ in responses]
@@ -454,6 +481,11 @@ class Collector:
             metrics["groups/all_right_share"] = counts.all_right / counts.judged
             metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
         return metrics
+
+
+def _unscored(complete: CompleteGroup) -> GroupFate:
+    prompt, responses = complete
+    return GroupFate("dropped", prompt, unscored=tuple(responses))
 
 
 def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:

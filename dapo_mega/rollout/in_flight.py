@@ -51,7 +51,7 @@ class GroupsInFlight:
 
     def put_back(self, requests: Sequence[GenerationRequest], prompt: Prompt, responses: Sequence[Response]) -> None:
         """Take back a complete group that the caller could not use."""
-        self._ended.append(PendingGroup(prompt, tuple(requests), {r.request_id: r for r in responses}))
+        self._ended.append(_pending(requests, prompt, responses))
 
     def submit_missing(self) -> None:
         """Submit requests that are neither answered nor submitted, as after `load_state`."""
@@ -66,11 +66,18 @@ class GroupsInFlight:
         return ended
 
     def pop_complete(self) -> list[CompleteGroup]:
-        """All complete groups that are there. Those that are dropped wait for `arrived`."""
+        """All complete groups that are there. Those that are dropped wait for `pop_dropped`."""
         self._read_arrived()
         found = [(group, group.complete()) for group in self._ended]
         self._ended = deque(group for group, complete in found if complete is None)
         return [complete for _, complete in found if complete is not None]
+
+    def pop_dropped(self) -> int:
+        """How many dropped groups there are that `arrived` would return."""
+        complete = [group for group in self._ended if group.complete()]
+        num_dropped = len(self._ended) - len(complete)
+        self._ended = deque(complete)
+        return num_dropped
 
     def next_complete(self) -> CompleteGroup | None:
         """Wait until a group is complete; None if a group is dropped because one of its requests failed.
@@ -95,10 +102,19 @@ class GroupsInFlight:
             self._give_up(group, "expired")
         return len(stale)
 
-    def state(self) -> tuple[list[Record], Arrays]:
-        """JSON records of the groups in flight, and arrays `in_flight/...` of their responses so far."""
+    @property
+    def num_running(self) -> int:
+        """Groups that lack responses."""
+        return len(self._groups)
+
+    def state(
+        self, complete: Sequence[tuple[Sequence[GenerationRequest], Prompt, Sequence[Response]]] = ()
+    ) -> tuple[list[Record], Arrays]:
+        """JSON records of the groups in flight, and arrays `in_flight/...` of their responses so far; `complete` are
+        groups that are to be as if they were in flight."""
         self._read_arrived()
-        groups = [*self._ended, *self._groups]
+        others = [_pending(requests, prompt, responses) for requests, prompt, responses in complete]
+        groups = [*others, *self._ended, *self._groups]
         packed, arrays = pack_responses([r for group in groups for r in group.responses.values()], "in_flight")
         responses = iter(packed)
         records = [
@@ -177,3 +193,7 @@ class GroupsInFlight:
         for request_id in waiting:
             del self._waiting[request_id]
         self._engine.cancel(waiting)
+
+
+def _pending(requests: Sequence[GenerationRequest], prompt: Prompt, responses: Sequence[Response]) -> PendingGroup:
+    return PendingGroup(prompt, tuple(requests), {response.request_id: response for response in responses})

@@ -45,7 +45,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a simulated run came to, without its first steps. `bound_s` is how long a step takes at least: the time of
+    """What a simulated run came to, without its first steps. Engines are idle while they have no response to decode or
+    get weights. `bound_s` is how long a step takes at least: the time of
     the slower one of trainer and engines, if neither ever waited and all places of all engines were always taken.
     `mean_age` is that of the tokens, in steps."""
 
@@ -66,16 +67,17 @@ class SimulatedRun:
         return self.bound_s / self.seconds_per_step
 
 
-def simulate(
-    config: RunConfig, workload: Workload, costs: Costs, num_steps: int, warmup_steps: int = 3
-) -> SimulatedRun:
-    """Run `num_steps` steps of the configuration's schedule after `warmup_steps`; what these took does not count."""
+def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int) -> SimulatedRun:
+    """Run `num_steps` steps of the configuration's schedule, after some until the engines are as far ahead as they may
+    be."""
+    max_staleness = config.algorithm.max_staleness
+    warmup_steps = 3 + 2 * max_staleness
     # Responses are counted in pieces of so many tokens: nothing looks at single ones.
     piece = max(1.0, workload.mean_length / _MEAN_PIECES)
     lengths = _Lengths(workload, config.rollout.max_response_tokens, piece)
     speed = replace(costs.speed, base_s=costs.speed.base_s * piece, per_response_s=costs.speed.per_response_s * piece)
     engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
-    config = config.model_copy(update={"num_steps": warmup_steps + num_steps + 10 * config.algorithm.max_staleness + 1})
+    config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
     collector = Collector(config, prompts, engines, _Scorer(config, workload), ())
     started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
@@ -93,7 +95,7 @@ def simulate(
         totals["offered"] += round(metrics["groups/offered"])
         ages = [(int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name]
         age += sum(steps * share for steps, share in ages)
-        _train(collector, engines, step, costs.training_s, config.rollout.schedule == "asynchronous")
+        _train(collector, engines, step, costs.training_s)
         engines.update(step + 1, costs.weights_s)
     seconds = engines.clock - started
     pieces_per_s = costs.num_engines * speed.tokens_per_s
@@ -107,9 +109,9 @@ def simulate(
     )
 
 
-def _train(collector: Collector, engines: SimulatedEngines, step: int, seconds: float, feeds: bool) -> None:
+def _train(collector: Collector, engines: SimulatedEngines, step: int, seconds: float) -> None:
     end = engines.clock + seconds
-    while feeds and engines.clock < end:
+    while collector.feeds and engines.clock < end:
         collector.feed(step + 1)
         engines.advance(min(end, engines.clock + _FEED_EVERY_S))
     engines.advance(end)

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
-from dapo_mega.errors import InputError
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.planning.estimate import Estimate
 from dapo_mega.simulation.run import Costs, SimulatedRun, Workload, simulate
 
 SCHEDULES = (("synchronous", 1), ("partial", 1), ("asynchronous", 1), ("asynchronous", 2), ("asynchronous", 4))
 """Each with its `algorithm.max_staleness`."""
+
+
+_COLUMNS = (
+    "schedule", "max_staleness", "steps/hour", "s/step", "of the slower side", "trainer waits", "engines idle", "age",
+    "expired",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,9 @@ class Assumed:
 
 def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
     """A table of the schedules of the planned run. Raises InputError for a run without engines of their own."""
-    costs, workload = _costs(plan), Workload(plan.workload.mean_response, assumed.spread, assumed.kept_share)
+    config = plan.workload.config
+    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
+    costs, workload = _costs(plan), Workload(plan.workload.mean_response, assumed.spread, kept_share)
     yield (
         f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
         f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
@@ -34,17 +42,24 @@ def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
         f"{workload.mean_length:,.0f} and spread {workload.spread:g} (--length-spread), "
         f"{workload.kept_share:.0%} of the groups kept (--kept-share)"
     )
-    yield "| schedule | max_staleness | steps/hour | s/step | of the slower side | trainer waits | engines idle | age |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---" * len(_COLUMNS) + "|"
     for schedule, max_staleness in SCHEDULES:
-        found = simulate(_scheduled(plan.workload.config, schedule, max_staleness), workload, costs, assumed.num_steps)
+        try:
+            found = simulate(_scheduled(config, schedule, max_staleness), workload, costs, assumed.num_steps)
+        except StarvedError as error:
+            raise InputError(
+                f"algorithm.max_generation_rounds={config.algorithm.max_generation_rounds} rounds of "
+                f"{config.generation_groups} groups do not yield a step's {config.batch.groups_per_step} if "
+                f"{kept_share:g} of them are kept; raise --kept-share, batch.generation_groups or the rounds"
+            ) from error
         yield f"| {schedule} | {max_staleness} | {_cells(found)} |"
 
 
 def _cells(found: SimulatedRun) -> str:
     return (
         f"{found.steps_per_hour:.2f} | {found.seconds_per_step:,.0f} | {found.share_of_bound:.0%} | "
-        f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f}"
+        f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f} | {found.expired_share:.0%}"
     )
 
 
@@ -74,5 +89,9 @@ def _scheduled(config: RunConfig, schedule: str, max_staleness: int) -> RunConfi
     raw["rollout"]["schedule"] = schedule
     raw["algorithm"]["max_staleness"] = max_staleness
     raw["weight_sync"]["in_flight"] = "continue"
-    raw["data"]["sampling"] |= {"order": "shuffle", "retire_after": None}
+    # Prompts and rewards are simulated.
+    raw["data"] |= {"train": {"path": "simulated"}, "mixture": {}, "evaluation": None, "sampling": {}}
+    raw["reward"] = {"overlong_punishment": False}
+    raw["algorithm"] |= {"dynamic_sampling_on": "correctness", "score_threshold": None}
+    raw["evaluation"] = {"every": 0, "at_start": False, "at_end": False}
     return validated(RunConfig, raw)

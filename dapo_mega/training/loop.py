@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
@@ -163,12 +163,20 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
         raise
 
 
-def feeding(run: TrainingRun) -> AbstractContextManager[None]:
+@contextmanager
+def feeding(run: TrainingRun) -> Iterator[None]:
     """While the step trains, rank 0 lets the engines work for the next one, if the schedule is asynchronous."""
     is_last = run.step + 1 >= run.config.num_steps
-    if run.controller is None or run.config.rollout.schedule != "asynchronous" or is_last:
-        return nullcontext()
-    return run.controller.feeder.beside(run.step + 1)
+    if run.controller is None or not run.controller.collector.feeds or is_last:
+        yield
+        return
+    feeder = run.controller.feeder
+    feeder.start(run.step + 1)
+    try:
+        yield
+    finally:
+        with run.timers.stage("rollout"):
+            feeder.stop()
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:

@@ -62,7 +62,7 @@ def file(tmp_path):
         ("algorithm.sequence_mask=[1.5, 2]", "[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
         ("rollout.mismatch_stop=0", "rollout.mismatch_stop=0: input should be greater than 0"),
         ("rollout.dtype=fp8", "rollout.dtype=fp8 needs engines of a fleet"),
-        ("rollout.schedule=partial", "schedule=partial is for rollout.placement=fleet or colocated, not embedded"),
+        ("rollout.schedule=partial", "rollout.schedule=partial is for rollout.placement=fleet, not embedded"),
         ("rollout.fleet.urls=http://a:1", "rollout.fleet.urls is for rollout.placement=fleet or colocated"),
         ("rollout.placement=fleet", "give their addresses in rollout.fleet.urls, or rollout.fleet.rendezvous"),
         ("rollout={placement: fleet, fleet: {urls: [a:1]}}", "has 'a:1'; give URLs such as http://10.0.0.7:30000"),

@@ -1,7 +1,7 @@
 """Rank 0's client of a fleet of SGLang engines: sends requests and weight updates, and waits for enough engines.
 
-The public methods are for the main thread and run their coroutines on an event loop in a second thread. `membership.py`
-decides which engines take part.
+The public methods are for the main thread, or for one that feeds the engines while the main thread calls none of them.
+They run their coroutines on an event loop in a thread of its own. `membership.py` decides which engines take part.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
     Metric(
         "fleet/idle_share",
         "share",
-        "Share of the engines' time in which they had no request of training.",
+        "Share of the engines' time in which they had no request; those of evaluations beside training do not count.",
         "near 0 with `rollout.schedule=asynchronous`; otherwise about the share of `time/update_s` and "
         "`time/weight_sync_s` in a step",
         "high: engines wait for the trainer",

@@ -95,7 +95,8 @@ ROLLOUTS: tuple[Metric, ...] = (
     Metric(
         "rollout/tokens_per_s",
         "tokens/s",
-        "`rollout/tokens` over the seconds of collecting, verification and waiting included.",
+        "`rollout/tokens` over the seconds of collecting, verification and waiting included; with "
+        "`rollout.schedule=asynchronous` since the step before had its groups.",
         "steady; no general value",
         "falls while lengths do not grow",
         'see "A step gets much slower" above',

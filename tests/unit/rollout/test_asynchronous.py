@@ -11,7 +11,16 @@ from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.rewards import ScoringFailure
 from dapo_mega.rollout.feeder import Feeder
 
-from .test_collector import ScriptedEngine, collector, config, every_other, every_third, request_ids, scheduled
+from .test_collector import (
+    ScriptedEngine,
+    StoppedEngine,
+    collector,
+    config,
+    every_other,
+    every_third,
+    request_ids,
+    scheduled,
+)
 
 WAIT_S = 60
 
@@ -103,16 +112,23 @@ def test_without_staleness_the_schedule_is_the_synchronous_one_group_for_group()
 def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts(max_staleness, seed):
     random = np.random.default_rng(seed)
     run = asynchronous(max_staleness)
-    engine = ScriptedEngine(every_third, order=lambda request: request.seed * 2654435761 % 97)
+
+    def new_engine():
+        return ScriptedEngine(
+            every_third,
+            order=lambda request: request.seed * 2654435761 % 97,
+            fails=lambda request: request.request_id % 31 == 5,
+        )
+
+    engine = new_engine()
     subject = collector(engine, run)
     ended: Counter[int] = Counter()
 
     def account(fates):
         for fate in fates:
             if fate.outcome != "surplus":
-                members = fate.group.responses if fate.group else ()
-                ended.update(member.response.request_id // 4 for member in members[:1])
-                ended["given up"] += fate.group is None
+                responses = [m.response for m in fate.group.responses] if fate.group else fate.unscored
+                ended[responses[0].request_id // 4 if responses else f"no response {len(ended)}"] += 1
 
     for version in range(8):
         engine.version = version
@@ -127,17 +143,16 @@ def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts
             subject.feed(version + 1)
         if random.random() < 0.5:
             values, arrays = subject.state()
-            engine = ScriptedEngine(every_third, order=engine.order)
+            engine = new_engine()
             subject = collector(engine, run)
             subject.load_state(json.loads(json.dumps(values)), arrays)
-    given_up = ended.pop("given up")
     waiting = {group.responses[0].response.request_id // 4 for group in subject.buffer.groups}
     values = subject.state()[0]
     waiting |= {record["request_ids"][0] // 4 for record in values["in_flight"]}
     waiting |= {record["responses"][0]["request_id"] // 4 for record in values.get("fed", [])}
     assert set(ended.values()) == {1}
     assert not waiting & set(ended)
-    assert len(ended) + len(waiting) + given_up == subject.next_request_id // 4 > 32
+    assert len(ended) + len(waiting) == subject.next_request_id // 4 > 32
 
 
 def test_a_feeder_feeds_until_training_is_over():
@@ -155,40 +170,71 @@ def test_a_feeder_feeds_until_training_is_over():
             scored.set()
 
     subject.feed = noted
-    with feeder.beside(1):
-        assert scored.wait(WAIT_S)
+    feeder.start(1)
+    assert scored.wait(WAIT_S)
+    feeder.stop()
     feeder.check()
     assert threading.active_count() == 1 or not any(thread.name == "feeding" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize(("error", "is_raised"), [(InputError("bad reward"), True), (StopRequested("stop"), False)])
-def test_what_ends_feeding_is_raised_at_the_next_step(error, is_raised):
+def number_of(fate):
+    """Of the group, in the order in which groups were asked for."""
+    return fate.group.responses[0].response.request_id // 4
+
+
+@pytest.mark.parametrize("error", [InputError("bad reward"), StopRequested("stop"), SystemExit(3)])
+def test_what_ends_feeding_is_raised_at_the_next_step_and_nothing_is_lost(error):
     def fail(asked):
         if asked:
             raise error
 
     engine = ScriptedEngine(every_other)
-    run = asynchronous()
-    subject = collector(engine, run)
+    subject = collector(engine, asynchronous())
     subject.collect(0)
     before = outstanding(subject)
     answer(engine, 10**6)
     subject._scorer.before = fail
     feeder = Feeder(subject)
-    with feeder.beside(1):
-        for thread in threading.enumerate():
-            if thread.name == "feeding":
-                thread.join(WAIT_S)
-    if is_raised:
-        with pytest.raises(InputError, match="bad reward"):
-            feeder.check()
+    feeder.start(1)
+    for thread in threading.enumerate():
+        if thread.name == "feeding":
+            thread.join(WAIT_S)
+    feeder.stop()
+    assert outstanding(subject) == before, "what could not be scored is still there"
+    if isinstance(error, StopRequested):
+        feeder.check()  # The main thread is asked to stop too.
     else:
-        feeder.check()
-        assert outstanding(subject) == before, "what could not be scored is still there"
+        with pytest.raises(type(error)):
+            feeder.check()
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_what_could_not_be_scored_beside_training_is_scored_again_by_the_next_step(is_restarted):
+def test_a_stop_while_a_step_waits_leaves_what_was_fed_for_the_step_that_continues():
+    engine = StoppedEngine(half_are_easy, after=10**6)
+    subject = collector(engine, asynchronous())
+    subject.collect(0)
+    fates = subject.pop_fates()
+    done = {number_of(fate) for fate in fates if fate.outcome != "surplus"}
+    surplus = {number_of(fate) for fate in fates} - done
+    answer(engine, 8)
+    subject.feed(1)
+    before = outstanding(subject)
+    engine.version, engine.left = 1, 5
+    with pytest.raises(StopRequested):
+        subject.collect(1)
+    assert outstanding(subject) >= before
+    values, arrays = subject.state()
+    resumed = collector(ScriptedEngine(half_are_easy), asynchronous())
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    _, metrics = resumed.collect(1)
+    fates = resumed.pop_fates()
+    ended = {number_of(fate) for fate in fates}
+    running = {record["request_ids"][0] // 4 for record in resumed.state()[0]["in_flight"]}
+    assert len(ended) == len(fates)
+    assert metrics["groups/offered"] == len(ended - surplus)
+    assert sorted([*done, *ended, *running]) == list(range(resumed.next_request_id // 4))
+
+
+def test_what_could_not_be_scored_beside_training_is_counted_once_or_scored_by_the_run_that_continues():
     engine = ScriptedEngine(every_other)
     subject = collector(engine, asynchronous())
     subject.collect(0)
@@ -199,12 +245,40 @@ def test_what_could_not_be_scored_beside_training_is_scored_again_by_the_next_st
     subject.feed(1)
     subject._scorer.score = score
     assert not engine.in_flight, "they are still to be used"
-    if is_restarted:
-        values, arrays = subject.state()
-        engine = ScriptedEngine(every_other)
-        subject = collector(engine, asynchronous())
-        subject.load_state(json.loads(json.dumps(values)), arrays)
+    values, arrays = subject.state()
     engine.version = 1
-    groups, metrics = subject.collect(1)
+    assert subject.collect(1)[1]["rollout/unscored_groups"] == 4
+    assert [fate.outcome for fate in subject.pop_fates()].count("dropped") == 4
+    resumed = collector(ScriptedEngine(every_other), asynchronous())
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    groups, metrics = resumed.collect(1)
     assert sorted(request_ids(groups)) == waiting
     assert metrics["rollout/unscored_groups"] == 0
+
+
+def test_groups_that_engines_fail_are_replaced_beside_training():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous())
+    subject.collect(0)
+    engine.fails = lambda request: True
+    for request_id in sorted(engine.in_flight)[::4]:
+        engine.arrived.append(engine.finish(request_id))
+    engine.fails = lambda request: False
+    subject.feed(1)
+    assert len(engine.in_flight) == 16
+    engine.version = 1
+    assert subject.collect(1)[1]["rollout/dropped_groups"] == 4
+
+
+def test_a_step_whose_groups_are_there_starts_without_scoring_others():
+    scored = []
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(2), before_scoring=scored.append)
+    subject.collect(0)
+    answer(engine, 16)
+    subject.feed(1)
+    answer(engine, 16)
+    scored.clear()
+    engine.version = 1
+    assert len(subject.collect(1)[0]) == 4
+    assert not [asked for asked in scored if asked]

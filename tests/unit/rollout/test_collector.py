@@ -87,7 +87,7 @@ class ScriptedEngine:
         return self.respond(request, weight_version=version, version_spans=((version, 2), (self.version, length)))
 
     def cancel(self, request_ids):
-        for request_id in request_ids:
+        for request_id in [i for i in request_ids if i in self.in_flight]:
             self.arrived.append(self.respond(self.in_flight.pop(request_id)[0]))
             self.cancelled.append(request_id)
 

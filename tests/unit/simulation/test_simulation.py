@@ -135,6 +135,7 @@ def test_the_command_compares_the_schedules(capsys):
     ("arguments", "message"),
     [
         (["--kept-share", "1.5"], r"--kept-share=1.5 is a share; give a number above 0 and up to 1"),
+        (["--kept-share", "0.01"], r"do not yield a step's 512 if 0.01 of them are kept; raise --kept-share"),
         (["--propose"], r"--simulate is of one layout; leave --propose and --total-gpus out"),
         (["--length-spread", "-1"], r"--length-spread=-1 must be larger than 0"),
         (["rollout.placement=colocated", "--engine-tensor", "4"], r"colocated lets them take turns; add rollout"),
