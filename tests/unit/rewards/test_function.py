@@ -186,7 +186,8 @@ def test_a_process_that_has_just_ended_hides_no_other_from_the_end(monkeypatch):
     ended.wait(30)
     monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: descendants)
     end_tree(leader.pid)
-    wait_until(lambda: gone(leader.pid) and gone(other.pid))
+    wait_until(lambda: gone(other.pid))
+    assert leader.wait(30) == -signal.SIGKILL
 
 
 KILLED = f"""
