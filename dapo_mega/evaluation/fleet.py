@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
-from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineGarbled
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
 from dapo_mega.evaluation.sampling import Parts, Sampler
 from dapo_mega.models import load_architecture
 from dapo_mega.types import Answer, LogProbs, Prompt, TokenIds
-from dapo_mega.weight_sync.agreement import fixed_sequence, mean_difference
+from dapo_mega.weight_sync.agreement import engine_logprobs, fixed_sequence, mean_difference
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +140,8 @@ class FleetSampler(Sampler):
         return f"SGLang {(await client.info()).version}"
 
     async def _score(self, client: EngineClient) -> LogProbs:
-        body = await client.generate(scoring_payload(self._tokens), _SCORING_TIMEOUT_S)
-        try:
-            return parse_scores(body, self._tokens, VersionRange(self._run, _VERSION, _VERSION))
-        except MalformedAnswer as error:
-            raise EngineGarbled(client.url, f"unusable answer: {error}") from error
+        versions = VersionRange(self._run, _VERSION, _VERSION)
+        return await engine_logprobs(client, self._tokens, versions, _SCORING_TIMEOUT_S)
 
 
 @torch.inference_mode()

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineGarbled
+from dapo_mega.engines.sglang.versions import VersionRange
 from dapo_mega.types import LogProbs, Prompt, TokenIds
 
 if TYPE_CHECKING:
@@ -83,6 +86,18 @@ def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int
     missing = max(length - len(tokens), 0)
     tokens += np.random.default_rng(config.seed).integers(0, max(vocab_size - 1, 1), missing).tolist()
     return np.array(tokens[:length], dtype=np.int32)
+
+
+async def engine_logprobs(
+    client: EngineClient, token_ids: TokenIds, versions: VersionRange, timeout_s: float
+) -> LogProbs:
+    """The engine's log-probs [L - 1] of all tokens but the first, in nats. Raises EngineError, also where other weights
+    gave them."""
+    body = await client.generate(scoring_payload(token_ids), timeout_s)
+    try:
+        return parse_scores(body, token_ids, versions)
+    except MalformedAnswer as error:
+        raise EngineGarbled(client.url, f"unusable answer: {error}") from error
 
 
 def mean_difference(engine: LogProbs, expected: LogProbs) -> float:

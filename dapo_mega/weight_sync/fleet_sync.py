@@ -18,12 +18,11 @@ import torch.distributed as dist
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineGarbled, EngineRefused
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError
 from dapo_mega.types import LogProbs, WeightSource
-from dapo_mega.weight_sync.agreement import Agreement, mean_difference
+from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
 from dapo_mega.weight_sync.update import EngineFleet, Transport, Update, UpdateCalls
 
@@ -152,11 +151,7 @@ class FleetWeightSync(WeightSync):
         versions = VersionRange(self._run, update.version, update.version)
 
         async def score(client: EngineClient) -> LogProbs:
-            body = await client.generate(scoring_payload(tokens), _SCORING_TIMEOUT_S)
-            try:
-                return parse_scores(body, tokens, versions)
-            except MalformedAnswer as error:
-                raise EngineGarbled(client.url, f"unusable answer: {error}") from error
+            return await engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S)
 
         failures: dict[str, str] = {}
         timeout_s = min(self._timeout_s, _SCORING_TIMEOUT_S)
