@@ -25,7 +25,7 @@ from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
-from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight
+from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
@@ -215,8 +215,8 @@ class Collector:
         try:
             yield
         except BaseException:
-            for prompt, responses in complete:
-                self._in_flight.put_back(self._requests([r.request_id for r in responses], prompt), prompt, responses)
+            for group in complete:
+                self._in_flight.put_back(self._with_requests(group))
             raise
 
     def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
@@ -319,10 +319,7 @@ class Collector:
         fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
         numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
-        not_scored = [
-            (self._requests([r.request_id for r in responses], prompt), prompt, responses)
-            for prompt, responses in self._not_scored
-        ]
+        not_scored = [self._with_requests(group) for group in self._not_scored]
         in_flight, in_flight_arrays = self._in_flight.state(not_scored)
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
         if fed:
@@ -371,6 +368,11 @@ class Collector:
             sampling = self._greedy_sampling if is_greedy else self._sampling
             requests.append(GenerationRequest(request_id, prompt.token_ids, seed, sampling))
         return requests
+
+    def _with_requests(self, complete: CompleteGroup) -> PendingGroup:
+        prompt, responses = complete
+        requests = self._requests([response.request_id for response in responses], prompt)
+        return PendingGroup(prompt, tuple(requests), {response.request_id: response for response in responses})
 
     def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
         """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the

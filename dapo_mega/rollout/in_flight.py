@@ -49,9 +49,9 @@ class GroupsInFlight:
         self._groups.append(group)
         self._submit(group)
 
-    def put_back(self, requests: Sequence[GenerationRequest], prompt: Prompt, responses: Sequence[Response]) -> None:
+    def put_back(self, complete: PendingGroup) -> None:
         """Take back a complete group that the caller could not use."""
-        self._ended.append(_pending(requests, prompt, responses))
+        self._ended.append(complete)
 
     def submit_missing(self) -> None:
         """Submit requests that are neither answered nor submitted, as after `load_state`."""
@@ -59,11 +59,9 @@ class GroupsInFlight:
             self._submit(group)
 
     def arrived(self) -> list[CompleteGroup | None]:
-        """All groups that `next_complete` would return without waiting."""
-        self._read_arrived()
-        ended = [group.complete() for group in self._ended]
-        self._ended.clear()
-        return ended
+        """All groups that `next_complete` would return without waiting: the complete ones, and None for each that is
+        dropped."""
+        return [*self.pop_complete(), *[None] * self.pop_dropped()]
 
     def pop_complete(self) -> list[CompleteGroup]:
         """All complete groups that are there. Those that are dropped wait for `pop_dropped`."""
@@ -107,14 +105,11 @@ class GroupsInFlight:
         """Groups that lack responses."""
         return len(self._groups)
 
-    def state(
-        self, complete: Sequence[tuple[Sequence[GenerationRequest], Prompt, Sequence[Response]]] = ()
-    ) -> tuple[list[Record], Arrays]:
+    def state(self, complete: Sequence[PendingGroup] = ()) -> tuple[list[Record], Arrays]:
         """JSON records of the groups in flight, and arrays `in_flight/...` of their responses so far; `complete` are
         groups that are to be as if they were in flight."""
         self._read_arrived()
-        others = [_pending(requests, prompt, responses) for requests, prompt, responses in complete]
-        groups = [*others, *self._ended, *self._groups]
+        groups = [*complete, *self._ended, *self._groups]
         packed, arrays = pack_responses([r for group in groups for r in group.responses.values()], "in_flight")
         responses = iter(packed)
         records = [
@@ -193,7 +188,3 @@ class GroupsInFlight:
         for request_id in waiting:
             del self._waiting[request_id]
         self._engine.cancel(waiting)
-
-
-def _pending(requests: Sequence[GenerationRequest], prompt: Prompt, responses: Sequence[Response]) -> PendingGroup:
-    return PendingGroup(prompt, tuple(requests), {response.request_id: response for response in responses})
