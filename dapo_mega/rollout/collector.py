@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
+from dapo_mega.rollout.latency import GroupLatency
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
@@ -52,10 +53,10 @@ class RolloutStats:
     started: float | None = None
     seconds: float = 0.0
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """Note the time, if nothing was done for the step before."""
         if self.started is None:
-            self.started = time.perf_counter()
+            self.started = now
 
 
 class Collector:
@@ -68,9 +69,10 @@ class Collector:
         engine: RolloutEngine,
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`recent` holds the responses that were scored last, kept or not; `pop_fates` says where groups went, and
-        `left_over` how many groups were held and in flight when the last step had its own."""
+        """`clock` is in seconds. `recent` holds the responses that were scored last, kept or not; `pop_fates` says
+        where groups went, and `left_over` how many groups were held and in flight when the last step had its own."""
         self._config = config
         # Where no token may be older than the weights, nothing can be sampled before the step that uses it.
         is_strict = config.algorithm.max_staleness == 0
@@ -109,6 +111,8 @@ class Collector:
         self._not_scored: list[CompleteGroup] = []
         self.left_over: dict[str, int] = {}
         self._in_flight = GroupsInFlight(engine)
+        self._clock = clock
+        self._latency = GroupLatency(clock)
         self._beginning: tuple[Any, int, list[Group], list[Group]] = (self.sampler.state()[0], 0, [], [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
@@ -120,7 +124,7 @@ class Collector:
         """
         self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups), self._fed
         stats = self._stats
-        stats.begin()
+        stats.begin(self._clock())
         try:
             return self._collect(version, stats)
         except StopRequested:
@@ -165,11 +169,19 @@ class Collector:
             if not len(in_flight):
                 raise StarvedError(self._starvation(stats))
             self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
-        stats.seconds = time.perf_counter() - (stats.started or 0.0)
+        stats.seconds = self._clock() - (stats.started or 0.0)
         self.sampler.end_step()
         groups = list(self.buffer.take(config.batch.groups_per_step))
         self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
-        return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version)}
+        latency = self._latency.metrics(groups)
+        self._latency.keep_only(self._first_request_ids())
+        return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version), **latency}
+
+    def _first_request_ids(self) -> list[int]:
+        """The first request of every group that is held or in flight."""
+        held = [group.responses[0].response.request_id for group in (*self.buffer.groups, *self._fed)]
+        not_scored = [responses[0].request_id for _, responses in self._not_scored]
+        return [*held, *not_scored, *self._in_flight.first_request_ids()]
 
     @property
     def feeds(self) -> bool:
@@ -183,7 +195,7 @@ class Collector:
 
         Never during `collect` or `state`. Raises as scoring does; then nothing is lost.
         """
-        self._stats.begin()
+        self._stats.begin(self._clock())
         complete = self._in_flight.pop_complete()
         with self._kept_in_flight_on_failure(complete):
             groups = self._score(complete, version)
@@ -222,7 +234,9 @@ class Collector:
     def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
         for _ in range(num_prompts):
             (prompt,) = self._next_prompts(1)
-            self._in_flight.start(prompt, self.new_requests(prompt))
+            requests = self.new_requests(prompt)
+            self._in_flight.start(prompt, requests)
+            self._latency.start(requests[0].request_id)
             stats.asked_prompts += 1
 
     def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
@@ -321,7 +335,8 @@ class Collector:
         numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
         not_scored = [self._with_requests(group) for group in self._not_scored]
         in_flight, in_flight_arrays = self._in_flight.state(not_scored)
-        values = {"collector": numbers, "buffer": records, "in_flight": in_flight}
+        latency = self._latency.state(self._first_request_ids())
+        values = {"collector": numbers, "buffer": records, "in_flight": in_flight, "group_seconds": latency}
         if fed:
             values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
         return values, {**arrays, **in_flight_arrays, **sampler_arrays}
@@ -332,6 +347,7 @@ class Collector:
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
         self._hold_fed(unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else [])
+        self._latency.load_state(values.get("group_seconds", {}))  # Checkpoints of earlier versions lack it.
         if self._has_greedy and any(group.greedy is None for group in [*self.buffer.groups, *self._fed]):
             raise InputError(
                 "the checkpoint's buffer has groups without a greedy response, which algorithm.advantage="

@@ -105,6 +105,10 @@ class GroupsInFlight:
         """Groups that lack responses."""
         return len(self._groups)
 
+    def first_request_ids(self) -> list[int]:
+        """The id of the first request of each group."""
+        return [group.requests[0].request_id for group in (*self._ended, *self._groups)]
+
     def state(self, complete: Sequence[PendingGroup] = ()) -> tuple[list[Record], Arrays]:
         """JSON records of the groups in flight, and arrays `in_flight/...` of their responses so far; `complete` are
         groups that are to be as if they were in flight."""

@@ -79,7 +79,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
     config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
-    collector = Collector(config, prompts, engines, _Scorer(config, workload), ())
+    collector = Collector(config, prompts, engines, _Scorer(config, workload), (), lambda: engines.clock)
     started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
     totals: Counter[str] = Counter()
     for step in range(warmup_steps + num_steps):

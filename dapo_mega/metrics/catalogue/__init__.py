@@ -41,7 +41,7 @@ PREFIXES: Mapping[str, str] = {
     "critic": "The update of the value model. Only with `algorithm.advantage=gae`. Means are as those of `policy`.",
     "batch": "How well the step's samples fill the micro-batches.",
     "time": "Wall-clock seconds of rank 0. A stage includes waiting for other processes. The stages of a record add "
-    "up to nearly `time/step_s`.",
+    "up to nearly `time/step_s`; `group_latency_*` are of groups and no stages.",
     "weight_sync": "The update of the SGLang engines after the step. Missing with embedded engines.",
     "fleet": "The SGLang engines. Counts are since the last record; states are those at the moment of the record. "
     "Missing with embedded engines.",

@@ -98,6 +98,26 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "save less often; use a faster file system",
         better="lower",
     ),
+    Metric(
+        "time/group_latency_mean_s",
+        "s",
+        "From the submission of a group's requests to the step that uses the group, over the groups of the step. Of a "
+        "group that was carried over a restart, the seconds until the checkpoint and those since the restart.",
+        "near `time/rollout_s` with `rollout.schedule=synchronous`; otherwise up to `algorithm.max_staleness` steps "
+        "more",
+        "grows while `time/step_s` does not: groups wait for each other",
+        "lower `algorithm.max_staleness`, or start fewer engines",
+        better="lower",
+    ),
+    Metric(
+        "time/group_latency_max_s",
+        "s",
+        "The longest of these times.",
+        "at most `algorithm.max_staleness` + 1 times `time/step_s`",
+        "far above the mean: single responses are very long, or engines fail",
+        "read `rollout/response_length_max` and `rollout/failed_calls`",
+        better="lower",
+    ),
     # ---- weight_sync, fleet ----
     Metric(
         "weight_sync/bytes",

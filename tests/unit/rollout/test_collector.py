@@ -116,7 +116,7 @@ class HookedScorer(ResponseScorer):
         return super().score(asked)
 
 
-def collector(engine, run, prompts=PROMPTS, before_scoring=None):
+def collector(engine, run, prompts=PROMPTS, before_scoring=None, clock=lambda: 0.0):
     def decode(responses):
         assert responses, "tokenizers make one empty text of no responses"
         # The scripted token says whether the answer is the truth; which truth, the request's prompt decides.
@@ -126,7 +126,7 @@ def collector(engine, run, prompts=PROMPTS, before_scoring=None):
     prompts = [replace(prompt, ground_truth="1") for prompt in prompts]
     scorer = HookedScorer(run.reward, make_reward(run), decode, run.batch.groups_per_step * run.batch.group_size)
     scorer.before = before_scoring or scorer.before
-    return Collector(run, prompts, engine, scorer, (2,))
+    return Collector(run, prompts, engine, scorer, (2,), clock)
 
 
 def every_other(prompt, request_id):
