@@ -75,9 +75,12 @@ def test_hosts_have_names_and_reach_each_other_and_nothing_else(box, tmp_path):
 
 
 def test_a_cut_host_is_not_heard_until_it_is_healed(box, tmp_path):
-    box.cut(1)
+    assert arrived(box, 5, tmp_path / "before") == 5  # Host 1 knows the way, so it keeps no packets for later.
     command = receiver(box, "count", tmp_path / "packets")
-    box.run(1, traffic("packets", "host0", 10), LIMIT_S)
+    box.cut(1)
+    for link in (Link(latency_ms=1), Link()):
+        box.shape(1, link)
+        box.run(1, traffic("packets", "host0", 10), LIMIT_S)
     assert command.poll() is None
     box.heal(1)
     box.run(1, traffic("packets", "host0", 7), LIMIT_S)
@@ -92,14 +95,25 @@ def test_a_rate_holds_and_bytes_are_counted(box, tmp_path):
     assert received(command) == 1_000_000
     assert time.monotonic() - started > 0.9  # At a megabyte per second it cannot be faster.
     assert 1_000_000 < box.sent_bytes()[1] - before < 1_200_000
-    box.shape(1, Link())
+    assert "tbf" in box.run(1, ["tc", "qdisc"])
+
+
+def test_packets_take_the_latency_each_way_and_none_gets_lost(box, tmp_path):
+    for link, least_s in ((Link(latency_ms=100), 0.2), (Link(), 0)):
+        box.shape(1, link)
+        command = receiver(box, "take", tmp_path / f"{least_s}")
+        connected_s = float(box.run(1, traffic("send", "host0", 3_000_000), LIMIT_S))
+        assert received(command) == 3_000_000
+        assert connected_s > least_s, link
     assert "tbf" not in box.run(1, ["tc", "qdisc"])
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="packets get lost by nft, which is not installed")
 def test_the_asked_share_of_packets_gets_lost(box, tmp_path):
-    box.shape(1, Link(loss=0.3))
-    assert 1300 < arrived(box, 2000, tmp_path / "some") < 1500  # 1400, and 20 is the deviation.
+    for link in (Link(loss=0.3), Link(latency_ms=1, loss=0.3)):
+        box.shape(1, link)
+        number = arrived(box, 2000, tmp_path / f"{link.latency_ms}")
+        assert 1300 < number < 1500, link  # 1400, and 20 is the deviation.
     box.shape(1, Link())
     assert arrived(box, 200, tmp_path / "all") == 200
 

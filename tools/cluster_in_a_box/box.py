@@ -13,17 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from dapo_mega.errors import InputError
-from tools.cluster_in_a_box import keeper
+from tools.cluster_in_a_box import delay, keeper
 from tools.cluster_in_a_box.link import Link
 
 _PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 _MOST_HOSTS = 200
 _START_S = 60.0
 _CALL_S = 30.0
-_NETEM = "specified qdisc kind is unknown"
 
 
 def why_impossible() -> str | None:
@@ -194,13 +193,11 @@ class Box:
 
     def cut(self, host: int) -> None:
         """Pulls the host's cable out of the switch: packets get lost both ways, and nobody is told."""
-        self._first_process(host)
-        self._on_switch("ip", "link", "set", keeper.port_of(host), "nomaster")
+        self._on_switch("ip", "link", "set", self._plug(host), "nomaster")
 
     def heal(self, host: int) -> None:
         """Plugs the cable in again."""
-        self._first_process(host)
-        self._on_switch("ip", "link", "set", keeper.port_of(host), "master", keeper.BRIDGE)
+        self._on_switch("ip", "link", "set", self._plug(host), "master", keeper.BRIDGE)
 
     def kill(self, host: int) -> None:
         """The host vanishes as a machine without power does: first its cable, then all of its processes."""
@@ -213,21 +210,53 @@ class Box:
 
     def shape(self, host: int, link: Link) -> None:
         """Gives the host's interface another rate, latency and loss, in both directions."""
-        first = self._first_process(host)
-        for enter, device in ((_enter(first), "eth0"), (_enter(self._keeper_id), keeper.port_of(host))):
+        if link.loss and shutil.which("nft") is None:
+            raise InputError("packets get lost by the program nft; install it (Debian: nftables), or leave loss=0")
+        host_network, switch = _enter(self._first_process(host)), _enter(self._keeper_id)
+        for enter, device in ((host_network, "eth0"), (switch, keeper.port_of(host)), (switch, self._plug(host))):
             for undo in (["tc", "qdisc", "delete", "dev", device, "root"], ["nft", f"delete table netdev {device}"]):
                 if shutil.which(undo[0]):  # It fails where there is nothing to undo.
                     subprocess.run([*enter, *undo], capture_output=True, timeout=_CALL_S)
-            if link.loss and shutil.which("nft") is None:
-                raise InputError("packets get lost by the program nft; install it (Debian: nftables), or leave loss=0")
-            for do in link.qdiscs(device) + link.losses(device):
+        self._delay(host, link.latency_ms)
+        for enter, device in ((host_network, "eth0"), (switch, keeper.port_of(host))):
+            for do in link.qdiscs(device):
                 _checked([*enter, *do])
+        for enter, device in ((host_network, "eth0"), (switch, self._plug(host))):
+            for do in link.losses(device):
+                _checked([*enter, *do])
+
+    def _delay(self, host: int, latency_ms: float) -> None:
+        """Puts `delay.py` between the host's port and the switch, or takes it out. A cable that is cut stays so."""
+        port, plug, delayed = keeper.port_of(host), self._plug(host), keeper.delayed_port_of(host)
+        is_cut = "master" not in self._links()[plug]
+        if plug == delayed:
+            self._on_switch("ip", "link", "delete", delayed)  # This ends its program, too.
+        if latency_ms:
+            inner = f"{delayed}in"
+            self._on_switch("ip", "link", "set", port, "nomaster")
+            self._on_switch("ip", "link", "add", delayed, "up", "type", "veth", "peer", "name", inner)
+            self._on_switch("ip", "link", "set", inner, "up")
+            # It is a process of the host, so that it ends with it, in the network of the switch.
+            enter = [*_enter(self._first_process(host), f"--net=/proc/{self._keeper_id}/ns/net"), "--pid", "--mount"]
+            _checked([*enter, sys.executable, "-S", delay.__file__, port, inner, str(latency_ms)])
+        if not is_cut:
+            self.heal(host)
+
+    def _plug(self, host: int) -> str:
+        """The interface of the switch that is in it while the host is not cut off."""
+        self._first_process(host)
+        delayed = keeper.delayed_port_of(host)
+        return delayed if delayed in self._links() else keeper.port_of(host)
+
+    def _links(self) -> dict[str, dict[str, Any]]:
+        """The interfaces of the switch by name, as ip describes them."""
+        return {link["ifname"]: link for link in json.loads(self._on_switch("ip", "-json", "-statistics", "link"))}
 
     def sent_bytes(self) -> list[int]:
         """Bytes that every host has sent, headers included."""
-        links = json.loads(self._on_switch("ip", "-json", "-statistics", "link"))
-        counts = {link["ifname"]: link["stats64"]["rx"]["bytes"] for link in links}
-        return [counts.get(keeper.port_of(host), 0) for host in range(self._num_hosts)]
+        links = self._links()
+        ports = [keeper.port_of(host) for host in range(self._num_hosts)]
+        return [links[port]["stats64"]["rx"]["bytes"] if port in links else 0 for port in ports]
 
     def _first_process(self, host: int) -> int:
         if not 0 <= host < self._num_hosts:
@@ -238,16 +267,14 @@ class Box:
         return _checked([*_enter(self._keeper_id), *arguments])
 
 
-def _enter(process: int) -> list[str]:
-    """Runs a program in the network of a process."""
+def _enter(process: int, network: str = "--net") -> list[str]:
+    """Runs a program in the network of a process, or in the one that is named."""
     own_user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-    return ["nsenter", "--target", str(process), *own_user, "--net"]
+    return ["nsenter", "--target", str(process), *own_user, network]
 
 
 def _checked(arguments: list[str]) -> str:
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=_CALL_S)
-    if result.returncode and "netem" in arguments and _NETEM in result.stderr.lower():
-        raise InputError("this kernel cannot delay packets (it has no netem); leave the latency at 0")
     if result.returncode:
         raise InputError(f"{' '.join(arguments)} failed: {result.stderr.strip()}")
     return result.stdout

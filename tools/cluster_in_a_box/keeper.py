@@ -33,6 +33,11 @@ def port_of(host: int) -> str:
     return f"port{host}"
 
 
+def delayed_port_of(host: int) -> str:
+    """The bridge's end of a cable with latency: `delay.py` carries frames between its other end and the port."""
+    return f"delayed{host}"
+
+
 def address_of(host: int) -> str:
     return f"10.77.{(host + 1) // 250}.{(host + 1) % 250 + 1}"
 

@@ -19,8 +19,8 @@ _LEAST_BURST = 32 * 1024
 class Link:
     """What a host's interface carries, in each direction.
 
-    `rate`: bits per second as tc writes them (`100mbit`); None: unshaped. `latency_ms`: delay of every packet, which
-    needs a kernel with netem. `loss`: share of packets that get lost.
+    `rate`: bits per second as tc writes them (`100mbit`); None: unshaped. `latency_ms`: delay of every packet. `loss`:
+    share of packets that get lost.
     """
 
     rate: str | None = None
@@ -46,17 +46,12 @@ class Link:
 
     def qdiscs(self, device: str) -> list[list[str]]:
         """Calls of tc that shape what leaves `device`, after those that removed the earlier shape."""
-        calls = []
-        place = ["root"]
-        if self.latency_ms:
-            calls.append(["tc", "qdisc", "add", "dev", device, *place, "handle", "1:", *self._delay()])
-            place = ["parent", "1:1"]
-        if self.bytes_per_second is not None:
-            burst = max(_LEAST_BURST, int(self.bytes_per_second * _BURST_S))
-            limit = burst + int(self.bytes_per_second * _QUEUE_S)
-            shape = ["tbf", "rate", str(self.rate), "burst", str(burst), "limit", str(limit)]
-            calls.append(["tc", "qdisc", "add", "dev", device, *place, *shape])
-        return calls
+        if self.bytes_per_second is None:
+            return []
+        burst = max(_LEAST_BURST, int(self.bytes_per_second * _BURST_S))
+        limit = burst + int(self.bytes_per_second * _QUEUE_S)
+        shape = ["tbf", "rate", str(self.rate), "burst", str(burst), "limit", str(limit)]
+        return [["tc", "qdisc", "add", "dev", device, "root", *shape]]
 
     def losses(self, device: str) -> list[list[str]]:
         """Calls of nft that lose packets which arrive at `device`, in a table named after it."""
@@ -69,6 +64,3 @@ class Link:
             ["nft", f"add chain netdev {device} loss {chain}"],
             ["nft", f"add rule netdev {device} loss {draw}"],
         ]
-
-    def _delay(self) -> list[str]:
-        return ["netem", "delay", f"{self.latency_ms:g}ms", "limit", "100000"]
