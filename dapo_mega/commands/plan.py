@@ -5,6 +5,7 @@ dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpu
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
 beside the trainer's, colocated on the trainer's, asleep while the policy trains.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from dapo_mega.cli import print_once
 from dapo_mega.config import ParallelConfig, RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
+from dapo_mega.planning.calibration import MeasuredRun, calibrate, read_run_config
 from dapo_mega.planning.divisions import divide
 from dapo_mega.planning.estimate import Assumptions, estimate
 from dapo_mega.planning.memory import GIB
@@ -30,6 +33,8 @@ from dapo_mega.planning.proposals import propose
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.report import division_lines, proposal_lines, report
 from dapo_mega.planning.step_time import Machine
+from dapo_mega.samples.files import file_of, samples_folder, stored_files
+from dapo_mega.samples.reading import read_account
 from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
@@ -43,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = config.model_copy(update={"parallel": parallel})
     world_size = options.gpus or config.parallel.world_size or 1
     arch, assumptions = _architecture(config), _assumptions(options, config)
+    measured = None
+    if options.calibrate:
+        measured = calibrate(options.calibrate, arch, assumptions, _gpus_of(options.calibrate))
+        assumptions = _calibrated(assumptions, measured, options, config)
+        for line in measured.lines():
+            print_once(line)
     if options.total_gpus is not None:
         _print_divisions(config, given, arch, options, assumptions)
         return
@@ -52,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about_the_run = describe_run(config, world_size)
     plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
     if options.simulate:
-        lines = simulated_lines(plan, Assumed(options.length_spread, options.kept_share, options.simulated_steps))
+        lines = simulated_lines(plan, _assumed(options, measured))
     else:
         lines = chain(about_the_run, report(plan))
     for line in lines:
@@ -75,6 +86,35 @@ def _print_divisions(
         print_once(line)
 
 
+def _gpus_of(run_dir: Path) -> int:
+    """How many GPUs trained a run: by its configuration, or by what it wrote of its responses."""
+    if given := read_run_config(run_dir).parallel.world_size:
+        return given
+    folder = samples_folder(run_dir)
+    steps = [file.step for file in stored_files(folder) if not file.is_evaluation]
+    if not steps:
+        raise InputError(
+            f"--calibrate {run_dir}: neither parallel.world_size in its config.yaml nor its samples say how many GPUs "
+            "trained it; calibrate with a run that has one of them"
+        )
+    return int(read_account(file_of(folder, "training", steps[-1]))["world_size"])
+
+
+def _calibrated(
+    assumptions: Assumptions, measured: MeasuredRun, options: argparse.Namespace, config: RunConfig
+) -> Assumptions:
+    """The measured costs, and the measured mean length unless another was given or the plan's responses are shorter."""
+    mean = options.mean_response_tokens or min(measured.mean_response, config.rollout.max_response_tokens)
+    machine = replace(assumptions.machine, calibration=measured.calibration)
+    return replace(assumptions, machine=machine, mean_response=mean)
+
+
+def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assumed:
+    """What was given, else what was measured, else what is usual."""
+    spread, kept_share = (measured.spread, measured.kept_share) if measured else (0.9, 0.5)
+    return Assumed(options.length_spread or spread, options.kept_share or kept_share, options.simulated_steps)
+
+
 def _architecture(config: RunConfig) -> Architecture:
     arch, notes = find_architecture(config)
     if arch is None:
@@ -90,12 +130,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
     parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
     parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took"
+    )
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
         ("--total-gpus", int, None, "divide so many GPUs between trainer and engines instead, fastest first"),
         ("--rounds", float, 1.0, "rounds of generation that fill a step, of --total-gpus"),
-        ("--kept-share", float, 0.5, "share of the groups that dynamic sampling keeps, of --simulate"),
-        ("--length-spread", float, 0.9, "standard deviation of the logarithms of response lengths, of --simulate"),
+        ("--kept-share", float, None, "share of the groups that dynamic sampling keeps, of --simulate (default: 0.5)"),
+        (
+            "--length-spread",
+            float,
+            None,
+            "standard deviation of the logarithms of response lengths, of --simulate (default: 0.9)",
+        ),
         ("--simulated-steps", int, 6, "steps of each schedule that count, of --simulate"),
         ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
         ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
@@ -167,7 +215,7 @@ def _check_total(options: argparse.Namespace) -> None:
 def _check_simulated(options: argparse.Namespace) -> None:
     if options.simulate and (options.propose or options.total_gpus is not None):
         raise InputError("--simulate is of one layout; leave --propose and --total-gpus out")
-    if options.kept_share > 1:
+    if options.kept_share and options.kept_share > 1:
         raise InputError(f"--kept-share={options.kept_share:g} is a share; give a number above 0 and up to 1")
 
 

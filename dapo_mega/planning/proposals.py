@@ -33,7 +33,7 @@ class Proposal:
         parts = {
             "computing": time.scoring + time.updates,
             "the pipeline's bubble": time.bubble,
-            "communication": time.communication,
+            "communication": time.communication + time.weights,
         }
         text = ", ".join(f"{seconds / time.total:.0%} {name}" for name, seconds in parts.items() if seconds > 0)
         traffic = max(self.estimate.traffic, key=self.estimate.assumptions.machine.seconds, default=None)

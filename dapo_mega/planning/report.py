@@ -72,7 +72,7 @@ def proposal_lines(
         text = " ".join(proposal.overrides(config))
         data_size = proposal.estimate.workload.placement.data_size
         yield (
-            f"  {_seconds(time.total):>8} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
+            f"  {seconds(time.total):>8} s  {memory.total / GIB:5.1f} GiB on stage {memory.stage}  "
             f"{text or 'as in the file'} (data {data_size}): {proposal.reason}"
         )
 
@@ -88,10 +88,10 @@ def division_lines(divisions: Sequence[Division], num_gpus: int, config: RunConf
         trainer = plan.workload.placement.world_size
         where = "in turns on all" if engines.is_colocated else f"trainer {trainer} + engines {num_gpus - trainer}"
         yield (
-            f"  {3600 / division.seconds:7.2f} steps/hour  {where}: {_seconds(division.seconds)} s = "
-            f"{_seconds(division.generation_seconds)} generation + {_seconds(plan.time.total)} training and weights; "
+            f"  {3600 / division.seconds:7.2f} steps/hour  {where}: {seconds(division.seconds)} s = "
+            f"{seconds(division.generation_seconds)} generation + {seconds(plan.time.total)} training and weights; "
             f"{division.num_engines} engine(s) of tensor {engines.tensor}, each {plan.generation.rows} responses at "
-            f"once, {_seconds(plan.generation.tokens_per_second)} tokens/s; {plan.worst.total / GIB:.1f} GiB on stage "
+            f"once, {seconds(plan.generation.tokens_per_second)} tokens/s; {plan.worst.total / GIB:.1f} GiB on stage "
             f"{plan.worst.stage}"
         )
         yield f"      {' '.join(division.overrides(config)) or 'as in the file'}"
@@ -185,8 +185,8 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
         yield (
             f"  {generated.rows} responses at once per engine"
             + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
-            + f", {_seconds(generated.tokens_per_second)} tokens/s; one round of decoding about "
-            f"{_seconds(generated.seconds)} s (assumed: reading weights and cache sets the pace; prefill left out)"
+            + f", {seconds(generated.tokens_per_second)} tokens/s; one round of decoding about "
+            f"{seconds(generated.seconds)} s (assumed: reading weights and cache sets the pace; prefill left out)"
         )
         if not engine.is_embedded and not engine.is_colocated:
             most = most_useful_engines(workload, generated.rows)
@@ -266,9 +266,11 @@ def _traffic_lines(plan: Estimate) -> Iterator[str]:
 def _time_lines(plan: Estimate) -> Iterator[str]:
     time = plan.time
     yield (
-        f"step time without generation: {_seconds(time.total)} s = {_seconds(time.scoring)} scoring + "
-        f"{_seconds(time.updates)} updates + {_seconds(time.bubble)} bubble + {_seconds(time.communication)} "
-        f"communication not hidden; with one round of generation {_seconds(time.total + plan.generation.seconds)} s"
+        f"step time without generation: {seconds(time.total)} s = {seconds(time.scoring)} scoring + "
+        f"{seconds(time.updates)} updates + {seconds(time.bubble)} bubble + {seconds(time.communication)} "
+        f"communication not hidden + {seconds(time.weights)} weights to engines"
+        + (f" + {seconds(time.besides)} besides (--calibrate)" if time.besides else "")
+        + f"; with one round of generation {seconds(time.total + plan.generation.seconds)} s"
     )
     yield from _assumed_lines(plan)
 
@@ -285,9 +287,9 @@ def _assumed_lines(plan: Estimate) -> Iterator[str]:
     )
 
 
-def _seconds(seconds: float) -> str:
-    """Whole seconds, below ten two digits that count."""
-    return f"{seconds:,.0f}" if seconds >= 9.95 or seconds == 0 else f"{seconds:.2g}"
+def seconds(value: float) -> str:
+    """Seconds as text: whole ones, below ten two digits that count."""
+    return f"{value:,.0f}" if value >= 9.95 or value == 0 else f"{value:.2g}"
 
 
 def _cell(parts: Mapping[str, float], name: str) -> str:

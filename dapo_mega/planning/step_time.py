@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """How many times as long as planned a real run's parts took, and seconds of each of its steps that no plan has."""
+
+    scoring: float = 1.0
+    updates: float = 1.0
+    weights: float = 1.0
+    decoding_base: float = 1.0
+    decoding_per_response: float = 1.0
+    besides_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Machine:
     """The assumed speeds of a GPU. Rates are in units per second; bandwidths are per GPU and direction."""
 
@@ -31,6 +43,7 @@ class Machine:
     memory_bytes: float
     memory_rate: float
     memory_rate_share: float
+    calibration: Calibration = Calibration()
 
     def seconds(self, traffic: Traffic) -> float:
         """Time on the wire; a group that fits into a node stays within it."""
@@ -40,23 +53,31 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step's parts, generation left out; a critic's scoring and updates are among the policy's."""
+    """Seconds of one step's parts, generation left out; a critic's scoring and updates are among the policy's.
+    `weights` are sent to the engines, `communication` is within the trainer, `besides` is known from a calibration."""
 
     scoring: float
     updates: float
     bubble: float
     communication: float
+    weights: float
+    besides: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.scoring + self.updates + self.bubble + self.communication
+        return self.training + self.weights
+
+    @property
+    def training(self) -> float:
+        """Everything but the weights for the engines."""
+        return self.scoring + self.updates + self.bubble + self.communication + self.besides
 
 
 def step_time(
     workload: Workload, machine: Machine, kind: LayerKind, num_parameters: int, num_engines: int = 1
 ) -> StepTime:
     """The slowest stage's work, the pipeline's bubble, and the communication that nothing hides."""
-    config, placement = workload.config, workload.placement
+    config, placement, measured = workload.config, workload.placement, machine.calibration
     num_micro_batches = workload.micro_batches(workload.mean_length)
     passes = 1 + (config.algorithm.kl.coefficient > 0)
     forward = _slowest_stage(workload, machine, 1.0, 1.0) * passes
@@ -68,10 +89,18 @@ def step_time(
     share = placement.bubble_share(num_micro_batches)
     # Scoring runs all of a step's micro-batches through the pipeline at once.
     score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)
-    bubble = update * share / (1 - share) + forward * score_share / (1 - score_share)
     one_update = update / config.batch.updates_per_step
     traffic = step_traffic(workload, kind, num_parameters, num_engines)
-    return StepTime(forward, update, bubble, _exposed(traffic, machine, one_update, config.batch.updates_per_step))
+    within = [entry for entry in traffic if not entry.is_weight_sync]
+    forward_bubble = forward * score_share / (1 - score_share)
+    return StepTime(
+        scoring=forward * measured.scoring,
+        updates=update * measured.updates,
+        bubble=update * share / (1 - share) * measured.updates + forward_bubble * measured.scoring,
+        communication=_exposed(within, machine, one_update, config.batch.updates_per_step) * measured.updates,
+        weights=sum(machine.seconds(entry) for entry in traffic if entry.is_weight_sync) * measured.weights,
+        besides=measured.besides_s,
+    )
 
 
 def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
@@ -142,8 +171,10 @@ def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache
     per_token = cache_bytes_per_token(placement, engine)
     rate = machine.memory_rate * machine.memory_rate_share
     places = engine.max_rows if engine.is_embedded else int(cache // (per_token * workload.mean_length))
+    cached = per_token * (workload.mean_prompt + workload.mean_response / 2)
+    measured = machine.calibration
     speed = DecodingSpeed(
-        weights / rate, per_token * (workload.mean_prompt + workload.mean_response / 2) / rate, places
+        weights / rate * measured.decoding_base, cached / rate * measured.decoding_per_response, places
     )
     rows = min(places, wanted)
     if rows == 0:

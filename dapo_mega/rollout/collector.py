@@ -473,6 +473,7 @@ class Collector:
             "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
             "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in scored])),
             "rollout/response_length_mean": float(lengths.mean()),
+            "rollout/response_length_std": float(lengths.std()),
             "rollout/response_length_max": float(lengths.max()),
             "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
             "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),

@@ -9,6 +9,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.planning.estimate import Estimate
+from dapo_mega.planning.report import seconds
 from dapo_mega.simulation.run import Costs, SimulatedRun, Workload, simulate
 
 SCHEDULES = (("synchronous", 1), ("partial", 1), ("asynchronous", 1), ("asynchronous", 2), ("asynchronous", 4))
@@ -38,8 +39,8 @@ def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
     yield (
         f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
         f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
-        f"{costs.training_s:,.0f} s and weights {costs.weights_s:,.1f} s a step; lengths log-normal with mean "
-        f"{workload.mean_length:,.0f} and spread {workload.spread:g} (--length-spread), "
+        f"{seconds(costs.training_s)} s and weights {seconds(costs.weights_s)} s a step; lengths log-normal with "
+        f"mean {workload.mean_length:,.0f} and spread {workload.spread:.3g} (--length-spread), "
         f"{workload.kept_share:.0%} of the groups kept (--kept-share)"
     )
     yield f"| {' | '.join(_COLUMNS)} |"
@@ -58,7 +59,7 @@ def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
 
 def _cells(found: SimulatedRun) -> str:
     return (
-        f"{found.steps_per_hour:.2f} | {found.seconds_per_step:,.0f} | {found.share_of_bound:.0%} | "
+        f"{found.steps_per_hour:.2f} | {seconds(found.seconds_per_step)} | {found.share_of_bound:.0%} | "
         f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f} | {found.expired_share:.0%}"
     )
 
@@ -73,12 +74,10 @@ def _costs(plan: Estimate) -> Costs:
         )
     if not plan.engine_fits or not plan.generation.rows:
         raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
-    machine = plan.assumptions.machine
-    weights_s = sum(machine.seconds(entry) for entry in plan.traffic if entry.is_weight_sync)
     places = min(plan.generation.speed.places, config.rollout.fleet.requests_per_engine)
     return Costs(
-        training_s=max(plan.time.total - weights_s, 0.0),
-        weights_s=weights_s,
+        training_s=plan.time.training,
+        weights_s=plan.time.weights,
         num_engines=plan.engine.num_engines(plan.workload.placement.data_size),
         speed=replace(plan.generation.speed, places=places),
     )

@@ -38,7 +38,7 @@ from dapo_mega.engines.sglang.engine_client import (
     EngineTimeout,
     EngineUnreachable,
 )
-from dapo_mega.engines.sglang.idle_time import IdleTime, idle_share
+from dapo_mega.engines.sglang.engine_load import EngineLoad, load_metrics
 from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, EngineSnapshot
 from dapo_mega.engines.sglang.request_counters import Cause, RequestCounters
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
@@ -135,7 +135,7 @@ class Dispatcher:
     def add_engine(self, client: EngineClient, version: int) -> None:
         """Send requests to this engine, which holds weights of this version."""
         assert client.url not in self._slots
-        self._slots[client.url] = EngineSlot(client, version, IdleTime(self._loop.time()))
+        self._slots[client.url] = EngineSlot(client, version, EngineLoad(self._loop.time()))
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
@@ -226,11 +226,10 @@ class Dispatcher:
             self._take_back()
 
     def pop_metrics(self) -> dict[str, float]:
-        """The counters and idle times since the last call, and the requests in attempt and waiting now."""
-        idle = idle_share((slot.idle_time for slot in self._slots.values()), self._loop.time())
+        """The counters and the engines' load since the last call, and the requests in attempt and waiting now."""
         return {
             **self.counters.pop_metrics(),
-            **({} if idle is None else {"fleet/idle_share": idle}),
+            **load_metrics((slot.load for slot in self._slots.values()), self._loop.time()),
             "rollout/requests_in_flight": float(len(self._attempts)),
             "rollout/requests_waiting": float(self.counters.num_open - len(self._attempts)),
         }
@@ -272,8 +271,7 @@ class Dispatcher:
         rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
         attempt = _Attempt(rid, work, slot, slot.version)
         self._attempts[rid] = work.attempt = attempt
-        slot.in_flight += 1
-        slot.idle_time.begin_work(self._loop.time())
+        slot.change_calls(1, self._loop.time())
         self._idle.clear()
         attempt.task = self._loop.create_task(self._run(attempt))
         attempt.task.add_done_callback(lambda task: self._end_with_fault(attempt, task))
@@ -352,9 +350,7 @@ class Dispatcher:
     def _close_attempt(self, attempt: _Attempt) -> None:
         """Remove the attempt, and cancel its task unless that task calls this."""
         del self._attempts[attempt.rid]
-        attempt.slot.in_flight -= 1
-        if not attempt.slot.in_flight:
-            attempt.slot.idle_time.end_work(self._loop.time())
+        attempt.slot.change_calls(-1, self._loop.time())
         attempt.work.attempt = None
         if not self._attempts:
             self._idle.set()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
-from dapo_mega.engines.sglang.idle_time import IdleTime
+from dapo_mega.engines.sglang.engine_load import EngineLoad
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
@@ -27,7 +27,7 @@ class EngineSlot:
 
     client: EngineClient
     version: int
-    idle_time: IdleTime
+    load: EngineLoad
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0
@@ -39,6 +39,11 @@ class EngineSlot:
 
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.url, self.version, self.in_flight)
+
+    def change_calls(self, by: int, now: float) -> None:
+        """Calls begin or end."""
+        self.in_flight += by
+        self.load.change(self.in_flight, now)
 
     def succeeded(self) -> None:
         """A call was answered: what failed before no longer counts."""

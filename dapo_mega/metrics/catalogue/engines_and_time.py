@@ -182,6 +182,15 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "fleet/requests_at_work",
+        "requests",
+        "Requests of an engine on average, of the time in which it has any; those of evaluations beside training do "
+        "not count.",
+        "near `rollout.fleet.requests_per_engine` with `rollout.schedule=asynchronous`, below it otherwise",
+        "far below: each round ends with few long responses, and engines decode few at once",
+        "raise `batch.generation_groups`, set `rollout.schedule=asynchronous`, or use fewer engines",
+    ),
+    Metric(
         "fleet/engines_healthy",
         "engines",
         "Engines that answered their last probe, whether or not they hold the current weights.",

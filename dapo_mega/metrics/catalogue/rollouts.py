@@ -51,6 +51,14 @@ ROLLOUTS: tuple[Metric, ...] = (
         "too long: raise the limit or keep `reward.overlong_punishment`; too short: check the reward",
     ),
     Metric(
+        "rollout/response_length_std",
+        "tokens",
+        "Standard deviation of the lengths.",
+        "no general value; often about the mean",
+        "several times the mean: rounds wait for few long responses",
+        "set `rollout.schedule=partial` or `asynchronous`",
+    ),
+    Metric(
         "rollout/response_length_max",
         "tokens",
         "The longest response.",
