@@ -198,16 +198,22 @@ def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, t
     assert all(weights[name].equal(expected[name]) for name in expected)
 
 
-def test_what_does_not_exist_is_one_line(box):
-    for ask, line in (
-        (lambda: Link("fast"), "the rate 'fast' does not exist; give one such as 500kbit, 100mbit or 2.5gbit"),
-        (lambda: Link("0mbit"), "the rate '0mbit' does not exist"),
+def test_what_does_not_exist_is_one_line(box, tmp_path):
+    cases = [
+        (lambda: Link("fast"), "the rate 'fast' does not exist; give one from 1kbit to 100gbit"),
+        (lambda: Link("0.1kbit"), "the rate '0.1kbit' does not exist"),
+        (lambda: Link("101gbit"), "the rate '101gbit' does not exist"),
         (lambda: Link(loss=2), "the loss is 2; give a share of packets from 0 to 0.9"),
         (lambda: Link(latency_ms=-1), "the latency is -1 ms; give 0 to 10000"),
         (lambda: box.cut(3), "host 3 does not exist; the box has hosts 0 to 2"),
         (lambda: box.start(-1, ["true"]), "host -1 does not exist"),
+        (lambda: vanished.shape(0, Link()), "host 0 has vanished; another box has it again"),
         (lambda: Box(0, Path("x")), "a box has 1 to 200 hosts, 0 were asked for"),
-    ):
-        with pytest.raises(InputError) as error:
-            ask()
-        assert str(error.value).startswith(line)
+    ]
+    with Box(1, tmp_path) as vanished:
+        vanished.kill(0)
+        for ask, line in cases:
+            with pytest.raises(InputError) as error:
+                ask()
+            assert str(error.value).startswith(line)
+            assert "\n" not in str(error.value)

@@ -155,8 +155,9 @@ class Box:
         return json.dumps({"keeper": self._keeper_id, "hosts": self._hosts})
 
     def address(self, host: int) -> str:
-        """The host's address. Raises `InputError` for a host that does not exist, as do all methods."""
-        self._first_process(host)
+        """The host's address. Raises `InputError` for a host that does not exist, as do all methods; those that do
+        something with a host also for one that has vanished."""
+        self._check(host)
         return keeper.address_of(host)
 
     def command_line(self, host: int, arguments: Sequence[str], folder: Path | None = None) -> list[str]:
@@ -201,11 +202,12 @@ class Box:
 
     def kill(self, host: int) -> None:
         """The host vanishes as a machine without power does: first its cable, then all of its processes."""
+        first = self._first_process(host)
         self.cut(host)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._first_process(host), signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + _CALL_S
-        while _is_alive(self._first_process(host)) and time.monotonic() < deadline:
+        while _is_alive(first) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def shape(self, host: int, link: Link) -> None:
@@ -258,9 +260,14 @@ class Box:
         ports = [keeper.port_of(host) for host in range(self._num_hosts)]
         return [links[port]["stats64"]["rx"]["bytes"] if port in links else 0 for port in ports]
 
-    def _first_process(self, host: int) -> int:
+    def _check(self, host: int) -> None:
         if not 0 <= host < self._num_hosts:
             raise InputError(f"host {host} does not exist; the box has hosts 0 to {self._num_hosts - 1}")
+
+    def _first_process(self, host: int) -> int:
+        self._check(host)
+        if not _is_alive(self._hosts[host]):
+            raise InputError(f"host {host} has vanished; another box has it again")
         return self._hosts[host]
 
     def _on_switch(self, *arguments: str) -> str:

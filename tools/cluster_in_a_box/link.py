@@ -9,6 +9,8 @@ from dapo_mega.errors import InputError
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
+_LEAST_RATE, _LARGEST_RATE = 1e3 / 8, 100e9 / 8
+"""Bytes per second that tc takes."""
 _BURST_S = 0.004
 """The longest time for which a full bucket lets bytes pass unshaped."""
 _QUEUE_S = 0.1
@@ -29,8 +31,10 @@ class Link:
 
     def __post_init__(self) -> None:
         """Raises `InputError` for what cannot be shaped."""
-        if self.rate is not None and (not (match := _RATE.fullmatch(self.rate)) or float(match[1]) == 0):
-            raise InputError(f"the rate {self.rate!r} does not exist; give one such as 500kbit, 100mbit or 2.5gbit")
+        if self.rate is not None and not _LEAST_RATE <= _bytes_per_second(self.rate) <= _LARGEST_RATE:
+            raise InputError(
+                f"the rate {self.rate!r} does not exist; give one from 1kbit to 100gbit, such as 100mbit or 2.5gbit"
+            )
         if not 0 <= self.latency_ms <= 10_000:
             raise InputError(f"the latency is {self.latency_ms:g} ms; give 0 to 10000")
         if not 0 <= self.loss <= 0.9:
@@ -39,10 +43,7 @@ class Link:
     @property
     def bytes_per_second(self) -> float | None:
         """None: unshaped."""
-        if self.rate is None:
-            return None
-        number, unit = _RATE.fullmatch(self.rate).groups()  # type: ignore[union-attr]
-        return float(number) * _UNITS[unit] / 8
+        return None if self.rate is None else _bytes_per_second(self.rate)
 
     def qdiscs(self, device: str) -> list[list[str]]:
         """Calls of tc that shape what leaves `device`, after those that removed the earlier shape."""
@@ -64,3 +65,9 @@ class Link:
             ["nft", f"add chain netdev {device} loss {chain}"],
             ["nft", f"add rule netdev {device} loss {draw}"],
         ]
+
+
+def _bytes_per_second(rate: str) -> float:
+    """0 for a text that is no rate."""
+    match = _RATE.fullmatch(rate)
+    return float(match[1]) * _UNITS[match[2]] / 8 if match else 0.0
