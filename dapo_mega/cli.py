@@ -95,10 +95,12 @@ def agree_before_leaving(agree: Callable[[Reason], Reason] | None, linger_s: flo
     _agreeing[:] = [(agree, linger_s)] if agree else []
 
 
-def leave(message: str, status: int) -> None:
+def leave(message: str, status: int, launcher_limit_s: float | None = None) -> None:
     """Exit at once, from any thread, with one line that gives the reason.
 
-    Does not destroy process groups, as other processes may wait in a collective that this one will never join.
+    Does not destroy process groups, as other processes may wait in a collective that this one will never join. With
+    `launcher_limit_s` a torchrun that may start nothing again is killed where it has not ended by then: it would wait
+    for a store whose machine is gone, and hear no signal meanwhile.
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # Another thread is exiting already.
@@ -110,7 +112,8 @@ def leave(message: str, status: int) -> None:
             with contextlib.suppress(OSError):  # The reader may be gone.
                 stream.write(text)
                 stream.flush()
-        _repeat_after_launcher(line)
+        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0"
+        _repeat_after_launcher(line, None if may_restart else launcher_limit_s)
     try:
         for action in _before_leaving:
             action(message, status)
@@ -182,13 +185,14 @@ def _speaks_for_machine() -> bool:
 # Runs apart, as torchrun ends its processes with their children. torchrun closes its store, if it is the one that keeps
 # it, when it has reported and before it ends; a process that has ended may stay as a zombie.
 _REPEAT = """
-import select, socket, sys, time
-pid, line, *store = sys.argv[1:]
+import contextlib, os, select, signal, socket, sys, time
+pid, line, limit_s, *store = sys.argv[1:]
 try:
     connection = socket.create_connection((store[0], int(store[1])), timeout=1) if store else None
 except (OSError, ValueError):
     connection = None
-for _ in range(9000):
+deadline = time.monotonic() + (float(limit_s) if limit_s else 90)
+while time.monotonic() < deadline:
     if connection and select.select([connection], [], [], 0)[0]:
         time.sleep(0.05)
         break
@@ -200,20 +204,34 @@ for _ in range(9000):
         break
     time.sleep(0.01)
 else:
-    sys.exit()
+    if not limit_s:
+        sys.exit()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(pid), signal.SIGKILL)
 print(line, file=sys.stderr, flush=True)
 """
 
 
-def _repeat_after_launcher(line: str) -> None:
-    """Print the line once more when torchrun, which reports over some 30 lines after its processes, has done so."""
+def _repeat_after_launcher(line: str, limit_s: float | None) -> None:
+    """Print the line once more when torchrun, which reports over some 30 lines after its processes, has done so, or
+    has been killed after the limit."""
     environment = os.environ
     if not is_started_by_torchrun() or os.getppid() != LAUNCHER:
         return
     keeps_store = environment.get("GROUP_RANK") == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = [environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")] if keeps_store else []
     subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _REPEAT, str(LAUNCHER), line, *store],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _REPEAT,
+            str(LAUNCHER),
+            line,
+            "" if limit_s is None else str(limit_s),
+            *store,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -33,6 +33,8 @@ from dapo_mega.errors import StopRequested
 from dapo_mega.training.peers import POLL_S, Peers
 
 _READ_S = 3 * POLL_S
+_LAUNCHER_LIMIT_S = 30.0
+"""torchrun gets so long to report that a peer has failed, or `silence_limit_s` where that is longer."""
 _NOTHING_SAVED = "the run was stopped by SIGTERM before training began; start the same command again"
 
 
@@ -142,7 +144,7 @@ class ProcessWatch:
 
     def _peer_failed(self, message: str, status: int) -> None:
         _look_at_launcher()  # torchrun may have hosted the store.
-        leave(message, status)
+        leave(message, status, launcher_limit_s=max(_LAUNCHER_LIMIT_S, self._silence_limit_s))
 
 
 def stop_together(requested: bool, control: dist.ProcessGroup | None) -> None:
