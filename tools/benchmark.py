@@ -9,6 +9,7 @@ packing     packed micro-batches against padded ones
 handover    samples from rank 0 to the others
 gather      sharded weights to the replicas' leaders
 samples     writing every response, against the step's time
+timeline    recording what trainer and engines did when
 page        the page of samples in a headless browser
 checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
@@ -36,6 +37,7 @@ NAMES = (
     "handover",
     "gather",
     "samples",
+    "timeline",
     "page",
     "checkpoint",
     "logprobs",

@@ -1,27 +1,52 @@
-"""Draw the training curves of a run, alone or against other runs, as one PNG.
+"""Draw the training curves of a run, alone or against other runs, as one PNG; or what it did when.
 
 dapo-mega plot runs/dapo-7b
 dapo-mega plot runs/dapo-7b --compare runs/grpo-7b --output dapo-and-grpo.png
+dapo-mega plot runs/dapo-7b --timeline --steps 10:12
+dapo-mega plot runs/dapo-7b --timeline --step 10 --output step_10.json.gz
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.plotting import plot_run
 from dapo_mega.metrics.summary import before_and_after
+from dapo_mega.metrics.timeline.excerpt import NUM_SHOWN, load_excerpt
+from dapo_mega.metrics.timeline.picture import draw_timeline
+from dapo_mega.metrics.timeline.trace_events import write_trace
+
+_STEPS = re.compile(r"(?=.*\d)(\d*):(\d*)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plot as the arguments say. Raises InputError if a run has no metrics that can be drawn."""
-    parser = argparse.ArgumentParser(description="Draw the training curves of a run as one PNG.")
-    parser.add_argument("run_dir", type=Path, help="folder of the run, which holds metrics.jsonl")
-    parser.add_argument("--output", type=Path, help="PNG file to write (default: RUN_DIR/curves.png)")
+    """Plot as the arguments say. Raises InputError if a run has nothing that can be drawn."""
+    parser = argparse.ArgumentParser(description="Draw the training curves of a run, or a timeline of its steps.")
+    parser.add_argument("run_dir", type=Path, help="folder of the run, which holds metrics.jsonl and timeline.jsonl")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="PNG file to write (default: RUN_DIR/curves.png or RUN_DIR/timeline.png); with --timeline also .json or "
+        ".json.gz, which ui.perfetto.dev and chrome://tracing open",
+    )
     parser.add_argument(
         "--compare", type=Path, nargs="+", default=[], metavar="OTHER_RUN_DIR", help="runs to draw over it"
     )
+    parser.add_argument("--timeline", action="store_true", help="draw what trainer and engines did when")
+    parser.add_argument("--step", type=int, help="the step of --timeline")
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        help=f"the steps of --timeline; without A or B from the first or to the last (default: the last {NUM_SHOWN})",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.timeline:
+        _plot_timeline(arguments)
+        return
+    if arguments.step is not None or arguments.steps is not None:
+        raise InputError("--step and --steps choose what --timeline draws; add --timeline, or leave them out")
     output = arguments.output or arguments.run_dir / "curves.png"
     try:
         plot_run([arguments.run_dir, *arguments.compare], output)
@@ -29,3 +54,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(str(error)) from error
     print("\n".join(before_and_after(arguments.run_dir)))
     print(f"curves: {output}")
+
+
+def _plot_timeline(arguments: argparse.Namespace) -> None:
+    if arguments.compare:
+        raise InputError("--timeline draws one run; leave out --compare")
+    first, last = _chosen_steps(arguments.step, arguments.steps)
+    run_dir: Path = arguments.run_dir
+    output: Path = arguments.output or run_dir / "timeline.png"
+    name = output.name.lower()
+    if not name.endswith((".png", ".json", ".json.gz")):
+        raise InputError(f"output {output} must end in .png, .json or .json.gz")
+    excerpt = load_excerpt(run_dir, first, last)
+    if not output.absolute().parent.is_dir():
+        raise InputError(f"the folder of the output {output} does not exist")
+    if name.endswith(".png"):
+        draw_timeline(excerpt, f"Run {run_dir.absolute().name}", output)
+    else:
+        write_trace(excerpt, output)
+    print(f"timeline: {output}")
+
+
+def _chosen_steps(step: int | None, steps: str | None) -> tuple[int | None, int | None]:
+    """The first and the last step that were asked for."""
+    if step is None and steps is None:
+        return None, None
+    if steps is None:
+        return step, step
+    if step is not None:
+        raise InputError("--step and --steps exclude each other; give one of them")
+    match = _STEPS.fullmatch(steps)
+    if not match:
+        raise InputError(f"--steps {steps} is not of the form A:B, such as 10:12")
+    first, last = (int(number) if number else None for number in match.groups())
+    return first, last

@@ -53,6 +53,11 @@ class TrackingConfig(Section):
         description="Steps between histograms of lengths, rewards, advantages, staleness and importance ratios. "
         "0: none.",
     )
+    timeline: bool = Field(
+        default=True,
+        description="Record what trainer and engines did when, as output_dir/timeline.jsonl: a few kilobytes a step. "
+        "`dapo-mega plot --timeline` draws it.",
+    )
     samples_per_evaluation: int = Field(
         default=8,
         ge=0,

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from dapo_mega.metrics.timeline import Load
 from dapo_mega.types import Answer, GenerationRequest
 
 
@@ -81,6 +82,11 @@ class RolloutFleet(RolloutEngine):
 
     def pop_metrics(self) -> dict[str, float]:
         """The fleet's counters since the last call; rank 0 only."""
+        return {}
+
+    def pop_loads(self) -> Mapping[str, Sequence[Load]]:
+        """How many requests each engine has had open since the last call, by the engine's name, in seconds of the
+        monotonic clock. Those of `generate_reserved` do not count; rank 0 only."""
         return {}
 
     @abstractmethod

@@ -9,11 +9,13 @@ Each line is strict JSON. JSON has no NaN and no infinities, so these are writte
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from dapo_mega.atomic_files import replace_file
 
+R = TypeVar("R")
 _FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -31,21 +33,27 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     the line number where any earlier line is not a record.
     """
     by_step: dict[float, dict[str, float]] = {}
-    for _, record in _records(path):
+    for _, record in step_records(path, _decode_line):
         by_step.setdefault(record["step"], {}).update(record)
     return [by_step[step] for step in sorted(by_step)]
 
 
-def drop_from_step(path: Path, start_step: int) -> int:
+def _step_of(line: bytes) -> float:
+    return _decode_line(line)["step"]
+
+
+def drop_from_step(path: Path, start_step: int, step_of: Callable[[bytes], float] = _step_of) -> int:
     """Remove the records with step >= `start_step`, and a torn last line, in one atomic replacement.
+
+    `step_of` decodes a line of another file of steps; it raises ValueError for what is no record.
 
     The other lines keep their bytes. Returns the number of complete records removed; a missing file
     has none. Raises ValueError as `read_metrics`.
     """
     if not path.exists():
         return 0
-    records = list(_records(path))
-    kept = [line for line, record in records if record["step"] < start_step]
+    records = list(step_records(path, step_of))
+    kept = [line for line, step in records if step < start_step]
     content = b"".join(line + b"\n" for line in kept)
     if content != path.read_bytes():
         replace_file(path, content)
@@ -60,13 +68,17 @@ def _encode_value(value: float) -> float | str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+def step_records(path: Path, decode: Callable[[bytes], R]) -> Iterator[tuple[bytes, R]]:
+    """The lines of a file of steps, each with what `decode` finds in it; a torn last line is left out.
+
+    Raises FileNotFoundError, or ValueError with the line number where `decode` raises one for an earlier line.
+    """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
-            record = _decode_line(line)
+            record = decode(line)
         except ValueError as error:
             # Only the last line can be torn: each line is flushed before the next one is begun.
             if number == len(lines):

@@ -1,11 +1,11 @@
 """Wall-clock seconds of the stages of one training step."""
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dapo_mega.metrics.names import STEP_SECONDS
+from dapo_mega.metrics.timeline import Activity, Span
 
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -14,14 +14,16 @@ class StageTimers:
     """Accumulates the seconds spent in named stages, and the seconds of the whole step.
 
     Time is host time: a caller that wants a GPU's work included synchronises before the stage ends.
-    A stage inside another one counts in both, so the stages may add up to more than the step.
+    A stage inside another one counts in both, so the stages may add up to more than the step. Each stage is also a
+    span of the lane `trainer` of `activity`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, activity: Activity | None = None) -> None:
+        self._activity = activity or Activity()
+        self._clock = self._activity.clock
         self._seconds: dict[str, float] = {}
         self._open: set[str] = set()
-        self._step_start = clock()
+        self._step_start = self._clock()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -38,7 +40,9 @@ class StageTimers:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            end = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self._activity.add("trainer", Span(name, start, end))
             self._open.remove(name)
 
     def summary(self) -> dict[str, float]:

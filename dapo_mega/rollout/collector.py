@@ -7,9 +7,8 @@ continuously, while a step waits, so that long responses delay no step. asynchro
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,7 @@ from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
@@ -69,10 +69,11 @@ class Collector:
         engine: RolloutEngine,
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
-        clock: Callable[[], float] = time.monotonic,
+        activity: Activity | None = None,
     ) -> None:
-        """`clock` is in seconds. `recent` holds the responses that were scored last, kept or not; `pop_fates` says
-        where groups went, and `left_over` how many groups were held and in flight when the last step had its own."""
+        """`activity` notes when responses are scored. `recent` holds the responses that were scored last, kept or not;
+        `pop_fates` says where groups went, and `left_over` how many groups were held and in flight when the last step
+        had its own."""
         self._config = config
         # Where no token may be older than the weights, nothing can be sampled before the step that uses it.
         is_strict = config.algorithm.max_staleness == 0
@@ -111,8 +112,9 @@ class Collector:
         self._not_scored: list[CompleteGroup] = []
         self.left_over: dict[str, int] = {}
         self._in_flight = GroupsInFlight(engine)
-        self._clock = clock
-        self._latency = GroupLatency(clock)
+        self._activity = activity or Activity()
+        self._clock = self._activity.clock
+        self._latency = GroupLatency(self._clock)
         self._beginning: tuple[Any, int, list[Group], list[Group]] = (self.sampler.state()[0], 0, [], [])
 
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
@@ -393,7 +395,9 @@ class Collector:
     def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
         """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the
         weights that the step starts from."""
-        results = iter(self._scorer.score([(prompt, r) for prompt, responses in complete for r in responses]))
+        asked = [(prompt, response) for prompt, responses in complete for response in responses]
+        with self._activity.scoring(len(asked)):
+            results = iter(self._scorer.score(asked))
         groups: list[Group | None] = []
         for prompt, responses in complete:
             of_group = [next(results) for _ in responses]

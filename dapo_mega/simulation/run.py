@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dapo_mega.config import RunConfig
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
@@ -79,7 +80,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
     config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
-    collector = Collector(config, prompts, engines, _Scorer(config, workload), (), lambda: engines.clock)
+    collector = Collector(config, prompts, engines, _Scorer(config, workload), (), Activity(lambda: engines.clock))
     started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
     totals: Counter[str] = Counter()
     for step in range(warmup_steps + num_steps):

@@ -30,6 +30,8 @@ from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTimers
+from dapo_mega.metrics.timeline import Activity
+from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.preparation.card import CardReference
 from dapo_mega.rewards import ComposedReward
@@ -76,9 +78,9 @@ class RunRewards:
 
 @dataclass
 class Controller:
-    """The parts that only rank 0 has: data, rewards, metrics, samples and progress display. `writer` and `recorder` are
-    opened when training begins, because opening them removes an earlier run's records of the steps to come.
-    `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
+    """The parts that only rank 0 has: data, rewards, metrics, samples and progress display. `writer`, `recorder`
+    and `timeline` are opened when training begins, because opening them removes an earlier run's records of the steps
+    to come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
 
     collector: Collector
     feeder: Feeder
@@ -91,6 +93,7 @@ class Controller:
     preview: str = ""
     writer: MetricsWriter | None = None
     recorder: SampleRecorder | None = None
+    timeline: TimelineWriter | None = None
     interrupted: int | None = None
 
 
@@ -98,7 +101,8 @@ class Controller:
 class TrainingRun:
     """All parts of a run. `controller` is None except on rank 0. `unrecorded` holds the last step's metrics until they
     are recorded, and `histograms` its histograms; `counts` is what the step under way counts for these, if it has any.
-    `stop_requested()` tells whether the run shall end before its last step."""
+    `stop_requested()` tells whether the run shall end before its last step. `timers` and others note in `activity` what
+    this process does."""
 
     config: RunConfig
     policy: MegatronPolicy
@@ -114,7 +118,11 @@ class TrainingRun:
     unrecorded: dict[str, float] | None = None
     histograms: dict[str, Histogram] = field(default_factory=dict)
     counts: StepCounts | None = None
-    timers: StageTimers = field(default_factory=StageTimers)
+    activity: Activity = field(default_factory=Activity)
+    timers: StageTimers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timers = StageTimers(self.activity)
 
 
 def read_inputs(config: RunConfig) -> RunInputs:
@@ -177,10 +185,12 @@ def build_run(
             raise StopRequested("the run was asked to stop")
 
     rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
+    activity = Activity()
     controller = None
     with raise_on_all_ranks(processes.control):
         if processes.rank == 0:
-            controller = _controller(config, rollouts, inputs, rewards or make_rewards(config), start_step, check_stop)
+            rewards = rewards or make_rewards(config)
+            controller = _controller(config, rollouts, inputs, rewards, start_step, check_stop, activity)
     run = TrainingRun(
         config=config,
         policy=policy,
@@ -192,8 +202,14 @@ def build_run(
         controller=controller,
         stop_requested=stop_requested,
         entropy=entropy_control(config),
+        activity=activity,
     )
-    rollouts.fleet.on_outdated_engines(lambda: rollouts.weight_sync.push_to_outdated(policy, run.step))
+
+    def update_outdated_engines() -> None:
+        with activity.span("weights", f"version {run.step}, to engines that joined"):
+            rollouts.weight_sync.push_to_outdated(policy, run.step)
+
+    rollouts.fleet.on_outdated_engines(update_outdated_engines)
     return run
 
 
@@ -253,6 +269,7 @@ def _controller(
     rewards: RunRewards,
     start_step: int,
     check_stop: Callable[[], None],
+    activity: Activity,
 ) -> Controller:
     tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
     decode = decoder(tokenizer)
@@ -265,7 +282,7 @@ def _controller(
             config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
         )
         if config.evaluation.beside_training:
-            beside = BesideTraining(evaluator, config.evaluation, check_stop)
+            beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
     for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
         if dataset:
@@ -277,7 +294,7 @@ def _controller(
                 dataset.num_duplicates,
                 dataset.num_long,
             )
-    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids)
+    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity)
     return Controller(
         collector=collector,
         feeder=Feeder(collector),

@@ -25,6 +25,7 @@ from dapo_mega.config import EvaluationConfig
 from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
 from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
 from dapo_mega.metrics import Example, read_metrics
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.types import Answer, GenerationFailure
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,16 @@ class BesideTraining:
     """Rank 0's evaluations beside training, one at a time. `step` is that of the evaluation under way, from its start
     until its result is recorded."""
 
-    def __init__(self, evaluator: Evaluator, config: EvaluationConfig, check_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, evaluator: Evaluator, config: EvaluationConfig, check_stop: Callable[[], None], activity: Activity
+    ) -> None:
         """`evaluator` must have a reward of its own, as it scores in a thread. `check_stop` is called during waits and
-        may raise StopRequested."""
+        may raise StopRequested. `activity` notes what is done when."""
         self.step: int | None = None
         self._evaluator = evaluator
         self._config = config
         self._check_stop = check_stop
+        self._activity = activity
         self._future: Future[FinishedEvaluation] | None = None
         self._is_closed = False
 
@@ -94,9 +98,12 @@ class BesideTraining:
 
     def _work(self, step: int, generated: Future[ReservedAnswers], future: Future[FinishedEvaluation]) -> None:
         try:
-            answers = generated.result()
+            with self._activity.span("evaluation", f"generation for step {step}"):
+                answers = generated.result()
             if not self._is_closed:
-                future.set_result(self._evaluated(step, answers))
+                with self._activity.span("evaluation", f"scoring for step {step}"):
+                    evaluated = self._evaluated(step, answers)
+                future.set_result(evaluated)
         except BaseException as error:
             future.set_exception(error)
 

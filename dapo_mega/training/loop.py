@@ -36,7 +36,7 @@ from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.process_watch import stop_together
 from dapo_mega.training.recording import UpdateTrace, open_recorder, record_evaluation, record_starved_step, record_step
-from dapo_mega.training.run_records import open_writer
+from dapo_mega.training.run_records import open_timeline, open_writer
 from dapo_mega.training.scoring import ScoredStep, check_scores, measure_scores, score
 from dapo_mega.types import Group
 
@@ -61,7 +61,7 @@ def train(run: TrainingRun) -> None:
     if run.unrecorded is not None:
         complete_step(run, run.unrecorded)
     else:
-        run.weight_sync.push(run.policy, run.step)
+        send_weights(run)
         if run.step == 0 and config.evaluation.at_start:
             report(run, 0, evaluate(run))
         elif config.evaluation.beside_training:
@@ -89,13 +89,15 @@ def train(run: TrainingRun) -> None:
         complete_step(run, metrics)
     if config.evaluation.beside_training:
         settle_beside(run, wait=True)
+    record_timeline(run, run.step)  # The checkpoint after the last step.
 
 
 def open_records(run: TrainingRun, controller: Controller) -> None:
-    """Open what the run's metrics and samples are written to."""
+    """Open what the run's metrics, timeline and samples are written to."""
     if controller.writer is None:
-        num_recorded = run.step + (run.unrecorded is None)  # Step 0 included.
-        controller.writer = open_writer(run.config, num_recorded if run.step else 0, controller.preview)
+        num_recorded = run.step + (run.unrecorded is None) if run.step else 0  # Step 0 included.
+        controller.writer = open_writer(run.config, num_recorded, controller.preview)
+        controller.timeline = open_timeline(run.config, num_recorded)
     if controller.recorder is None:
         controller.recorder = open_recorder(run.config, controller.tokenizer, run.step)
 
@@ -118,7 +120,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
         with run.timers.stage("evaluation"):
             settle_beside(run, wait=is_due)
     with run.timers.stage("weight_sync"):
-        metrics.update(run.weight_sync.push(run.policy, run.step))
+        metrics.update(send_weights(run))
     if is_due:
         with run.timers.stage("evaluation"):
             metrics.update(evaluate(run))
@@ -128,6 +130,12 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
         settle_beside(run, wait=True)
     with run.timers.stage("checkpoint"):
         saving(run).after_step(run.step)
+
+
+def send_weights(run: TrainingRun) -> Metrics:
+    """Send the weights to all engines. Collective."""
+    with run.activity.span("weights", f"version {run.step}"):
+        return run.weight_sync.push(run.policy, run.step)
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -311,9 +319,16 @@ def report(run: TrainingRun, step: int, metrics: Metrics) -> None:
         evaluator = run.controller.evaluator
         examples = evaluator.examples if evaluator and "evaluation/k" in metrics else ()
         run.controller.writer.write(step, {**metrics, **times}, run.histograms, examples)
+        record_timeline(run, step)
         run.controller.progress.update(step, metrics)
         if "evaluation/reward_mean" in metrics:
             run.controller.progress.message(evaluation_line(step, metrics))
+
+
+def record_timeline(run: TrainingRun, step: int) -> None:
+    """Record on rank 0 what was done since the last record, as belonging to `step`."""
+    if run.controller and run.controller.timeline:
+        run.controller.timeline.write(run.activity.pop(step, run.fleet.pop_loads()))
 
 
 def saving(run: TrainingRun) -> Saving:

@@ -15,6 +15,7 @@ from dapo_mega.config.base import flat
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import MetricsWriter, RunDescription
 from dapo_mega.metrics.run_text import package_versions, without_credentials
+from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
 from dapo_mega.preparation.card import CardReference, verified_card
 from dapo_mega.training.resume import is_free
@@ -30,6 +31,11 @@ def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") 
         )
     except ValueError as error:
         raise InputError(f"{error}; move the file away, or give another output_dir") from error
+
+
+def open_timeline(config: TrainingConfig, first_step: int) -> TimelineWriter:
+    """What records the timeline from `first_step` on, if it is to be recorded."""
+    return TimelineWriter(Path(config.output_dir), first_step, is_on=config.tracking.timeline)
 
 
 def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) -> list[BackgroundTracker]:

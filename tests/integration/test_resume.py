@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.evaluation.held_out import evaluate_checkpoint
 from dapo_mega.metrics import read_metrics
+from dapo_mega.metrics.timeline.file import FILE_NAME, read_timeline
 from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 
 from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done
@@ -120,6 +121,8 @@ def assert_equal_runs(reference, output, has_final_export=True):
     for before, after in zip(expected, got, strict=True):
         assert decisive(after) == decisive(before), f"step {before['step']}"
     assert_equal_samples(reference / "samples", output / "samples")
+    recorded = [timeline.step for timeline in read_timeline(output / FILE_NAME)]
+    assert recorded == [0, 1, 2, 3, 4, 5, 6, 6], "the checkpoint after the last step comes by itself"
     for export in ("hf_step_00000003", "hf_step_00000006", *(["hf"] if has_final_export else [])):
         final, wanted = (load_file(run / export / "model.safetensors") for run in (output, reference))
         assert all((final[name] == tensor).all() for name, tensor in wanted.items())

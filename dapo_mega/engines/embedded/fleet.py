@@ -6,8 +6,9 @@ leaders are in `serve` and answer their share of the requests until rank 0 calls
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,19 +18,24 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import StopRequested
+from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.types import Answer, GenerationRequest, NamedTensors
 
 
 class EmbeddedFleet(RolloutFleet):
     """Every rank constructs one and takes part in `load_weights`; rank 0 submits requests."""
 
-    def __init__(self, processes: Processes, engine: EmbeddedEngine | None) -> None:
+    def __init__(
+        self, processes: Processes, engine: EmbeddedEngine | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`engine` is this rank's engine on the replicas' leaders, None on all other ranks."""
         assert (engine is not None) == processes.is_leader
         self._processes = processes
         self._engine = engine
         self._submitted: dict[int, GenerationRequest] = {}
         self._answered: deque[Answer] = deque()
+        self._clock = clock
+        self._load = LoadHistory(clock())
 
     @property
     def weight_version(self) -> int:
@@ -75,10 +81,12 @@ class EmbeddedFleet(RolloutFleet):
         """
         assert self._engine
         assert self._processes.rank == 0
+        self._load.change(self._clock(), len(requests))
         shares = _split(requests, self._processes.data_size)
         share = self._scatter(shares)
         gathered: list[Any] = [None] * self._processes.data_size
         dist.gather_object(self._answers(share), gathered, dst=0, group=self._processes.leaders)
+        self._load.change(self._clock(), -len(requests))
         if None in gathered:
             raise StopRequested("the run was stopped while responses were generated")
         by_id = {answer.request_id: answer for answers in gathered for answer in answers}
@@ -103,6 +111,10 @@ class EmbeddedFleet(RolloutFleet):
     def end_serving(self) -> None:
         """Make the other leaders return from `serve`; rank 0 only."""
         self._scatter([None] * self._processes.data_size)
+
+    def pop_loads(self) -> Mapping[str, Sequence[Load]]:
+        """See `RolloutFleet`: all engines together, which answer their requests at once."""
+        return {"embedded": self._load.pop(self._clock())}
 
     def close(self) -> None:
         """Free the engine's memory."""

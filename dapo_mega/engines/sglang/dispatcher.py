@@ -42,6 +42,8 @@ from dapo_mega.engines.sglang.engine_load import EngineLoad, load_metrics
 from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, EngineSnapshot
 from dapo_mega.engines.sglang.request_counters import Cause, RequestCounters
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
+from dapo_mega.metrics.timeline import Load, LoadHistory
+from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class Dispatcher:
         self._call_prefix = os.urandom(4).hex()
         self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
+        self._histories: dict[str, LoadHistory] = {}
         self._newest_version = -1
         self._works: dict[int, _Request] = {}
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
@@ -135,7 +138,9 @@ class Dispatcher:
     def add_engine(self, client: EngineClient, version: int) -> None:
         """Send requests to this engine, which holds weights of this version."""
         assert client.url not in self._slots
-        self._slots[client.url] = EngineSlot(client, version, EngineLoad(self._loop.time()))
+        now = self._loop.time()
+        history = self._histories.setdefault(client.url, LoadHistory(now))
+        self._slots[client.url] = EngineSlot(client, version, EngineLoad(now), history)
         self._newest_version = max(self._newest_version, version)
         self._start_calls()
 
@@ -233,6 +238,14 @@ class Dispatcher:
             "rollout/requests_in_flight": float(len(self._attempts)),
             "rollout/requests_waiting": float(self.counters.num_open - len(self._attempts)),
         }
+
+    def pop_loads(self) -> dict[str, list[Load]]:
+        """The calls in flight over time since the last call, of each engine that was in use meanwhile."""
+        now = self._loop.time()
+        num_segments = segments_each(len(self._histories))
+        found = {url: history.pop(now, num_segments) for url, history in self._histories.items()}
+        self._histories = {url: h for url, h in self._histories.items() if url in self._slots or h.num_open}
+        return found
 
     async def close(self) -> None:
         """Drop everything; open requests get no answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
 from dapo_mega.engines.sglang.fleet_client import FleetClient
+from dapo_mega.metrics.timeline import Load
 from dapo_mega.types import Answer, GenerationRequest
 
 _POLL_S = 0.5
@@ -116,6 +117,10 @@ class SglangFleet(RolloutFleet):
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call; rank 0 only."""
         return self.client.pop_metrics()
+
+    def pop_loads(self) -> Mapping[str, Sequence[Load]]:
+        """See `RolloutFleet`."""
+        return self.client.pop_loads()
 
     def close(self) -> None:
         """Disconnect from the engines, which keep running for the next run."""

@@ -26,6 +26,7 @@ from dapo_mega.engines.sglang.membership import Membership, State
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.reserved_generation import ReservedGeneration
 from dapo_mega.errors import FleetError
+from dapo_mega.metrics.timeline import Load
 from dapo_mega.models import Architecture
 from dapo_mega.types import Answer, GenerationRequest
 
@@ -131,6 +132,10 @@ class FleetClient:
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
         return self._on_loop(self._pop_metrics)
+
+    def pop_loads(self) -> Mapping[str, Sequence[Load]]:
+        """See `RolloutFleet`."""
+        return self._on_loop(self._dispatcher.pop_loads)
 
     def _pop_metrics(self) -> dict[str, float]:
         counts = self._membership.counts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_load import EngineLoad
+from dapo_mega.metrics.timeline import LoadHistory
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
@@ -23,11 +24,13 @@ class EngineSnapshot:
 
 @dataclass(eq=False)
 class EngineSlot:
-    """An engine in use and its record. It gets no request before `paused_until`, a time of the event loop."""
+    """An engine in use and its record. It gets no request before `paused_until`, a time of the event loop.
+    `history` is what its URL had in flight, also when it was in use before."""
 
     client: EngineClient
     version: int
     load: EngineLoad
+    history: LoadHistory
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0
@@ -44,6 +47,7 @@ class EngineSlot:
         """Calls begin or end."""
         self.in_flight += by
         self.load.change(self.in_flight, now)
+        self.history.change(now, by)
 
     def succeeded(self) -> None:
         """A call was answered: what failed before no longer counts."""

@@ -3,6 +3,7 @@ import time
 import pytest
 
 from dapo_mega.metrics import StageTimers
+from dapo_mega.metrics.timeline import Activity
 
 
 class Clock:
@@ -15,7 +16,7 @@ class Clock:
 
 def test_stages_accumulate_and_the_step_covers_the_time_between():
     clock = Clock()
-    timers = StageTimers(clock)
+    timers = StageTimers(Activity(clock))
     for seconds in (2.0, 3.0):
         with timers.stage("rollout"):
             clock.now += seconds
@@ -27,7 +28,7 @@ def test_stages_accumulate_and_the_step_covers_the_time_between():
 
 def test_summary_starts_a_new_step():
     clock = Clock()
-    timers = StageTimers(clock)
+    timers = StageTimers(Activity(clock))
     with timers.stage("rollout"):
         clock.now += 2.0
     timers.summary()
@@ -37,7 +38,7 @@ def test_summary_starts_a_new_step():
 
 def test_a_stage_that_fails_is_counted_and_can_be_entered_again():
     clock = Clock()
-    timers = StageTimers(clock)
+    timers = StageTimers(Activity(clock))
 
     def fail() -> None:
         with timers.stage("rollout"):
@@ -53,7 +54,7 @@ def test_a_stage_that_fails_is_counted_and_can_be_entered_again():
 
 def test_nested_stages_both_count():
     clock = Clock()
-    timers = StageTimers(clock)
+    timers = StageTimers(Activity(clock))
     with timers.stage("rollout"):
         clock.now += 1.0
         with timers.stage("rewards"):
@@ -63,7 +64,7 @@ def test_nested_stages_both_count():
 
 def test_an_open_stage_counts_in_the_step_in_which_it_closes():
     clock = Clock()
-    timers = StageTimers(clock)
+    timers = StageTimers(Activity(clock))
     with timers.stage("rollout"):
         clock.now += 1.0
         assert timers.summary() == {"time/step_s": 1.0}

@@ -12,6 +12,7 @@ from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.config import RunConfig
 from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError, StopRequested
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
@@ -116,7 +117,7 @@ class HookedScorer(ResponseScorer):
         return super().score(asked)
 
 
-def collector(engine, run, prompts=PROMPTS, before_scoring=None, clock=lambda: 0.0):
+def collector(engine, run, prompts=PROMPTS, before_scoring=None, activity=None):
     def decode(responses):
         assert responses, "tokenizers make one empty text of no responses"
         # The scripted token says whether the answer is the truth; which truth, the request's prompt decides.
@@ -126,7 +127,7 @@ def collector(engine, run, prompts=PROMPTS, before_scoring=None, clock=lambda: 0
     prompts = [replace(prompt, ground_truth="1") for prompt in prompts]
     scorer = HookedScorer(run.reward, make_reward(run), decode, run.batch.groups_per_step * run.batch.group_size)
     scorer.before = before_scoring or scorer.before
-    return Collector(run, prompts, engine, scorer, (2,), clock)
+    return Collector(run, prompts, engine, scorer, (2,), activity or Activity(lambda: 0.0))
 
 
 def every_other(prompt, request_id):

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from dapo_mega.metrics.timeline import Activity
+
 from .test_collector import ScriptedEngine, collector, every_third, scheduled
 
 DOWNTIME_S = 1000.0
@@ -39,7 +41,7 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
     run = run.model_copy(update={"num_steps": 100})
     clock = Clock()
     engine = TimedEngine(clock, {})
-    subject = collector(engine, run, clock=clock)
+    subject = collector(engine, run, activity=Activity(clock))
     carried_over = set()
     num_carried_over = 0
     for version in range(6):
@@ -58,7 +60,7 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
             carried_over = set(map(int, values["group_seconds"]))
             clock.now += DOWNTIME_S
             engine = TimedEngine(clock, {i: started + DOWNTIME_S for i, started in engine.started.items()})
-            subject = collector(engine, run, clock=clock)
+            subject = collector(engine, run, activity=Activity(clock))
             subject.load_state(json.loads(json.dumps(values)), arrays)
     assert num_carried_over > 0
     held = [group.responses[0].response.request_id for group in subject.buffer.groups]

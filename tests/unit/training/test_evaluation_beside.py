@@ -15,6 +15,7 @@ from dapo_mega.engines.protocol import ReservedAnswers
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.metrics import MetricsWriter, read_metrics
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards import ScoringFailure
 from dapo_mega.rewards.composed import ComposedScore
 from dapo_mega.rollout.scoring import ResponseScorer
@@ -103,7 +104,7 @@ def start(tmp_path, monkeypatch):
             writers[-1].write(0, {"policy/entropy": 0.0})
         messages = []
         controller = SimpleNamespace(
-            beside=BesideTraining(evaluator, config.evaluation, check_stop),
+            beside=BesideTraining(evaluator, config.evaluation, check_stop, Activity()),
             writer=writers[-1],
             recorder=Recorder(),
             interrupted=interrupted,

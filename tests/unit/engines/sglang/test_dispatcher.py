@@ -301,6 +301,13 @@ def test_work_of_an_engine_that_leaves_moves_and_costs_no_attempt():
             metrics = fleet.dispatcher.pop_metrics()
             assert metrics["rollout/requests_moved"] == 10
             assert metrics["rollout/failed_calls"] == 0
+            loads, later = fleet.dispatcher.pop_loads(), fleet.dispatcher.pop_loads()
+            assert {url: max(load.mean for load in found) > 0 for url, found in loads.items()} == {
+                stuck.url: True,
+                good.url: True,
+            }
+            assert list(later) == [good.url], "the other has left"
+            assert {load.mean for load in later[good.url]} <= {0.0}, "nothing is open any more"
             await until(lambda: stuck.calls["/abort_request"] == 1)
 
     within_deadline(body)
