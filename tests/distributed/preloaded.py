@@ -1,5 +1,7 @@
 """What workers import, loaded once: they are forks of a process that has done so."""
 
+import gc
+
 import pytest  # noqa: F401
 import torch
 
@@ -14,3 +16,5 @@ cpu_accelerator.install()
 import dapo_mega.training.run  # noqa: E402, F401
 
 torch.set_num_threads(1)
+# What is imported stays: workers need not look through it for garbage, which Megatron does at each of its checkpoints.
+gc.freeze()

@@ -24,9 +24,29 @@ def quickstart(output, *arguments):
     )
 
 
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """A run that was refused has made its task and model, which the next one finds."""
+    return tmp_path_factory.mktemp("runs") / "quick start"
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("--sed", "error: unknown argument '--sed'; usage:"),
+        ("algorithm.clip_hi=0.3", "error: unknown key 'algorithm.clip_hi'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_cold_start(output, argument, line):
+    result = quickstart(output, argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith(line)
+    assert len(result.stderr.splitlines()) == 1
+    assert not (output / "sft").exists()
+
+
 @pytest.mark.timeout(1800)
-def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(tmp_path):
-    output = tmp_path / "quick start"
+def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(output):
     result = quickstart(output, *FEWER_STEPS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
@@ -45,18 +65,3 @@ def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(tmp_path):
     assert again.returncode == 0, again.stderr[-2000:]
     assert "already holds a finished run of 20 steps" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in kept} == stamps
-
-
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        ("--sed", "error: unknown argument '--sed'; usage:"),
-        ("algorithm.clip_hi=0.3", "error: unknown key 'algorithm.clip_hi'"),
-    ],
-)
-def test_a_wrong_argument_is_refused_before_the_cold_start(tmp_path, argument, line):
-    result = quickstart(tmp_path, argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(line)
-    assert len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "sft").exists()
