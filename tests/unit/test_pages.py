@@ -36,6 +36,9 @@ SCRIPTS = {
     "tools/replay_step.py": "replay-step",
     "tools/show_samples.py": "show-samples",
 }
+# A simulation is run as shown, of one small step: that of a page takes a minute.
+SMALL_SIMULATION = ["--simulated-steps", "1", "batch.group_size=4"]
+SMALL_SIMULATION += [f"batch.{name}=8" for name in ("groups_per_step", "mini_batch_groups", "generation_groups")]
 _SHELL = re.compile(r"(?:<!-- (?P<marker>[^>]*) -->\n\n? *)?```(?:bash|sh|shell)\n(?P<block>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -124,6 +127,8 @@ def run_shown(command):
         kind = SftConfig if words[1] == "sft" else RunConfig
         print_dry_run(load_config(kind, Path(words[words.index("--config") + 1]), overrides))
         return True
+    if "--simulate" in words:
+        words += SMALL_SIMULATION
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr("sys.argv", [f"dapo-mega {words[1]}", *words[2:]])
         importlib.import_module(f"dapo_mega.commands.{words[1].replace('-', '_')}").main()
