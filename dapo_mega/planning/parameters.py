@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
@@ -51,6 +52,7 @@ def num_active_parameters(arch: Architecture) -> int:
     return dense + (experts * arch.experts.per_token // arch.experts.number if arch.experts else 0)
 
 
+@cache
 def _whole_model(arch: Architecture) -> tuple[int, int]:
     """Weights outside experts, and of all experts together."""
     whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
@@ -80,14 +82,11 @@ def stage_buffers(
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
     arch = placement.arch
+    attention = [arch.hidden_size, arch.hidden_size, *attention_matrices(placement), *_attention_vectors(placement)]
+    mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
     numels: list[int] = []
     for layer in chunk.layers:
-        numels += [arch.hidden_size, arch.hidden_size]
-        numels += [*attention_matrices(placement), *_attention_vectors(placement)]
-        if arch.experts and arch.has_experts(layer):
-            numels += _routing_numels(placement, arch.experts)
-        else:
-            numels += _mlp_numels(placement)
+        numels += attention + (routing if arch.experts and arch.has_experts(layer) else mlp)
     embedding = placement.vocabulary * arch.hidden_size
     if chunk.is_first:
         numels.append(embedding)
