@@ -52,6 +52,8 @@ setup(
     # SGLang loads it in every server that runs in an environment with this package.
     entry_points={
         "sglang.srt.plugins": ["dapo_mega = dapo_mega.sglang_plugin:register"],
+        # torchrun --rdzv-backend bound
+        "torchrun.handlers": ["bound = dapo_mega.distributed.torchrun_rendezvous:handler"],
         "console_scripts": ["dapo-mega = dapo_mega.commands.main:main"],
     },
     extras_require={

@@ -28,10 +28,10 @@ def is_local(host: str) -> bool:
     return True
 
 
-def open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """A store that listens on a free port of this address only."""
+def open_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
+    """A store that listens on a port of this address only, by default a free one. Raises OSError if it cannot."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=1024) as listening:
+    with socket.create_server((address, port), family=family, backlog=1024) as listening:
         port = listening.getsockname()[1]
         return dist.TCPStore(
             address,

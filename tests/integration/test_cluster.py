@@ -152,17 +152,29 @@ def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
     wait_until(lambda: not running())
 
 
-def launched(box, hosts, config, output, *overrides):
-    """The same command on every host, as launch/cluster.md says."""
+def launched(box, hosts, rendezvous, config, output, *overrides):
+    """The same command on every host, as launch/cluster.md says, or `rendezvous(number)` instead of its addresses."""
     commands = []
     for number, host in enumerate(hosts):
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node-rank", str(number)]
-        address = ["--nproc-per-node", "1", "--master-addr", box.address(hosts[0]), "--master-port", "29500"]
+        torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
         run = [str(TRAIN), "--config", str(config), f"output_dir={output}", *overrides]
         variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         log = output.parent / f"host{host}.log"
-        commands.append(box.start(host, [sys.executable, *torchrun, *address, *run], variables=variables, output=log))
+        line = [sys.executable, *torchrun, *rendezvous(number), *run]
+        commands.append(box.start(host, line, variables=variables, output=log))
     return commands
+
+
+def bound(box, host):
+    """torchrun's arguments for a store at this host's address, which is rank 0's."""
+    return lambda number: [
+        *("--rdzv-backend", "bound", "--rdzv-endpoint", f"{box.address(host)}:29500", "--rdzv-conf", f"rank={number}")
+    ]
+
+
+def c10d(box, host):
+    """torchrun's arguments for a store on this host, which need not be rank 0's."""
+    return lambda _: ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{box.address(host)}:29500", "--rdzv-id", "run"]
 
 
 def wait_for_step(commands, output, step):
@@ -177,8 +189,12 @@ def wait_for_step(commands, output, step):
 def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, tmp_path):
     config, output, alone = prepare(tmp_path), tmp_path / "over hosts", tmp_path / "alone"
     overrides = ("num_steps=30", "silence_limit_s=10", "checkpoint.every=4", "evaluation.every=0")
-    commands = launched(box, (0, 1), config, output, *overrides)
+    commands = launched(box, (0, 1), bound(box, 0), config, output, *overrides)
     wait_for_step(commands, output, 6)
+    for host in (0, 1):
+        ports = [line.split()[4] for line in box.run(host, ["ss", "-Hltun"]).splitlines()]
+        assert ports
+        assert all(port.startswith(f"{box.address(host)}:") for port in ports), ports
     box.cut(1)
     assert [command.wait(120) for command in commands] == [1, 1]
     for command, line in zip(commands, ("machine 1 (host1)", f"the first machine ({box.address(0)})"), strict=True):
@@ -187,7 +203,7 @@ def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, t
     assert steps_done(output) < 29
     assert read_status(output)["continue"]
     box.kill(1)
-    commands = launched(box, (0, 2), config, output, *overrides)  # Another machine takes its place.
+    commands = launched(box, (0, 2), c10d(box, 2), config, output, *overrides)  # Another machine takes its place.
     statuses = [command.wait(RUN_LIMIT_S) for command in commands]
     assert statuses == [0, 0], [command.text()[-2000:] for command in commands]
 
