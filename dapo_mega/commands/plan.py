@@ -5,7 +5,7 @@ dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpu
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
-dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier --timelines simulated
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
 beside the trainer's, colocated on the trainer's, asleep while the policy trains.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about_the_run = describe_run(config, world_size)
     plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
     if options.simulate:
-        lines = simulated_lines(plan, _assumed(options, measured))
+        lines = simulated_lines(plan, _assumed(options, measured), options.timelines)
     else:
         lines = chain(about_the_run, report(plan))
     for line in lines:
@@ -132,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took"
+    )
+    parser.add_argument(
+        "--timelines",
+        type=Path,
+        metavar="FOLDER",
+        help="write what trainer and engines do in each schedule of --simulate, for `dapo-mega plot --timeline`",
     )
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--gpus", int, None, "GPUs of the trainer (default: parallel.world_size)"),
@@ -215,6 +221,10 @@ def _check_total(options: argparse.Namespace) -> None:
 def _check_simulated(options: argparse.Namespace) -> None:
     if options.simulate and (options.propose or options.total_gpus is not None):
         raise InputError("--simulate is of one layout; leave --propose and --total-gpus out")
+    if options.timelines and not options.simulate:
+        raise InputError("--timelines writes what --simulate finds; add --simulate, or leave it out")
+    if options.timelines and options.timelines.exists() and not options.timelines.is_dir():
+        raise InputError(f"--timelines {options.timelines} is no folder; give a folder or a new name")
     if options.kept_share and options.kept_share > 1:
         raise InputError(f"--kept-share={options.kept_share:g} is a share; give a number above 0 and up to 1")
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.metrics.timeline import Load, LoadHistory
+from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.types import Answer, GenerationRequest, Response
 
@@ -30,14 +32,20 @@ class _Running:
 
 @dataclass(eq=False)
 class _Engine:
-    """One engine. `decoded` counts the decoding steps until `clock`; `ends` orders what runs by the step of its end."""
+    """One engine. `decoded` counts the decoding steps until `clock`; `ends` orders what runs by the step of its end.
+    `history` is what runs."""
 
     speed: DecodingSpeed
     decoded: float = 0.0
     clock: float = 0.0
-    num_running: int = 0
+    history: LoadHistory = field(default_factory=lambda: LoadHistory(0.0))
     busy_s: float = 0.0
     ends: list[tuple[float, int, _Running]] = field(default_factory=list)
+
+    @property
+    def num_running(self) -> int:
+        """The responses that are being decoded."""
+        return self.history.num_open
 
     def advance(self, clock: float) -> None:
         """Decode until `clock`, before which no response ends."""
@@ -106,7 +114,7 @@ class SimulatedEngines(RolloutEngine):
                 engine = self._engines[number]
                 engine.advance(self.clock)
                 running.is_cancelled = True
-                engine.num_running -= 1
+                engine.history.change(self.clock, -1)
                 self._next_ends[number] = engine.next_end()
             else:
                 self._cancelled.add(request_id)
@@ -142,6 +150,14 @@ class SimulatedEngines(RolloutEngine):
             engine.advance(max(self.clock, engine.clock))
         return 1 - sum(engine.busy_s for engine in self._engines) / (self.clock * len(self._engines))
 
+    def pop_loads(self) -> dict[str, list[Load]]:
+        """See `RolloutFleet`, in simulated seconds."""
+        num_segments = segments_each(len(self._engines))
+        return {
+            f"engine {number:0{len(str(len(self._engines)))}}": engine.history.pop(self.clock, num_segments)
+            for number, engine in enumerate(self._engines, start=1)
+        }
+
     def _start(self) -> None:
         while self._waiting:
             number = min(range(len(self._engines)), key=lambda i: self._engines[i].num_running)
@@ -155,7 +171,7 @@ class SimulatedEngines(RolloutEngine):
             engine.advance(max(self.clock, engine.clock))
             running = _Running(request, self._length_of(request), engine.decoded, self.version)
             heapq.heappush(engine.ends, (engine.decoded + running.length, request.request_id, running))
-            engine.num_running += 1
+            engine.history.change(self.clock, 1)
             self._running[request.request_id] = running, number
             self._next_ends[number] = engine.next_end()
 
@@ -167,7 +183,7 @@ class SimulatedEngines(RolloutEngine):
         engine.advance(clock)
         self.clock = clock
         _, request_id, running = heapq.heappop(engine.ends)
-        engine.num_running -= 1
+        engine.history.change(clock, -1)
         del self._running[request_id]
         self._next_ends[number] = engine.next_end()
         self._answers.append(_response(running))

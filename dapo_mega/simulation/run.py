@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dapo_mega.config import RunConfig
-from dapo_mega.metrics.timeline import Activity
+from dapo_mega.metrics.timeline import Activity, StepTimeline
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
@@ -49,7 +49,7 @@ class SimulatedRun:
     """What a simulated run came to, without its first steps. Engines are idle while they have no response to decode or
     get weights. `bound_s` is how long a step takes at least: the time of
     the slower one of trainer and engines, if neither ever waited and all places of all engines were always taken.
-    `mean_age` is that of the tokens, in steps."""
+    `mean_age` is that of the tokens, in steps. `timeline` has what was done when, from the run's start in seconds."""
 
     seconds_per_step: float
     bound_s: float
@@ -57,6 +57,7 @@ class SimulatedRun:
     idle_share: float
     expired_share: float
     mean_age: float
+    timeline: Sequence[StepTimeline] = field(repr=False)
 
     @property
     def steps_per_hour(self) -> float:
@@ -80,24 +81,31 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
     config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
-    collector = Collector(config, prompts, engines, _Scorer(config, workload), (), Activity(lambda: engines.clock))
+    activity = Activity(lambda: engines.clock)
+    collector = Collector(config, prompts, engines, _Scorer(config, workload), (), activity)
+    timeline: list[StepTimeline] = []
     started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
     totals: Counter[str] = Counter()
     for step in range(warmup_steps + num_steps):
         if step == warmup_steps:
             started, idle_before = engines.clock, engines.idle_share() * engines.clock
             totals.clear()
+            timeline.clear()
             waited, age = 0.0, 0.0
         before = engines.clock
-        _, metrics = collector.collect(step)
+        with activity.span("trainer", "rollout"):
+            _, metrics = collector.collect(step)
         waited += engines.clock - before
         totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
         totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
         totals["offered"] += round(metrics["groups/offered"])
         ages = [(int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name]
         age += sum(steps * share for steps, share in ages)
-        _train(collector, engines, step, costs.training_s)
-        engines.update(step + 1, costs.weights_s)
+        with activity.span("trainer", "update"):
+            _train(collector, engines, step, costs.training_s)
+        with activity.span("trainer", "weight_sync"):
+            engines.update(step + 1, costs.weights_s)
+        timeline.append(activity.pop(step + 1, engines.pop_loads()))
     seconds = engines.clock - started
     pieces_per_s = costs.num_engines * speed.tokens_per_s
     return SimulatedRun(
@@ -107,6 +115,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
         idle_share=(engines.idle_share() * engines.clock - idle_before) / seconds,
         expired_share=totals["expired"] / max(totals["expired"] + totals["offered"], 1),
         mean_age=age / num_steps,
+        timeline=timeline,
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError, StarvedError
+from dapo_mega.metrics.timeline.file import write_timeline
 from dapo_mega.planning.estimate import Estimate
 from dapo_mega.planning.report import seconds
 from dapo_mega.simulation.run import Costs, SimulatedRun, Workload, simulate
@@ -31,8 +33,11 @@ class Assumed:
     num_steps: int
 
 
-def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
-    """A table of the schedules of the planned run. Raises InputError for a run without engines of their own."""
+def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = None) -> Iterator[str]:
+    """A table of the schedules of the planned run. Raises InputError for a run without engines of their own.
+
+    With `timelines` each schedule gets a folder there, with a timeline as a run has it.
+    """
     config = plan.workload.config
     kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
     costs, workload = _costs(plan), Workload(plan.workload.mean_response, assumed.spread, kept_share)
@@ -54,7 +59,11 @@ def simulated_lines(plan: Estimate, assumed: Assumed) -> Iterator[str]:
                 f"{config.generation_groups} groups do not yield a step's {config.batch.groups_per_step} if "
                 f"{kept_share:g} of them are kept; raise --kept-share, batch.generation_groups or the rounds"
             ) from error
+        if timelines:
+            write_timeline(timelines / f"{schedule}_{max_staleness}", found.timeline)
         yield f"| {schedule} | {max_staleness} | {_cells(found)} |"
+    if timelines:
+        yield f"timelines: dapo-mega plot {timelines}/SCHEDULE --timeline"
 
 
 def _cells(found: SimulatedRun) -> str:

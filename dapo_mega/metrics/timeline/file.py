@@ -18,7 +18,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from dapo_mega.atomic_files import errors_naming
+from dapo_mega.atomic_files import errors_naming, replace_file
 from dapo_mega.metrics.jsonl import drop_from_step, step_records
 from dapo_mega.metrics.timeline.records import Load, Span, StepTimeline
 
@@ -91,6 +91,12 @@ def read_timeline(path: Path) -> list[StepTimeline]:
     where any earlier line is not a record.
     """
     return [record for _, record in step_records(path, decode_timeline)]
+
+
+def write_timeline(folder: Path, timelines: Sequence[StepTimeline]) -> None:
+    """Make the folder, if it is not there, and the file in it with these records alone, by a clock of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / FILE_NAME, "".join(map(encode_timeline, timelines)))
 
 
 class TimelineWriter:

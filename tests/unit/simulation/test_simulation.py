@@ -8,6 +8,7 @@ import pytest
 from dapo_mega.commands import plan
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.timeline.excerpt import load_excerpt
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.engines import SimulatedEngines
 from dapo_mega.simulation.run import Costs, Workload, simulate
@@ -93,6 +94,14 @@ def test_a_synchronous_step_is_a_round_and_then_training():
     assert found.idle_share == pytest.approx(55 / 68.8, rel=0.02)
     assert found.bound_s == 55
     assert (found.expired_share, found.mean_age) == (0, 0)
+    last = found.timeline[-1]
+    stages = {span.name: span.end - span.start for span in last.spans["trainer"]}
+    assert stages == pytest.approx({"rollout": 13.8, "update": 50.0, "weight_sync": 5.0}, rel=0.02)
+    for name in ("engine 1", "engine 2"):
+        assert [(load.end - load.start, load.mean) for load in last.engines[name]] == [
+            (pytest.approx(stages["rollout"]), 128.0),
+            (pytest.approx(55), 0.0),
+        ]
 
 
 def test_asynchronous_engines_and_trainer_hardly_wait():
@@ -119,15 +128,22 @@ def test_asynchronous_engines_and_trainer_hardly_wait():
     assert strict == synchronous
 
 
-def test_the_command_compares_the_schedules(capsys):
+def test_the_command_compares_the_schedules(capsys, tmp_path):
     small = ["batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"]
-    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1"])
+    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1", "--timelines", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert "lengths log-normal with mean 5,120 and spread 0.9" in lines[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:]]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:-1]]
     assert [row[:2] for row in rows] == [
         ["synchronous", "1"], ["partial", "1"], ["asynchronous", "1"], ["asynchronous", "2"], ["asynchronous", "4"]
     ]  # fmt: skip
+    assert lines[-1] == f"timelines: dapo-mega plot {tmp_path}/SCHEDULE --timeline"
+    for row in rows:
+        excerpt = load_excerpt(tmp_path / f"{row[0]}_{row[1]}")
+        assert len(excerpt.steps) == 1
+        assert f": {len(excerpt.engines)} engines" in lines[0]
+        assert excerpt.end - excerpt.start == pytest.approx(float(row[3].replace(",", "")), rel=0.05)
+        assert any(load.mean for loads in excerpt.engines.values() for load in loads)
     assert all(float(row[2]) == pytest.approx(3600 / float(row[3].replace(",", "")), rel=0.05) for row in rows)
 
 

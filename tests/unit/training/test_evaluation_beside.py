@@ -103,8 +103,9 @@ def start(tmp_path, monkeypatch):
         if not step:
             writers[-1].write(0, {"policy/entropy": 0.0})
         messages = []
+        activity = Activity()
         controller = SimpleNamespace(
-            beside=BesideTraining(evaluator, config.evaluation, check_stop, Activity()),
+            beside=BesideTraining(evaluator, config.evaluation, check_stop, activity),
             writer=writers[-1],
             recorder=Recorder(),
             interrupted=interrupted,
@@ -115,6 +116,7 @@ def start(tmp_path, monkeypatch):
         return SimpleNamespace(
             config=config,
             step=step,
+            activity=activity,
             unrecorded=None,
             controller=controller,
             fleet=Fleet(),
@@ -163,6 +165,8 @@ def test_a_result_is_recorded_at_its_step_when_later_steps_are_done(start, tmp_p
     (message,) = run.controller.messages
     assert message.startswith("held-out evaluation after step 2: avg@2=0.500")
     assert run.controller.beside.step is None
+    spans = run.activity.pop(4, {}).spans["evaluation"]
+    assert [span.name for span in spans] == ["generation for step 2", "scoring for step 2"]
     evaluating.settle_beside(run, wait=True)
     assert len(lines_of(tmp_path, 2)) == 1
 
