@@ -129,9 +129,13 @@ def run_shown(command):
         return True
     if "--simulate" in words:
         words += SMALL_SIMULATION
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"dapo-mega {words[1]}", *words[2:]])
-        importlib.import_module(f"dapo_mega.commands.{words[1].replace('-', '_')}").main()
+        try:
+            importlib.import_module(f"dapo_mega.commands.{words[1].replace('-', '_')}").main()
+        except SystemExit as left:
+            if left.code == 2:  # There is no such argument.
+                raise AssertionError(command) from left
     return True
 
 
