@@ -24,7 +24,7 @@ from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
-from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, run_script, start_workers, wait_for
 
 from .conftest import one_engine
 from .fleet_runs import (
@@ -155,30 +155,40 @@ def test_a_router_asks_for_the_key_and_reaches_every_engine(two_engines, tmp_pat
 
 
 def test_engines_agree_with_a_trainer_of_two_by_two_processes(tmp_path, two_engines):
-    values = fleet_values(tmp_path, two_engines, parallel={"tensor": 2, "pipeline": 2, "sequence": True})
+    values = fleet_values(tmp_path, two_engines, num_steps=2, parallel={"tensor": 2, "pipeline": 2, "sequence": True})
     values["rollout"]["fleet"] |= {"urls": [], "rendezvous": two_engines.rendezvous}
     values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 6}
     values["evaluation"] = {"at_start": True, "at_end": True, "samples_per_prompt": 2}
     finish_run(start_run(tmp_path, values, 4), tmp_path)
     output_dir = tmp_path / "run"
-    records = checked_records(output_dir, 3, num_evaluated=2 * 6 * 2)
+    records = checked_records(output_dir, 2, num_evaluated=2 * 6 * 2)
     assert records[-1]["evaluation/failed"] == 0
     assert all(record["weight_sync/engines"] == 2 for record in records)
     for url in two_engines.launcher.urls:
-        assert call(url, "/model_info")[1]["weight_version"].endswith(":3")
+        assert call(url, "/model_info")[1]["weight_version"].endswith(":2")
 
 
 @pytest.fixture(scope="module")
 def split_engine(tmp_path_factory):
-    """An engine of two tensor-parallel processes."""
-    with one_engine(tmp_path_factory.mktemp("split"), "--tensor-parallel", "2") as engine:
-        yield engine
+    """An engine of two tensor-parallel processes that compute with copies of their weights, without prefix cache, as
+    pause=in_place needs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
+        options, wide = ("--tensor-parallel", "2", "--", "--disable-radix-cache"), 512
+        folder = tmp_path_factory.mktemp("split")
+        with one_engine(folder, *options, hidden_size=wide, intermediate_size=2 * wide) as engine:
+            yield engine
 
 
-@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk"])
-def test_a_tensor_parallel_engine_agrees_after_every_update(tmp_path, split_engine, transport):
+@pytest.mark.parametrize(("transport", "bucket_mib"), [("distributed", 64), ("tensor", 0.5), ("disk", 0.5)])
+def test_an_engine_and_what_it_derives_from_weights_are_new_after_an_update(
+    tmp_path, split_engine, transport, bucket_mib
+):
     values = fleet_values(
-        tmp_path, split_engine, rollout={"fleet": {"min_engines": 1}}, weight_sync={"transport": transport}
+        tmp_path,
+        split_engine,
+        rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
+        weight_sync={"transport": transport, "bucket_mib": bucket_mib},
     )
     with training_run_of(values) as training_run:
         run(training_run)
@@ -220,32 +230,9 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
     assert record["weight_sync/engines"] == 2
 
 
-@pytest.fixture(scope="module")
-def deriving_engine(tmp_path_factory):
-    """An engine that computes with copies of its weights, without prefix cache, as pause=in_place needs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
-        wide = {"hidden_size": 512, "intermediate_size": 1024}
-        with one_engine(tmp_path_factory.mktemp("deriving"), "--", "--disable-radix-cache", **wide) as engine:
-            yield engine
-
-
-def test_what_an_engine_derives_from_weights_is_new_after_an_update(tmp_path, deriving_engine):
-    values = fleet_values(
-        tmp_path,
-        deriving_engine,
-        num_steps=4,
-        rollout={"max_response_tokens": 16, "fleet": {"min_engines": 1}},
-        weight_sync={"bucket_mib": 64},
-    )
-    with training_run_of(values) as training_run:
-        run(training_run)
-    assert call(deriving_engine.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":4")
-
-
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_path, request, pause):
-    engines = request.getfixturevalue("deriving_engine" if pause == "in_place" else "two_engines")
+    engines = request.getfixturevalue("split_engine" if pause == "in_place" else "two_engines")
     values = fleet_values(
         tmp_path,
         engines,
@@ -534,18 +521,15 @@ def test_a_run_ends_when_another_keeps_updating_its_engine(tmp_path, two_engines
     assert len(sampled_by) >= len(training_run.controller.collector.recent) > 0
 
 
-def test_a_run_with_a_wrong_key_or_engine_dtype_says_what_to_do(tmp_path, two_engines):
-    values = fleet_values(tmp_path, two_engines, rollout={"dtype": "bf16"})
-    command = [sys.executable, str(TRAIN), "--config", str(write_config(tmp_path, values))]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    del environment["DAPO_MEGA_API_KEY"]
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 2
-    assert "DAPO_MEGA_API_KEY is not set" in refused.stderr
-    environment["DAPO_MEGA_API_KEY"] = API_KEY
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 4
-    assert "computes in float32 but the run expects bfloat16" in refused.stderr
+def test_a_run_without_a_key_or_of_another_dtype_than_its_engines_says_what_to_do(tmp_path, two_engines, monkeypatch):
+    config = write_config(tmp_path, fleet_values(tmp_path, two_engines, rollout={"dtype": "bf16"}))
+    status, said = run_script(TRAIN, ["--config", config])
+    assert status == 4
+    assert "computes in float32 but the run expects bfloat16" in said
+    monkeypatch.delenv("DAPO_MEGA_API_KEY")
+    status, said = run_script(TRAIN, ["--config", config])
+    assert status == 2
+    assert "DAPO_MEGA_API_KEY is not set" in said
 
 
 def test_prefixes_cached_before_an_update_are_computed_anew(tmp_path, two_engines):
