@@ -31,8 +31,10 @@ def _opened(interface: str) -> socket.socket:
     frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
     frames.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     frames.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    frames.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER_BYTES)
-    frames.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+    for limited, forced in ((socket.SO_SNDBUF, _SO_SNDBUFFORCE), (socket.SO_RCVBUF, _SO_RCVBUFFORCE)):
+        frames.setsockopt(socket.SOL_SOCKET, limited, _BUFFER_BYTES)
+        with contextlib.suppress(PermissionError):  # Only the machine's root may exceed the system's limit.
+            frames.setsockopt(socket.SOL_SOCKET, forced, _BUFFER_BYTES)
     frames.bind((interface, _ALL_PROTOCOLS))
     return frames
 
