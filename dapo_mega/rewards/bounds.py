@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import Final
 
 from dapo_mega.rewards.numerals import MAX_LITERAL_DIGITS
@@ -27,8 +28,12 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\ufff
 
 def bound_violation(text: str) -> str | None:
     """The reason, in words, why the text must not reach computer algebra; None if it may."""
-    if len(text) > MAX_ANSWER_CHARACTERS:
-        return f"longer than {MAX_ANSWER_CHARACTERS} characters"
+    return _violation(text) if len(text) <= MAX_ANSWER_CHARACTERS else f"longer than {MAX_ANSWER_CHARACTERS} characters"
+
+
+@lru_cache(maxsize=8192)
+def _violation(text: str) -> str | None:
+    """Remembered, as each answer to a problem is compared with many others."""
     if _UNPRINTABLE.search(text):
         return "contains control characters"
     if _nesting(text) > MAX_NESTING:
@@ -51,6 +56,7 @@ def _nesting(text: str) -> int:
     return deepest
 
 
+@lru_cache(maxsize=8192)
 def value_digits(text: str) -> float:
     """Upper estimate, in decimal digits, of any number that powers, factorials and products can build.
 

@@ -51,21 +51,20 @@ class _Unread(Exception):
 @lru_cache(maxsize=4096)
 def compare_expressions(candidate: str, truth: str, tolerance: float = 0.0) -> bool | None:
     """Whether two expressions are equal, constants within the relative tolerance; None where algebra must decide."""
-    try:
-        first, second = _tokens(candidate), _tokens(truth)
-        letters = _letters(first) | _letters(second)
-        if not letters:
-            return _compare_constants(
-                candidate, truth, _Reader(first, {}).value(), _Reader(second, {}).value(), tolerance
-            )
-        if max(value_digits(candidate), value_digits(truth)) > _EXACT_DIGITS:
-            return None
-        return _compare_at_points(first, second, tuple(sorted(letters)))
-    except (_Unread, ArithmeticError, ValueError, OverflowError):
+    first, second = _tokens(candidate), _tokens(truth)
+    if first is None or second is None:
         return None
+    letters = _letters(first) | _letters(second)
+    if not letters:
+        return _compare_constants(candidate, truth, _value_at(first, (), 0), _value_at(second, (), 0), tolerance)
+    if max(value_digits(candidate), value_digits(truth)) > _EXACT_DIGITS:
+        return None
+    return _compare_at_points(first, second, tuple(sorted(letters)))
 
 
 def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tolerance: float) -> bool | None:
+    if first is None or second is None:
+        return None
     difference = abs(first - second)
     is_decimal = "." in candidate or "." in truth
     if max(tolerance, DECIMAL_TOLERANCE * is_decimal) * abs(second) > difference:
@@ -79,6 +78,8 @@ def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tole
 def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters: tuple[str, ...]) -> bool | None:
     for index in range(NUM_POINTS):
         a, b = _value_at(first, letters, index), _value_at(second, letters, index)
+        if a is None or b is None:
+            return None
         difference, size = abs(a - b), max(abs(a), abs(b))
         if difference > _DIFFERENT * size:
             return False if index < NUM_POSITIVE else None
@@ -88,9 +89,14 @@ def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters:
 
 
 @lru_cache(maxsize=8192)
-def _value_at(tokens: tuple[str, ...], letters: tuple[str, ...], index: int) -> Any:
-    """The expression's value at a point: the answers to one problem are compared with one truth, or with each other."""
-    return _Reader(tokens, dict(zip(letters, coordinates(index, len(letters), _context().mpf), strict=True))).value()
+def _value_at(tokens: tuple[str, ...], letters: tuple[str, ...], index: int) -> Any | None:
+    """The expression's value at a point, None where it is not read or has none. Remembered, as the answers to one
+    problem are compared with one truth, or with each other."""
+    values = dict(zip(letters, coordinates(index, len(letters), _context().mpf), strict=True))
+    try:
+        return _Reader(tokens, values).value()
+    except (_Unread, ArithmeticError, ValueError, OverflowError):
+        return None
 
 
 def coordinates(index: int, count: int, number: Callable[[str], Any]) -> list[Any]:
@@ -114,19 +120,20 @@ def _context() -> Any:
 
 
 @lru_cache(maxsize=2048)
-def _tokens(text: str) -> tuple[str, ...]:
+def _tokens(text: str) -> tuple[str, ...] | None:
+    """None for a text that is not read here."""
     if bound_violation(text):
-        raise _Unread
+        return None
     tokens, position, text = [], 0, text.rstrip()
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
-            raise _Unread
+            return None
         tokens.append(match[0].strip())
         position = match.end()
     for index, token in enumerate(tokens):
         if token.isalpha() and tokens[index + 1 : index + 2] == ["("] and tokens[index + 3 : index + 4] == [")"]:
-            raise _Unread  # `f(0)` is no product.
+            return None  # `f(0)` is no product.
     return tuple(tokens)
 
 

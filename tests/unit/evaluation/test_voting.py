@@ -38,6 +38,14 @@ def test_hostile_answers_are_compared_by_their_spelling():
     assert votes(tower, tower, long, long, long + ".0", "{" * 200) == Votes(6, 0, (2, 2, 1, 1))
 
 
+def test_answers_without_a_value_equal_only_their_own_spelling():
+    without = ["1/0", "2/0", "f(0)", "f(1)", "0^0", "1/2x", "1/3x", r"\ln(0)", r"\ln(0)/x", "x+", "3!!", "2^{x^{900}}"]
+    equal = [r"\sqrt{8}", r"2\sqrt{2}", "x/2", "0.5x", "e^{i\\pi}+x", "x-1"]
+    expected = Votes(18, 0, (2, 2, 2, *[1] * 12))
+    for _ in range(2):
+        assert votes(*without, *equal) == votes(*reversed(equal), *reversed(without)) == expected
+
+
 def test_the_most_frequent_answer_decides_and_ties_count_fractionally():
     for answers, expected in (
         (["42", "42", "7"], 1),
