@@ -233,6 +233,7 @@ def test_a_trainer_gets_engines_back_that_one_left_while_they_joined_it(tmp_path
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_path, request, pause):
     engines = request.getfixturevalue("split_engine" if pause == "in_place" else "two_engines")
+    num_engines = len(engines.launcher.urls)
     values = fleet_values(
         tmp_path,
         engines,
@@ -241,7 +242,7 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
             "schedule": "partial" if pause == "retract" else "asynchronous",
             "max_response_tokens": 160,
             # The rest waits for a place, so that an update of `responses_over_an_update` meets engines at work.
-            "fleet": {"min_engines": len(engines.launcher.urls), "requests_per_engine": 4},
+            "fleet": {"min_engines": num_engines, "requests_per_engine": 8 // num_engines},
         },
         batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
         weight_sync={"in_flight": "continue", "pause": pause},
