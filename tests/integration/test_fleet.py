@@ -237,12 +237,12 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
     values = fleet_values(
         tmp_path,
         engines,
-        num_steps=3,
+        num_steps=2,
         rollout={
             "schedule": "partial" if pause == "retract" else "asynchronous",
             "max_response_tokens": 160,
             # The rest waits for a place, so that an update of `responses_over_an_update` meets engines at work.
-            "fleet": {"min_engines": num_engines, "requests_per_engine": 8 // num_engines},
+            "fleet": {"min_engines": num_engines, "requests_per_engine": 16 // num_engines},
         },
         batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
         weight_sync={"in_flight": "continue", "pause": pause},
