@@ -70,6 +70,7 @@ NOT_READ_BY_FINE_TUNING = {
     "data.train.several_answers": "by a run: demonstrations are imitated, not judged",
     "tracking.histograms_every": "by a run: they are of responses",
     "tracking.samples_per_evaluation": "by a run: fine-tuning evaluates nothing",
+    "tracking.timeline": "by a run: fine-tuning has no engines",
 }
 
 
