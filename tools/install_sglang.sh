@@ -28,6 +28,9 @@ echo "installing SGLang into $folder (a few minutes)"
 install "${TORCH:-torch==2.13.0}"
 install --requirement "$parts/requirements.txt"
 install --no-deps --requirement "$parts/without-dependencies.txt"
+# For --router only, so engines are installed also where it cannot be had.
+"$python" -m pip install --quiet --no-deps sglang-router==0.3.2 2> "$log" ||
+    echo "sglang-router could not be installed into $folder: dapo-mega serve --router will not start" >&2
 # Seen by this environment only; packages that are installed in it go before the stand-ins.
 echo "$parts/stubs" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu_stand_ins.pth"
 # What engines need of this project to take weights in pieces and as changes. Editable: they load what is in the folder.
