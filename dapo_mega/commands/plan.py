@@ -112,7 +112,13 @@ def _calibrated(
 def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assumed:
     """What was given, else what was measured, else what is usual."""
     spread, kept_share = (measured.spread, measured.kept_share) if measured else (0.9, 0.5)
-    return Assumed(options.length_spread or spread, options.kept_share or kept_share, options.simulated_steps)
+    return Assumed(
+        options.length_spread or spread,
+        options.kept_share or kept_share,
+        options.simulated_steps,
+        options.engine_failures_per_hour or 0.0,
+        options.engine_restart_s or Assumed.restart_s,
+    )
 
 
 def _architecture(config: RunConfig) -> Architecture:
@@ -150,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
             None,
             "standard deviation of the logarithms of response lengths, of --simulate (default: 0.9)",
         ),
+        ("--engine-failures-per-hour", float, None, "how often each engine dies, of --simulate (default: never)"),
+        ("--engine-restart-s", float, None, "until a dead engine answers again, of --simulate (default: 300)"),
         ("--simulated-steps", int, 6, "steps of each schedule that count, of --simulate"),
         ("--gpu-memory-gib", float, 80.0, "memory of a GPU"),
         ("--reserve-gib", float, 5.0, "memory of a GPU left to CUDA, NCCL and fragmentation"),
@@ -225,6 +233,11 @@ def _check_simulated(options: argparse.Namespace) -> None:
         raise InputError("--timelines writes what --simulate finds; add --simulate, or leave it out")
     if options.timelines and options.timelines.exists() and not options.timelines.is_dir():
         raise InputError(f"--timelines {options.timelines} is no folder; give a folder or a new name")
+    for name in ("engine_failures_per_hour", "engine_restart_s"):
+        if getattr(options, name) and not options.simulate:
+            raise InputError(f"--{name.replace('_', '-')} is of --simulate; add --simulate, or leave it out")
+    if options.engine_restart_s and not options.engine_failures_per_hour:
+        raise InputError("--engine-restart-s needs engines that die; add --engine-failures-per-hour, or leave it out")
     if options.kept_share and options.kept_share > 1:
         raise InputError(f"--kept-share={options.kept_share:g} is a share; give a number above 0 and up to 1")
 

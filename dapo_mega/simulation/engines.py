@@ -14,33 +14,44 @@ from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.planning.step_time import DecodingSpeed
+from dapo_mega.simulation.failures import FailureTimes
 from dapo_mega.types import Answer, GenerationRequest, Response
 
 
 @dataclass(eq=False)
-class _Running:
-    """A response being decoded. Its engine has decoded `began` tokens of each response when this one's first was to
-    come; `spans` are (version, end) of the tokens before the last update."""
+class _Work:
+    """A response, waiting or being decoded by the engine `number`, which had decoded `began` tokens of each response
+    when this one's first was to come; `spans` are (version, end) of the tokens before the last update."""
 
     request: GenerationRequest
     length: int
-    began: float
-    version: int
+    number: int | None = None
+    began: float = 0.0
+    version: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     is_cancelled: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """The tokens before the last update."""
+        return self.spans[-1][1] if self.spans else 0
 
 
 @dataclass(eq=False)
 class _Engine:
     """One engine. `decoded` counts the decoding steps until `clock`; `ends` orders what runs by the step of its end.
-    `history` is what runs."""
+    `history` is what runs. It is `away` from a failure until it has weights again, since `left_at`."""
 
     speed: DecodingSpeed
     decoded: float = 0.0
     clock: float = 0.0
     history: LoadHistory = field(default_factory=lambda: LoadHistory(0.0))
     busy_s: float = 0.0
-    ends: list[tuple[float, int, _Running]] = field(default_factory=list)
+    ends: list[tuple[float, int, _Work]] = field(default_factory=list)
+    away: bool = False
+    is_outdated: bool = False
+    left_at: float = 0.0
+    away_s: float = 0.0
 
     @property
     def num_running(self) -> int:
@@ -48,7 +59,9 @@ class _Engine:
         return self.history.num_open
 
     def advance(self, clock: float) -> None:
-        """Decode until `clock`, before which no response ends."""
+        """Decode until `clock`, before which no response ends. An engine that gets weights is ahead of it."""
+        if clock <= self.clock:
+            return
         if self.num_running:
             self.busy_s += clock - self.clock
             self.decoded += (clock - self.clock) / self.speed.step_s(self.num_running)
@@ -62,33 +75,51 @@ class _Engine:
             return math.inf
         return self.clock + max(self.ends[0][0] - self.decoded, 0.0) * self.speed.step_s(self.num_running)
 
+    def serve(self, clock: float, seconds: float) -> None:
+        """Get weights, which takes so long, and decode again."""
+        self.away_s += clock - self.left_at
+        self.clock = clock + seconds
+        self.away = self.is_outdated = False
+
 
 class SimulatedEngines(RolloutEngine):
     """Engines of one speed. A request goes to the least loaded engine, in the order of submission; `length_of` says how
     many tokens its response will have. `clock` is in seconds; it moves while answers are waited for, and by `advance`
-    and `update`."""
+    and `update`. With `failures` engines die and come back; `num_failures` and `num_lost` tokens are counted."""
 
-    def __init__(self, num_engines: int, speed: DecodingSpeed, length_of: Callable[[GenerationRequest], int]) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        speed: DecodingSpeed,
+        length_of: Callable[[GenerationRequest], int],
+        failures: FailureTimes | None = None,
+    ) -> None:
         self.clock = 0.0
         self.version = 0
+        self.num_failures = 0
+        self.num_lost = 0
         self._length_of = length_of
         self._engines = [_Engine(speed) for _ in range(num_engines)]
         self._next_ends = [math.inf] * num_engines
-        self._running: dict[int, tuple[_Running, int]] = {}
-        self._waiting: deque[GenerationRequest] = deque()
+        self._room = [float(-speed.places)] * num_engines
+        self._failures = failures or FailureTimes(None, num_engines)
+        self._open: dict[int, _Work] = {}
+        self._waiting: deque[_Work] = deque()
         self._answers: deque[Answer] = deque()
-        self._cancelled: set[int] = set()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `RolloutEngine`."""
-        self._waiting.extend(requests)
+        for request in requests:
+            work = self._open[request.request_id] = _Work(request, self._length_of(request))
+            self._waiting.append(work)
         self._start()
 
     def next_answer(self) -> Answer:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine`. Engines that have come back get weights meanwhile."""
         while not self._answers:
-            assert self._running, "nothing is asked"
-            self._end_next()
+            assert self._open, "nothing is asked"
+            self._send_to_outdated()
+            self._next()
         return self._answers.popleft()
 
     def poll_answer(self) -> Answer | None:
@@ -99,25 +130,20 @@ class SimulatedEngines(RolloutEngine):
         """See `RolloutEngine`."""
         found = {}
         for request_id in request_ids:
-            running = self._running.get(request_id)
-            if running is None:
-                found[request_id] = self.version
+            work = self._open.get(request_id)
+            if work and work.spans:
+                found[request_id] = work.spans[0][0]
             else:
-                found[request_id] = running[0].spans[0][0] if running[0].spans else running[0].version
+                found[request_id] = self.version if work is None or work.number is None else work.version
         return found
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """See `RolloutEngine`."""
         for request_id in request_ids:
-            if found := self._running.pop(request_id, None):
-                running, number = found
-                engine = self._engines[number]
-                engine.advance(self.clock)
-                running.is_cancelled = True
-                engine.history.change(self.clock, -1)
-                self._next_ends[number] = engine.next_end()
-            else:
-                self._cancelled.add(request_id)
+            if work := self._open.pop(request_id, None):
+                work.is_cancelled = True
+                if work.number is not None:
+                    self._leave(work.number)
         self._start()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
@@ -125,30 +151,44 @@ class SimulatedEngines(RolloutEngine):
         raise NotImplementedError("evaluations are not simulated")
 
     def advance(self, clock: float) -> None:
-        """Decode until `clock`."""
-        while min(self._next_ends) <= clock:
-            self._end_next()
+        """Decode until `clock`, while the trainer trains: engines that have come back wait for the next update."""
+        while min(self._next_ends) <= clock or self._failures.next_at <= clock:
+            self._next()
         self.clock = max(clock, self.clock)
 
     def update(self, version: int, seconds: float) -> None:
         """Send weights, which takes so long and stops all decoding; responses go on with them."""
-        for engine in self._engines:
+        for work in self._open.values():
+            if work.number is None:
+                continue
+            engine = self._engines[work.number]
             engine.advance(self.clock)
-            engine.clock += seconds
-        for running, number in self._running.values():
-            done = int(self._engines[number].decoded - running.began)
-            if done > (running.spans[-1][1] if running.spans else 0):
-                running.spans.append((running.version, done))
-            running.version = version
+            done = int(engine.decoded - work.began)
+            if done > work.num_kept:
+                work.spans.append((work.version, done))
+            work.version = version
+        for number, engine in enumerate(self._engines):
+            if not engine.away:
+                engine.advance(self.clock)
+                engine.clock += seconds
+            elif engine.is_outdated:
+                self._serve(number, seconds)
         self.clock += seconds
         self.version = version
         self._next_ends = [engine.next_end() for engine in self._engines]
+        self._start()
+
+    def away_share(self) -> float:
+        """The share of the engines' time so far in which they had failed and had no weights yet."""
+        away = sum(engine.away_s + (self.clock - engine.left_at) * engine.away for engine in self._engines)
+        return away / (self.clock * len(self._engines))
 
     def idle_share(self) -> float:
-        """The share of the engines' time so far in which they had nothing to decode."""
+        """The share of the engines' time so far in which they were there and had nothing to decode."""
         for engine in self._engines:
-            engine.advance(max(self.clock, engine.clock))
-        return 1 - sum(engine.busy_s for engine in self._engines) / (self.clock * len(self._engines))
+            engine.advance(self.clock)
+        busy = sum(engine.busy_s for engine in self._engines) / (self.clock * len(self._engines))
+        return 1 - busy - self.away_share()
 
     def pop_loads(self) -> dict[str, list[Load]]:
         """See `RolloutFleet`, in simulated seconds."""
@@ -160,44 +200,93 @@ class SimulatedEngines(RolloutEngine):
 
     def _start(self) -> None:
         while self._waiting:
-            number = min(range(len(self._engines)), key=lambda i: self._engines[i].num_running)
-            engine = self._engines[number]
-            if engine.num_running >= engine.speed.places:
+            room = min(self._room)
+            if room >= 0:
                 return
-            request = self._waiting.popleft()
-            if request.request_id in self._cancelled:
-                self._cancelled.remove(request.request_id)
+            work = self._waiting.popleft()
+            if work.is_cancelled:
                 continue
-            engine.advance(max(self.clock, engine.clock))
-            running = _Running(request, self._length_of(request), engine.decoded, self.version)
-            heapq.heappush(engine.ends, (engine.decoded + running.length, request.request_id, running))
+            number = self._room.index(room)
+            engine = self._engines[number]
+            engine.advance(self.clock)
+            work.number, work.began, work.version = number, engine.decoded - work.num_kept, self.version
+            heapq.heappush(engine.ends, (work.began + work.length, work.request.request_id, work))
             engine.history.change(self.clock, 1)
-            self._running[request.request_id] = running, number
+            self._room[number] += 1
             self._next_ends[number] = engine.next_end()
 
-    def _end_next(self) -> None:
-        """Move to the end of the next response."""
+    def _leave(self, number: int) -> None:
+        """One response less on the engine, from now on."""
+        engine = self._engines[number]
+        engine.advance(self.clock)
+        engine.history.change(self.clock, -1)
+        self._room[number] -= 1
+        self._next_ends[number] = engine.next_end()
+
+    def _next(self) -> None:
+        """Move to the end of the next response, or to the next failure or return of an engine."""
         clock = min(self._next_ends)
-        number = self._next_ends.index(clock)
+        if self._failures.next_at > clock:
+            self._end(self._next_ends.index(clock), clock)
+            return
+        clock, number, fails = self._failures.pop(self.clock)
+        self.clock = max(clock, self.clock)
+        self.num_failures += fails
+        engine = self._engines[number]
+        if fails and not engine.away:
+            self._fail(number)
+            self._start()
+        engine.is_outdated = not fails
+
+    def _end(self, number: int, clock: float) -> None:
         engine = self._engines[number]
         engine.advance(clock)
         self.clock = clock
-        _, request_id, running = heapq.heappop(engine.ends)
-        engine.history.change(clock, -1)
-        del self._running[request_id]
-        self._next_ends[number] = engine.next_end()
-        self._answers.append(_response(running))
+        _, request_id, work = heapq.heappop(engine.ends)
+        self._leave(number)
+        del self._open[request_id]
+        self._answers.append(_response(work))
         self._start()
 
+    def _fail(self, number: int) -> None:
+        """The engine dies: what it decoded since the last update is lost, and its responses go first to others."""
+        engine = self._engines[number]
+        engine.advance(self.clock)
+        lost = sorted(
+            (work for _, _, work in engine.ends if not work.is_cancelled), key=lambda w: -w.request.request_id
+        )
+        for work in lost:
+            if not self._failures.keeps_parts:
+                work.spans.clear()
+            self.num_lost += max(0, int(engine.decoded - work.began) - work.num_kept)
+            work.number = None
+            self._waiting.appendleft(work)
+        engine.history.change(self.clock, -engine.num_running)
+        engine.ends.clear()
+        engine.away, engine.left_at = True, self.clock
+        self._next_ends[number] = self._room[number] = math.inf
 
-def _response(running: _Running) -> Response:
+    def _send_to_outdated(self) -> None:
+        """The trainer waits, so engines that are back get its weights at once; the others go on."""
+        for number, engine in enumerate(self._engines):
+            if engine.is_outdated:
+                self._serve(number, self._failures.weights_s)
+                self._start()
+
+    def _serve(self, number: int, seconds: float) -> None:
+        engine = self._engines[number]
+        engine.serve(self.clock, seconds)
+        self._room[number] = float(-engine.speed.places)
+
+
+def _response(work: _Work) -> Response:
     """All tokens are 0."""
-    length = running.length
-    spans = tuple(running.spans)
+    length = work.length
+    spans = tuple(work.spans)
     if not spans or spans[-1][1] < length:
-        spans = (*spans, (running.version, length))
+        spans = (*spans, (work.version, length))
     return Response(
-        request_id=running.request.request_id,
+        request_id=work.request.request_id,
         token_ids=np.zeros(length, np.int32),
         logprobs=np.zeros(length, np.float32),
         finish_reason="stop",

@@ -15,6 +15,7 @@ from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
 from dapo_mega.simulation.engines import SimulatedEngines
+from dapo_mega.simulation.failures import Failures, FailureTimes
 from dapo_mega.types import GenerationRequest, Prompt, Response, ScoredResponse
 
 _NUM_DRAWS = 1 << 16
@@ -36,20 +37,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step's training and of sending the weights, and the engines."""
+    """Seconds of a step's training and of sending the weights, and the engines. With `failures_per_hour` each engine
+    dies so often while it works, and answers again after `restart_s`."""
 
     training_s: float
     weights_s: float
     num_engines: int
     speed: DecodingSpeed
+    failures_per_hour: float = 0.0
+    restart_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
     """What a simulated run came to, without its first steps. Engines are idle while they have no response to decode or
-    get weights. `bound_s` is how long a step takes at least: the time of
-    the slower one of trainer and engines, if neither ever waited and all places of all engines were always taken.
-    `mean_age` is that of the tokens, in steps. `timeline` has what was done when, from the run's start in seconds."""
+    get weights, and away from a failure until they have weights again; `lost_share` of the tokens were lost with them.
+    `bound_s` is how long a step takes at least: the time of the slower one of trainer and engines, if neither ever
+    waited and all places of all engines were always taken. `mean_age` is that of the tokens, in steps. `timeline` has
+    what was done when, from the run's start in seconds."""
 
     seconds_per_step: float
     bound_s: float
@@ -57,6 +62,9 @@ class SimulatedRun:
     idle_share: float
     expired_share: float
     mean_age: float
+    num_failures: int
+    away_share: float
+    lost_share: float
     timeline: Sequence[StepTimeline] = field(repr=False)
 
     @property
@@ -78,17 +86,17 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     piece = max(1.0, workload.mean_length / _MEAN_PIECES)
     lengths = _Lengths(workload, config.rollout.max_response_tokens, piece)
     speed = replace(costs.speed, base_s=costs.speed.base_s * piece, per_response_s=costs.speed.per_response_s * piece)
-    engines = SimulatedEngines(costs.num_engines, speed, lengths.of)
+    engines = SimulatedEngines(costs.num_engines, speed, lengths.of, _failures(config, costs, workload.seed))
     config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
     activity = Activity(lambda: engines.clock)
     collector = Collector(config, prompts, engines, _Scorer(config, workload), (), activity)
     timeline: list[StepTimeline] = []
-    started, waited, idle_before, age = 0.0, 0.0, 0.0, 0.0
+    started, waited, age, before_all = 0.0, 0.0, 0.0, _Engines()
     totals: Counter[str] = Counter()
     for step in range(warmup_steps + num_steps):
         if step == warmup_steps:
-            started, idle_before = engines.clock, engines.idle_share() * engines.clock
+            started, before_all = engines.clock, _Engines.so_far(engines)
             totals.clear()
             timeline.clear()
             waited, age = 0.0, 0.0
@@ -108,15 +116,45 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
         timeline.append(activity.pop(step + 1, engines.pop_loads()))
     seconds = engines.clock - started
     pieces_per_s = costs.num_engines * speed.tokens_per_s
+    found = _Engines.so_far(engines)
+    num_lost = found.num_lost - before_all.num_lost
     return SimulatedRun(
         seconds_per_step=seconds / num_steps,
         bound_s=max(costs.training_s + costs.weights_s, totals["pieces"] / num_steps / pieces_per_s),
         waiting_share=waited / seconds,
-        idle_share=(engines.idle_share() * engines.clock - idle_before) / seconds,
+        idle_share=(found.idle_s - before_all.idle_s) / seconds,
         expired_share=totals["expired"] / max(totals["expired"] + totals["offered"], 1),
         mean_age=age / num_steps,
+        num_failures=found.num_failures - before_all.num_failures,
+        away_share=(found.away_s - before_all.away_s) / seconds,
+        lost_share=num_lost / max(num_lost + totals["pieces"], 1),
         timeline=timeline,
     )
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """Sums of a simulation's engines so far; seconds are of one engine on average."""
+
+    idle_s: float = 0.0
+    away_s: float = 0.0
+    num_failures: int = 0
+    num_lost: int = 0
+
+    @classmethod
+    def so_far(cls, engines: SimulatedEngines) -> _Engines:
+        clock = engines.clock
+        idle_s, away_s = engines.idle_share() * clock, engines.away_share() * clock
+        return cls(idle_s, away_s, engines.num_failures, engines.num_lost)
+
+
+def _failures(config: RunConfig, costs: Costs, seed: int) -> FailureTimes | None:
+    """An aborted call has answered with its part, which no failure takes back."""
+    if not costs.failures_per_hour:
+        return None
+    keeps_parts = config.weight_sync.pause == "abort"
+    failures = Failures(costs.failures_per_hour, costs.restart_s, costs.weights_s, keeps_parts, seed)
+    return FailureTimes(failures, costs.num_engines)
 
 
 def _train(collector: Collector, engines: SimulatedEngines, step: int, seconds: float) -> None:

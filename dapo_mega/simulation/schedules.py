@@ -22,15 +22,18 @@ _COLUMNS = (
     "schedule", "max_staleness", "steps/hour", "s/step", "of the slower side", "trainer waits", "engines idle", "age",
     "expired",
 )  # fmt: skip
+_COLUMNS_OF_FAILURES = ("failures", "engines away", "decoded again")
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a simulation assumes beside the plan: see `Workload`."""
+    """What a simulation assumes beside the plan: see `Workload` and `Costs`."""
 
     spread: float
     kept_share: float
     num_steps: int
+    failures_per_hour: float = 0.0
+    restart_s: float = 300.0
 
 
 def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = None) -> Iterator[str]:
@@ -40,16 +43,18 @@ def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = N
     """
     config = plan.workload.config
     kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    costs, workload = _costs(plan), Workload(plan.workload.mean_response, assumed.spread, kept_share)
+    costs = replace(_costs(plan), failures_per_hour=assumed.failures_per_hour, restart_s=assumed.restart_s)
+    workload = Workload(plan.workload.mean_response, assumed.spread, kept_share)
     yield (
         f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
         f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
         f"{seconds(costs.training_s)} s and weights {seconds(costs.weights_s)} s a step; lengths log-normal with "
         f"mean {workload.mean_length:,.0f} and spread {workload.spread:.3g} (--length-spread), "
-        f"{workload.kept_share:.0%} of the groups kept (--kept-share)"
+        f"{workload.kept_share:.0%} of the groups kept (--kept-share)" + _about_failures(costs)
     )
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|---" * len(_COLUMNS) + "|"
+    columns = _COLUMNS + (_COLUMNS_OF_FAILURES if costs.failures_per_hour else ())
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for schedule, max_staleness in SCHEDULES:
         try:
             found = simulate(_scheduled(config, schedule, max_staleness), workload, costs, assumed.num_steps)
@@ -61,7 +66,8 @@ def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = N
             ) from error
         if timelines:
             write_timeline(timelines / f"{schedule}_{max_staleness}", found.timeline)
-        yield f"| {schedule} | {max_staleness} | {_cells(found)} |"
+        cells = _cells(found) + (_cells_of_failures(found) if costs.failures_per_hour else "")
+        yield f"| {schedule} | {max_staleness} | {cells} |"
     if timelines:
         yield f"timelines: dapo-mega plot {timelines}/SCHEDULE --timeline"
 
@@ -70,6 +76,19 @@ def _cells(found: SimulatedRun) -> str:
     return (
         f"{found.steps_per_hour:.2f} | {seconds(found.seconds_per_step)} | {found.share_of_bound:.0%} | "
         f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f} | {found.expired_share:.0%}"
+    )
+
+
+def _cells_of_failures(found: SimulatedRun) -> str:
+    return f" | {found.num_failures} | {found.away_share:.1%} | {found.lost_share:.1%}"
+
+
+def _about_failures(costs: Costs) -> str:
+    if not costs.failures_per_hour:
+        return ""
+    return (
+        f"; each engine fails {costs.failures_per_hour:g} times an hour (--engine-failures-per-hour) and answers again "
+        f"after {seconds(costs.restart_s)} s (--engine-restart-s)"
     )
 
 

@@ -132,6 +132,7 @@ def test_the_command_compares_the_schedules(capsys, tmp_path):
     small = ["batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"]
     plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1", "--timelines", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
+    assert "failures" not in lines[1]
     assert "lengths log-normal with mean 5,120 and spread 0.9" in lines[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:-1]]
     assert [row[:2] for row in rows] == [
@@ -147,12 +148,28 @@ def test_the_command_compares_the_schedules(capsys, tmp_path):
     assert all(float(row[2]) == pytest.approx(3600 / float(row[3].replace(",", "")), rel=0.05) for row in rows)
 
 
+def test_the_command_says_what_failures_cost(capsys):
+    small = ["batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"]
+    often = ["--engine-failures-per-hour", "30", "--engine-restart-s", "60"]
+    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1", *often])
+    first, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "; each engine fails 30 times an hour (--engine-failures-per-hour) and answers again after 60 s" in first
+    assert head.endswith("| failures | engines away | decoded again |")
+    cells = [[cell.strip() for cell in row.strip("|").split("|")][-3:] for row in rows]
+    assert all(int(failures) > 0 and 0 < float(away.strip("%")) < 100 for failures, away, _ in cells)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--kept-share", "1.5"], r"--kept-share=1.5 is a share; give a number above 0 and up to 1"),
-        (["--kept-share", "0.01"], r"do not yield a step's 512 if 0.01 of them are kept; raise --kept-share"),
+        (
+            ["--kept-share", "0.01", "algorithm.max_generation_rounds=1"],
+            r"do not yield a step's 512 if 0.01 of them are kept; raise --kept-share",
+        ),
         (["--propose"], r"--simulate is of one layout; leave --propose and --total-gpus out"),
+        (["--engine-failures-per-hour", "-1"], r"--engine-failures-per-hour=-1 must be larger than 0"),
+        (["--engine-restart-s", "60"], r"--engine-restart-s needs engines that die; add --engine-failures-per-hour"),
         (["--length-spread", "-1"], r"--length-spread=-1 must be larger than 0"),
         (["rollout.placement=colocated", "--engine-tensor", "4"], r"colocated lets them take turns; add rollout"),
         (
