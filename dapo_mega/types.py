@@ -11,7 +11,7 @@ log-probabilities in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -181,13 +181,15 @@ class WeightBucket:
     """Full tensors that travel together, in the order of `specs`. Iterating gives names with tensors, where these are.
 
     `stage` is the pipeline stage that holds them, and `specs` are known on every process. `tensors` is None except on
-    the processes that the tensors are gathered on. They can be read once, before the next bucket is asked for.
+    the processes that the tensors are gathered on. They can be read once, before the next bucket is asked for. `place`
+    is the number of the process that sends them among the stage's processes of its replica.
     """
 
     stage: int
     specs: tuple[WeightSpec, ...]
     tensors: Iterable[torch.Tensor] | None
     is_last: bool
+    place: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -211,3 +213,11 @@ class WeightSource(Protocol):
 
     def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Full tensors on the leader of the pipeline stage that holds them, in the first replica only."""
+
+    def planned_shares(self, bucket_bytes: int) -> Sequence[Sequence[WeightBucket]]:
+        """The buckets of `shares`, without tensors, round by round: every stage's, each with the process that sends it.
+        No collective."""
+
+    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
+        """Each round's bucket of this process, in the replicas `replicas` only: full tensors, or None where the process
+        has no bucket. Together a replica's processes get every weight once, in about equal shares."""

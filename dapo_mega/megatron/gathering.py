@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.shares import rounds_of, share_limit
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
@@ -74,22 +75,19 @@ class _GatheredParameter:
 
 
 @dataclass(frozen=True)
-class _ShardGroup:
-    """Ranks that together hold every shard of a parameter, in shard order, and the leaders of their replicas.
-
-    `contributors` count within a pipeline stage, `leaders` within the first stage.
-    """
-
-    contributors: range
-    leaders: range
-
-
-@dataclass(frozen=True)
 class _BucketPlan:
     """The parameters of a bucket: all dense or all experts', and all of the pipeline stage `owner`."""
 
     owner: int
     parameters: Sequence[_GatheredParameter]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+    @property
+    def specs(self) -> tuple[WeightSpec, ...]:
+        return tuple(spec for parameter in self.parameters for spec in parameter.specs)
 
 
 @dataclass(frozen=True)
@@ -109,10 +107,10 @@ class _Transfer:
 
 
 class WeightGatherer:
-    """Gathers full tensors on leaders.
+    """Gathers full tensors on leaders, or each bucket on the process that sends it.
 
-    One rank that holds a shard sends it to each leader that lacks it. `bytes_sent` counts the bytes that this rank has
-    sent.
+    One rank that holds a shard sends it to each receiver that lacks it. `bytes_sent` counts the bytes that this rank
+    has sent.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
@@ -123,7 +121,9 @@ class WeightGatherer:
         self._parameters = named_parameters(chunks, layout, processes)
         self._expert_tensor_size = parallel_state.get_expert_tensor_parallel_world_size()
         self._stage_size = processes.world_size // processes.pipeline_size
-        self._dense_group, self._expert_group = self._shard_groups()
+        self._replica_size = processes.tensor_size * processes.context_size
+        self._dense_group = self._group_of(processes.tensor_size)
+        self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
         mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
         everyones: list[Any] = [None] * processes.pipeline_size
         dist.all_gather_object(everyones, mine, group=parallel_state.get_pipeline_model_parallel_group())
@@ -137,20 +137,14 @@ class WeightGatherer:
         # NCCL connects a group in its first operation, which all ranks must join; a bucket involves only some ranks.
         dist.all_reduce(torch.zeros(1, device=processes.device))
 
-    def _shard_groups(self) -> tuple[_ShardGroup, _ShardGroup]:
-        """This process's groups: for dense parameters its replica, for experts its expert-parallel processes.
+    def _group_of(self, size: int) -> range:
+        """This process's group of `size` neighbours in the stage, which together hold every shard, in shard order.
 
         Megatron numbers the processes of a stage by tensor, context and data rank, and for experts by expert tensor,
         expert and expert data rank.
         """
-        me = self._processes
-        replica_size = me.tensor_size * me.context_size
-        first = me.data_rank * replica_size
-        dense = _ShardGroup(range(first, first + me.tensor_size), range(first, first + 1))
-        size = self._expert_tensor_size * me.expert_size
-        first = me.rank % self._stage_size // size * size
-        leaders = range(-(-first // replica_size) * replica_size, first + size, replica_size)
-        return dense, _ShardGroup(range(first, first + size), leaders)
+        first = self._processes.rank % self._stage_size // size * size
+        return range(first, first + size)
 
     def _placed(self, chunk: int) -> list[tuple[PlacedTensor, ...]]:
         """The chunk's parameters; an expert's is grouped with those of the experts at the same place on other ranks."""
@@ -198,54 +192,100 @@ class WeightGatherer:
         those that must outlive its next update. A collective: all ranks iterate in step, and may stop after the same
         bucket. Buckets come chunk by chunk, dense parameters before experts.
         """
-        started = (self._start(plan, per_stage) for plan in self._plans(bucket_bytes // 2))
+        replicas = range(1) if per_stage else range(self._processes.data_size)
+        leaders = [replica * self._replica_size for replica in replicas]
+        limits = [bucket_bytes // 2] * self._layout.pipeline_size
+        started = (self._start(plan, leaders, plan.owner if per_stage else 0) for plan in self._plans(limits))
         transfers = deque(islice(started, 1))
         try:
             while transfers:
                 transfers.extend(islice(started, 1))
-                first = transfers[0]
-                yield WeightBucket(
-                    stage=first.plan.owner,
-                    specs=tuple(spec for parameter in first.plan.parameters for spec in parameter.specs),
-                    tensors=self._merged(first) if first.leads else None,
-                    is_last=len(transfers) == 1,
-                )
-                del first  # Free the bucket's memory before the next bucket is allocated.
+                yield self._bucket(transfers[0], is_last=len(transfers) == 1)
                 transfers.popleft().finish()
         finally:
             for transfer in transfers:
                 transfer.finish()
 
-    def _plans(self, limit: int) -> Iterator[_BucketPlan]:
-        """Buckets of at most `limit` bytes. In each, large elements come first, so that every tensor of the flattened
-        bucket is aligned without padding."""
+    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        """What `shares` gathers: the rounds' buckets, without tensors."""
+        return [
+            [WeightBucket(plan.owner, plan.specs, None, is_last=False, place=place) for place, plan in plans]
+            for plans in self._rounds(bucket_bytes)
+        ]
+
+    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
+        """This process's bucket of each round, None where it has none. In each replica of `replicas` the processes of
+        every stage share the stage's buckets, so that all of them get about the same number of bytes.
+
+        The next round is gathered while the caller reads this one's bucket. Sizes, views and stopping are as in
+        `buckets`; buckets are smaller where there would be too few for equal shares. A collective.
+        """
+        started = (
+            [
+                self._start(plan, [replica * self._replica_size + place for replica in replicas], plan.owner)
+                for place, plan in plans
+            ]
+            for plans in self._rounds(bucket_bytes)
+        )
+        ahead = next(started, None)
+        try:
+            while ahead is not None:
+                mine = _finished(ahead)
+                ahead = None  # Free the memory of shards that were sent before the next round's is allocated.
+                ahead = next(started, None)
+                yield self._bucket(mine, is_last=False) if mine else None
+                del mine
+        finally:
+            _finished(ahead or ())
+
+    def _rounds(self, bucket_bytes: int) -> list[list[tuple[int, _BucketPlan]]]:
+        """The buckets of each round: at most one for each process of a replica, with its place in the stage."""
+        sizes = [0] * self._layout.pipeline_size
+        for chunk, parameters in enumerate(self._gathered):
+            sizes[owner_of(chunk, self._layout)] += sum(parameter.num_bytes for parameter in parameters)
+        plans = list(self._plans([share_limit(size, self._replica_size, bucket_bytes // 2) for size in sizes]))
+        rounds: list[list[tuple[int, _BucketPlan]]] = []
+        for stage in range(self._layout.pipeline_size):
+            of_stage = [plan for plan in plans if plan.owner == stage]
+            for number, shared in enumerate(rounds_of([plan.num_bytes for plan in of_stage], self._replica_size)):
+                if number == len(rounds):
+                    rounds.append([])
+                rounds[number] += [(place, of_stage[index]) for place, index in shared]
+        return rounds
+
+    def _bucket(self, transfer: _Transfer, *, is_last: bool) -> WeightBucket:
+        plan = transfer.plan
+        return WeightBucket(plan.owner, plan.specs, self._merged(transfer) if transfer.leads else None, is_last)
+
+    def _plans(self, limits: Sequence[int]) -> Iterator[_BucketPlan]:
+        """Buckets of at most the number of bytes that `limits` has for their stage. In each, large elements come first,
+        so that every tensor of the flattened bucket is aligned without padding."""
         for chunk, parameters in enumerate(self._gathered):
             owner = owner_of(chunk, self._layout)
             pending: list[_GatheredParameter] = []
             size = 0
             for together in _inseparable(parameters):
                 num_bytes = sum(parameter.num_bytes for parameter in together)
-                if pending and (size + num_bytes > limit or together[0].is_expert != pending[0].is_expert):
+                if pending and (size + num_bytes > limits[owner] or together[0].is_expert != pending[0].is_expert):
                     yield _BucketPlan(owner, sorted(pending, key=_falling_item_size))
                     pending, size = [], 0
                 pending += together
                 size += num_bytes
             yield _BucketPlan(owner, sorted(pending, key=_falling_item_size))
 
-    def _group(self, plan: _BucketPlan) -> _ShardGroup:
+    def _group(self, plan: _BucketPlan) -> range:
         return self._expert_group if plan.parameters[0].is_expert else self._dense_group
 
-    def _start(self, plan: _BucketPlan, per_stage: bool) -> _Transfer:
-        """Start sending this rank's shards to the leaders that lack them, and receiving if this rank is a leader."""
+    def _start(self, plan: _BucketPlan, offsets: Iterable[int], stage: int) -> _Transfer:
+        """Start sending this rank's shards to the receivers that lack them, and receiving if this rank is one. They are
+        the processes with these numbers of the stage."""
         me = self._processes.rank
         group = self._group(plan)
         first = plan.owner * self._stage_size
-        leaders = group.leaders
-        if per_stage:
-            leaders = range(first, first + 1) if 0 in group.contributors else range(0)
+        leaders = [stage * self._stage_size + offset for offset in offsets if offset in group]
         shards: dict[int, Tensor] = {}
         operations: list[dist.P2POp] = []
-        for contributor, rank in enumerate(group.contributors):
+        for contributor, rank in enumerate(group):
             source = first + rank
             held = [parameter for parameter in plan.parameters if parameter.owns_shard(contributor)]
             receivers = [leader for leader in leaders if leader != source]
@@ -269,7 +309,7 @@ class WeightGatherer:
         transfer.finish()
         plan = transfer.plan
         shards: dict[int, Iterator[Tensor]] = {}
-        for contributor, rank in enumerate(self._group(plan).contributors):
+        for contributor, rank in enumerate(self._group(plan)):
             held = [parameter for parameter in plan.parameters if parameter.owns_shard(contributor)]
             if plan.owner * self._stage_size + rank == self._processes.rank:
                 shards[contributor] = (self._mine(parameter.placed).detach() for parameter in held)
@@ -279,6 +319,15 @@ class WeightGatherer:
             for index, placed in enumerate(parameter.placed):
                 parts = [next(shards[contributor]) for contributor in parameter.contributors(index)]
                 yield from merge_shards(parts, placed.layout, self._layout.arch)
+
+
+def _finished(transfers: Iterable[_Transfer]) -> _Transfer | None:
+    """The transfer that this process receives, if any, once all of them have ended."""
+    mine = None
+    for transfer in transfers:
+        transfer.finish()
+        mine = transfer if transfer.leads else mine
+    return mine
 
 
 def _falling_item_size(parameter: _GatheredParameter) -> int:

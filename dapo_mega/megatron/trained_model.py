@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,15 @@ class TrainedModel(MegatronModel):
         """Collective: full tensors on each pipeline stage's leader; see `WeightGatherer.buckets`."""
         self.finish_param_gather()
         return self._gatherer.buckets(bucket_bytes, per_stage=True)
+
+    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        """See `WeightGatherer.planned_shares`."""
+        return self._gatherer.planned_shares(bucket_bytes)
+
+    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
+        """Collective: each process's share of the full tensors; see `WeightGatherer.shares`."""
+        self.finish_param_gather()
+        return self._gatherer.shares(bucket_bytes, replicas)
 
     def finish_param_gather(self) -> None:
         """Collective: afterwards every rank has the weights of the last update, also when gathering them was left to

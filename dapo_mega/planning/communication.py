@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dapo_mega.planning.activations import LayerKind
@@ -129,16 +130,23 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 
 
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
-    """Embedded: each replica's leader receives all weights of its replica. Otherwise the leader of each pipeline stage
-    of one replica receives the stage's weights and sends them on: to every engine in a group of its own, to a disk
+    """Embedded: each replica's leader receives all weights of its replica. `distributed`: every process receives its
+    share of its stage's weights and sends it to each engine of its replica, and each engine receives all weights.
+    Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them on: to a disk
     once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline
     size = num_parameters * DTYPE_BYTES[config.model.dtype]
+    received = (parallel.tensor - 1) / parallel.tensor
+    if config.rollout.placement != "embedded" and config.sync_transport == "distributed":
+        sent = math.ceil(num_engines / placement.data_size)
+        share = size / parallel.pipeline / (parallel.tensor * parallel.context)
+        if share * (received + sent) > size:
+            return Traffic(f"{_WEIGHT_SYNC} (by every process)", share * (received + sent), placement.world_size)
+        return Traffic(f"{_WEIGHT_SYNC} (to each engine)", size, placement.world_size)
     if config.rollout.placement != "embedded":
-        sent = {"distributed": num_engines, "disk": 1, "tensor": 0}[config.sync_transport]
-        received = (parallel.tensor - 1) / parallel.tensor
+        sent = {"disk": 1, "tensor": 0}[config.sync_transport]
         return Traffic(
             f"{_WEIGHT_SYNC} (by a stage's leader)", size / parallel.pipeline * (received + sent), placement.world_size
         )

@@ -15,14 +15,15 @@ from dapo_mega.types import WeightSpec
 class EncodedBucket:
     """Engines are told `specs` and `load_format`, and receive `pieces`, each [bytes] uint8.
 
-    `pieces` can be read once; it is None except on the leader of the pipeline stage that holds the weights.
+    `pieces` can be read once; it is None except on the processes that send the bucket: number `place` of the processes
+    of `stage` in each replica.
     """
 
     stage: int
     specs: tuple[WeightSpec, ...]
     load_format: str
     pieces: Iterable[Tensor] | None
-    is_last: bool
+    place: int = 0
 
 
 def flatten(specs: Iterable[WeightSpec], tensors: Iterable[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, checksum, find_changes, pack_changes
+from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, checksum, differing, find_changes, pack_changes
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.buckets import EncodedBucket
 
@@ -16,13 +16,15 @@ from dapo_mega.weight_sync.buckets import EncodedBucket
 class DeltaEncoding:
     """Implements `Encoding`: remembers the weights that all engines hold and sends the changed values of a bucket.
 
-    Used on every rank; each pipeline stage's leader keeps a copy of its weights in the engines' dtype in main memory.
+    Used on every rank, which keeps a copy of the weights that it sends in the engines' dtype in main memory.
+    `compared_bytes` and `changed_bytes` count the values that were compared with those before, and the changed ones.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype` is the engines' dtype of matrices. Vectors, which are small, are sent in their own dtype."""
         self._dtype = dtype
         self._held: dict[str, Tensor] = {}
+        self.compared_bytes = self.changed_bytes = 0
 
     def start_over(self) -> None:
         """Assume that engines hold nothing: the next update sends everything."""
@@ -36,14 +38,18 @@ class DeltaEncoding:
             for spec in bucket.specs
         )
         pieces = None if bucket.tensors is None else self._changes(bucket, specs)
-        return EncodedBucket(bucket.stage, specs, CHANGES_FORMAT, pieces, bucket.is_last)
+        return EncodedBucket(bucket.stage, specs, CHANGES_FORMAT, pieces, bucket.place)
 
     def _changes(self, bucket: WeightBucket, specs: Sequence[WeightSpec]) -> tuple[Tensor, Tensor]:
-        found, checksums = [], []
+        found: list[tuple[Tensor | None, Tensor]] = []
+        checksums = []
         for spec, (name, tensor) in zip(specs, bucket, strict=True):
             new = tensor.to(spec.dtype).contiguous()
             held = self._held.get(name)
-            found.append(find_changes(new, None if held is None else held.to(new.device)))
+            before = None if held is None else held.to(new.device)
+            found.append(find_changes(new, before))
+            if before is not None:
+                self._count(new, before, found[-1][0])
             checksums.append(checksum(new))
             if held is None:
                 held = self._held[name] = torch.empty_like(new, device="cpu")
@@ -51,3 +57,9 @@ class DeltaEncoding:
         packed = pack_changes(found, checksums)
         length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
         return length, packed
+
+    def _count(self, new: Tensor, before: Tensor, places: Tensor | None) -> None:
+        """Count a compared tensor; `places` are those of its changes, None if all of its values are sent."""
+        number = int(differing(new, before).sum()) if places is None else len(places)
+        self.compared_bytes += new.nbytes
+        self.changed_bytes += number * new.dtype.itemsize

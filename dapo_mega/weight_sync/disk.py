@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.types import WeightSource
-from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
 
 class DiskTransport(Transport):
@@ -25,7 +25,7 @@ class DiskTransport(Transport):
         self._folder = folder.absolute()
         self._export = export
 
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
         """See `Transport`. Raises InputError when writing fails."""
         path = self._folder / f"version_{update.version:08d}"
         self._export(path)
@@ -41,4 +41,4 @@ class DiskTransport(Transport):
                 if older != path:
                     shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
-        return box[0]
+        return Sent(box[0])

@@ -24,7 +24,7 @@ class Encoding(Protocol):
     """Turns buckets into the bytes that engines receive."""
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """Collective: every rank gets specs and load format; the stage's leader also gets the bytes."""
+        """Every rank gets specs and load format; those that have the bucket's tensors also get the bytes."""
 
 
 class FlatEncoding:
@@ -33,7 +33,7 @@ class FlatEncoding:
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
         """See `Encoding`."""
         pieces = None if bucket.tensors is None else (flatten(bucket.specs, bucket.tensors),)
-        return EncodedBucket(bucket.stage, bucket.specs, "flattened_bucket", pieces, bucket.is_last)
+        return EncodedBucket(bucket.stage, bucket.specs, "flattened_bucket", pieces, bucket.place)
 
 
 class PiecewiseEncoding:
@@ -48,7 +48,7 @@ class PiecewiseEncoding:
         lengths = _piece_lengths(bucket.specs)
         pieces = None if bucket.tensors is None else _pieces(split_specs(bucket.specs, lengths), bucket.tensors)
         load_format = str(PiecesFormat(lengths, self._window_bytes))
-        return EncodedBucket(bucket.stage, bucket.specs, load_format, pieces, bucket.is_last)
+        return EncodedBucket(bucket.stage, bucket.specs, load_format, pieces, bucket.place)
 
 
 def _piece_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
@@ -84,15 +84,24 @@ class Encodings:
         self._full_every = config.full_every
         self._since_full = 0
 
-    def choose(self, update: Update) -> Encoding:
-        """The encoding for all engines of the update. Engines that joined or came back need full weights."""
+    def choose(self, update: Update, sends_to_outdated: bool) -> Encoding:
+        """The encoding for all engines of the update. Engines that joined or came back need full weights from the
+        processes that send to them."""
         if not all(target.has_plugin for target in update.targets):
             self._since_full = self._full_every
             return self._flat
         if self._full_every == 1:
             return self._piecewise
         self._since_full += 1
-        if update.outdated or self._since_full >= self._full_every:
+        is_full = self._since_full >= self._full_every
+        if is_full or sends_to_outdated:
             self._delta.start_over()
+        if is_full or update.outdated:
             self._since_full = 0
         return self._delta
+
+    def take_counts(self) -> tuple[int, int]:
+        """(compared, changed) bytes of delta sync on this process since the last call."""
+        counts = self._delta.compared_bytes, self._delta.changed_bytes
+        self._delta.compared_bytes = self._delta.changed_bytes = 0
+        return counts

@@ -24,7 +24,7 @@ from dapo_mega.errors import FleetError
 from dapo_mega.types import LogProbs, WeightSource
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
-from dapo_mega.weight_sync.update import EngineFleet, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import EngineFleet, Sent, Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
@@ -90,15 +90,16 @@ class FleetWeightSync(WeightSync):
     def _push(self, policy: WeightSource, version: int, only_outdated: bool) -> dict[str, float]:
         update, session = self._begin(version, only_outdated)
         started = time.perf_counter()
-        num_bytes = self._transport.send(policy, update, session) if update.targets else 0
+        sent = self._transport.send(policy, update, session) if update.targets else Sent(0)
         seconds = time.perf_counter() - started
         expected = self._agreement.expected(version) if self._agreement and update.outdated else None
         outcome = self._end(update, session, expected)
         return {
-            "weight_sync/bytes": float(num_bytes),
-            "weight_sync/bytes_per_s": num_bytes / seconds,
+            "weight_sync/bytes": float(sent.num_bytes),
+            "weight_sync/bytes_per_s": sent.num_bytes / seconds,
             "weight_sync/engines": float(outcome.num_synced),
             "weight_sync/engines_failed": float(len(outcome.failures)),
+            **sent.metrics,
         }
 
     def _begin(self, version: int, only_outdated: bool) -> tuple[Update, UpdateCalls | None]:

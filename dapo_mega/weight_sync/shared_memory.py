@@ -26,7 +26,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSource
 from dapo_mega.weight_sync.buckets import flatten
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
 
 class SharedMemoryTransport(Transport):
@@ -49,7 +49,7 @@ class SharedMemoryTransport(Transport):
                 f"{', '.join(sorted(set(hosts)))}; set weight_sync.transport to distributed or disk"
             )
 
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
         """See `Transport`."""
         num_bytes = 0
         buckets = policy.stage_weights(self._bucket_bytes)
@@ -65,7 +65,7 @@ class SharedMemoryTransport(Transport):
             # The memory may be freed when all engines have answered.
             dist.barrier(group=self._processes.control)
             num_bytes += bucket.num_bytes
-        return num_bytes
+        return Sent(num_bytes)
 
     def _tell(self, session: UpdateCalls, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
         async def load(client: EngineClient) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
@@ -74,8 +74,8 @@ class UpdateCalls:
         self._on_failure = on_failure
         self._unanswered: deque[Future[dict[str, Any]]] = deque()
 
-    def start(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Start a call on all remaining engines."""
+    def start(self, method: Callable[[EngineClient], Awaitable[None]], num_parts: int = 1) -> None:
+        """Start a call on all remaining engines. It may take the time limit of so many parts of an update."""
 
         async def reporting(client: EngineClient) -> None:
             try:
@@ -84,7 +84,7 @@ class UpdateCalls:
                 self._on_failure(client.url)
                 raise
 
-        self._unanswered.append(self._fleet.start_call(self.targets, reporting, self._timeout_s))
+        self._unanswered.append(self._fleet.start_call(self.targets, reporting, num_parts * self._timeout_s))
 
     def finish(self, all_but: int = 0) -> None:
         """Wait for all engines' answers to the started calls, except to the last `all_but` of them."""
@@ -100,14 +100,22 @@ class UpdateCalls:
         self.finish()
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What an update sent: the size of the weights in bytes as an engine gets them, and metrics of the transport."""
+
+    num_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Transport:
     """Sends the weights to the engines of an update. Used on every rank."""
 
     uses_sessions = True
     """Whether the engines get the weights between begin_weight_update and end_weight_update."""
 
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> int:
-        """Collective; returns the size of the weights in bytes. `session` is given on rank 0 only."""
+    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
+        """Collective. `session` is given on rank 0 only."""
         raise NotImplementedError
 
     def report_failure(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Stages that only rank 0 speaks for: they join engines, their leaders send in turn and hear at once of a failure."""
+"""Processes that only rank 0 speaks for: they join engines, send to their own ones and hear at once of a failure."""
 
 import asyncio
 from itertools import pairwise
@@ -12,7 +12,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
+from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
 
 from .launching import run_distributed
 
@@ -24,20 +24,21 @@ STAGES = (0, 1, 1, 0)
 FAULTS = ["none", "refuse", "none", "die", "none"]
 
 
-def two_stages_sync(fleet, timeout_s):
-    """Collective, in a group of two processes: pipeline stages of one process each. `fleet` is rank 0's."""
+def sync_of_two(fleet, timeout_s, parallel="pipeline", **settings):
+    """Collective, in a group of two processes, which are parallel in one way. `fleet` is rank 0's."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    ones = dict.fromkeys(("data_size", "tensor_size", "context_size", "expert_size"), 1)
-    zeros = dict.fromkeys(("data_rank", "tensor_rank", "context_rank", "expert_rank"), 0)
+    kinds = ("data", "tensor", "pipeline", "context", "expert")
+    sizes = {f"{kind}_size": 2 if kind == parallel else 1 for kind in kinds}
+    ranks = {f"{kind}_rank": rank if kind == parallel else 0 for kind in kinds}
     processes = Processes(
-        rank=rank, world_size=2, pipeline_rank=rank, pipeline_size=2, **ones, **zeros,
+        rank=rank, world_size=2, **sizes, **ranks,
         device=torch.device("cpu"), control=group, leaders=group, replica=group,
     )  # fmt: skip
-    config = WeightSyncConfig(timeout_s=timeout_s)
+    config = WeightSyncConfig(timeout_s=timeout_s, **settings)
     return FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
 
 
-class Policy:
+class Policy(OneSenderPerStage):
     """One tensor per bucket; both stages know all values, so that rank 0 can compare."""
 
     def __init__(self, rank, version):
@@ -63,7 +64,7 @@ def outcomes_of_faults(faults):
     each update came to, on rank 0."""
     rank = dist.get_rank()
     fleet = ScriptedFleet(3, TIMEOUT_S) if rank == 0 else None
-    sync = two_stages_sync(fleet, TIMEOUT_S)
+    sync = sync_of_two(fleet, TIMEOUT_S)
     outcomes = []
     for version, fault in enumerate(faults, start=1):
         if fleet:
@@ -106,7 +107,7 @@ def outcomes_of_joining(*turns):
     update came to, on rank 0: which engines have its weights, and which are away for what reason."""
     rank = dist.get_rank()
     fleet = ScriptedFleet(len(URLS), JOINING_LIMIT_S) if rank == 0 else None
-    sync = two_stages_sync(fleet, JOINING_LIMIT_S)
+    sync = sync_of_two(fleet, JOINING_LIMIT_S)
 
     def outcome_of(update, version):
         policy = Policy(rank, version)
@@ -135,3 +136,64 @@ def test_engines_that_join_at_once_meet_all_stages_in_whatever_order():
     """Each stage waits for all of them at a time, and what it calls an engine's group is with that engine."""
     outcomes, _ = run_distributed(outcomes_of_joining, 2, URLS, URLS[::-1], timeout_s=120)
     assert outcomes == [(URLS, {}), (URLS, {}), (URLS[1:], {URLS[0]: "scripted"})]
+
+
+class OneMatrix:
+    """A bf16 matrix, of which each version changes one row; every replica sends it whole."""
+
+    def __init__(self, version):
+        self.matrix = torch.zeros(100, 30, dtype=torch.bfloat16)
+        for row in range(version + 1):
+            self.matrix[row] = row + 1
+        self._specs = (WeightSpec("w", torch.bfloat16, (100, 30)),)
+
+    def planned_shares(self, bucket_bytes):
+        return [[WeightBucket(0, self._specs, None, False)]]
+
+    def shares(self, bucket_bytes, replicas):
+        tensors = [self.matrix] if dist.get_rank() in replicas else None
+        yield WeightBucket(0, self._specs, tensors, False)
+
+
+def changes_by_replica():
+    """Delta sync of two replicas with three engines. e1, the second replica's only one, dies and comes back. What each
+    update came to, on rank 0: who has exactly the weights, and bytes and balance."""
+    rank = dist.get_rank()
+    fleet = ScriptedFleet(3, TIMEOUT_S) if rank == 0 else None
+    sync = sync_of_two(fleet, TIMEOUT_S, "data", full_every=20)
+    outcomes = []
+
+    def update(version, push):
+        policy = OneMatrix(version)
+        metrics = push(policy, version)
+        if fleet:
+            engines = fleet.engines.items()
+            exact = [url[-2:] for url, engine in engines if torch.equal(engine.weights["w"], policy.matrix)]
+            sent = [metrics["weight_sync/bytes"], metrics["weight_sync/sender_balance"]]
+            outcomes.append((exact, *sent, metrics.get("weight_sync/changed_share")))
+
+    if fleet:
+        fleet.without_plugin = set()
+    update(0, sync.push)
+    update(1, sync.push)
+    if fleet:
+        fleet.engines[URLS[1]].faults["update", 1] = "die"
+    update(2, sync.push)
+    update(3, sync.push)  # Nobody is left in the second replica.
+    if fleet:
+        fleet.return_all()
+        fleet.engines[URLS[1]].weights.clear()
+    update(3, sync.push_to_outdated)
+    update(4, sync.push)
+    return outcomes
+
+
+def test_each_replica_sends_its_own_engines_what_they_lack():
+    outcomes, _ = run_distributed(changes_by_replica, 2, timeout_s=120)
+    everyone, first = ["e0", "e1", "e2"], ["e0", "e2"]
+    assert [exact for exact, *_ in outcomes] == [everyone, everyone, first, first, everyone, everyone]
+    full = [num_bytes > 100 * 30 * 2 for _, num_bytes, *_ in outcomes]
+    assert full == [True, False, False, False, True, False], "only the engine that came back needs everything"
+    balances = [balance for _, _, balance, _ in outcomes]
+    assert balances == pytest.approx([4 / 3, 4 / 3, 4 / 3, 2, 2, 4 / 3])
+    assert [share for *_, share in outcomes] == pytest.approx([None, 0.01, 0.01, 0.01, None, 0.01])

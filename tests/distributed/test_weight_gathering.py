@@ -1,4 +1,5 @@
-"""Weights gathered from any layout are exact on every leader, and every byte travels at most once to each."""
+"""Weights gathered from any layout are exact on every leader and in every engine. Every byte travels at most once to
+each leader, and all processes have about the same number to send."""
 
 import weakref
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from dapo_mega.config import ModelConfig, ParallelConfig
+from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
 from dapo_mega.megatron import gathering
 from dapo_mega.megatron.megatron_policy import ScoringModel
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+from tests.unit.weight_sync.scripted_engines import ScriptedFleet
 
 from .launching import run_distributed
 from .tiny import make_model, make_moe_model
@@ -49,7 +53,19 @@ CASES = {
     "tp2_ep2_etp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}, "model": "experts"},
     "bf16_ep2_with_float32_norms": {"parallel": {"expert": 2}, "model": "experts", "dtype": "bf16", "mixed": True},
 }
+WITH_ENGINES = (
+    "pp2_tied",
+    "tp2_vpp2x2",
+    "cp2",
+    "tp2_cp2",
+    "dp4",
+    "bf16_tp2_pp2_with_float32_norms",
+    "vpp2x2_ep2",
+    "tp2_ep4",
+)
+URLS = [f"http://e{number}" for number in range(4)]
 BUCKET_BYTES = 1 << 17
+SHARE_BYTES = 1 << 15  # So that every process has several buckets.
 
 
 def run_cases(cases):
@@ -89,9 +105,13 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
+    shares = [check_shares(gatherer, replicas, expected, processes) for replicas in ([0], range(processes.data_size))]
+    engines = check_engines(gatherer, expected, processes) if case.get("engines") else []
     parallel_state.destroy_model_parallel()
     return {
         "stages": stages,
+        "shares": shares,
+        "engines": engines,
         "all_exact": int(total[0]) == processes.world_size,
         "bytes_sent": int(total[1]),
         "minimum": int(total[2]),
@@ -141,6 +161,78 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     }
 
 
+def check_shares(gatherer, replicas, expected, processes):
+    """What rank 0 finds over all processes when these replicas share the buckets."""
+    planned = gatherer.planned_shares(SHARE_BYTES)
+    transfers = watch_transfers(gatherer)
+    replica_size = processes.tensor_size * processes.context_size
+    place = processes.rank % replica_size
+    data, as_planned, most_alive = {}, True, 0
+    next(gatherer.shares(SHARE_BYTES, replicas))  # Closed early, by all processes after the same round.
+    first = len(transfers)
+    for number, bucket in enumerate(gatherer.shares(SHARE_BYTES, replicas)):
+        if bucket:
+            data |= {name: tensor.clone() for name, tensor in bucket}
+        specs = bucket.specs if bucket and bucket.tensors is not None else None
+        alone = [b.specs for b in planned[number] if (b.stage, b.place) == (processes.pipeline_rank, place)]
+        as_planned &= [specs] == (alone or [None]) if processes.data_rank in replicas else specs is None
+        alive = sum(transfer() is not None for transfer in transfers[first:])
+        most_alive = max(most_alive, alive - max(map(len, planned)))
+        del bucket
+    is_exact = all(expected[name].dtype == t.dtype and torch.equal(expected[name], t) for name, t in data.items())
+    num_bytes = sum(tensor.nbytes for tensor in data.values())
+    mine = (processes.data_rank, processes.pipeline_rank, list(data), is_exact, as_planned, num_bytes, most_alive)
+    everyones: list = [None] * processes.world_size
+    dist.all_gather_object(everyones, mine, group=processes.control)
+    shares = {}
+    for replica, stage, *_, num_bytes, _ in everyones:
+        shares.setdefault((replica, stage), []).append(num_bytes)
+    sending = [each for (replica, _), each in shares.items() if replica in replicas]
+    return {
+        "exact": all(each[3] for each in everyones),
+        "as_planned": all(each[4] for each in everyones),
+        "complete": all(
+            sorted(name for each in everyones if each[0] == replica for name in each[2])
+            == (sorted(expected) if replica in replicas else [])
+            for replica in range(processes.data_size)
+        ),
+        "imbalance": max(max(each) * len(each) / sum(each) for each in sending),
+        "most_alive": max(each[6] for each in everyones),
+    }
+
+
+def check_engines(gatherer, expected, processes):
+    """Three updates of four engines: one dies in the middle of the first and is alone in the second. On rank 0, which
+    engines have the weights after each, which are away, and the metrics."""
+    fleet = ScriptedFleet(4, 60.0) if processes.rank == 0 else None
+    config = WeightSyncConfig(timeout_s=60, bucket_mib=SHARE_BYTES / 2**20)
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    outcomes = []
+    for version, push in enumerate((sync.push, sync.push_to_outdated, sync.push)):
+        if fleet:
+            fleet.return_all()
+            fleet.without_plugin = set(fleet.engines) if version == 2 else set()
+            engine = fleet.engines["http://e1"]
+            engine.faults = {("update", 4): "die"} if version == 0 else {}
+            for each in [engine] if version == 1 else fleet.engines.values():
+                each.weights.clear()
+        metrics = push(gatherer, version)
+        if fleet:
+            exact = [url for url, each in fleet.engines.items() if same_bytes(each.weights, expected)]
+            outcomes.append((exact, list(fleet.away), metrics))
+    sync.close()
+    if fleet:
+        fleet.close()
+    return outcomes
+
+
+def same_bytes(got, expected):
+    return got.keys() == expected.keys() and all(
+        got[name].dtype == tensor.dtype and torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in expected.items()
+    )
+
+
 def watch_transfers(gatherer):
     """References to all transfers from now on, which do not keep their memory."""
     start = gatherer._start
@@ -164,8 +256,14 @@ def reports(tmp_path_factory):
         "experts": make_moe_model(folder / "experts"),
     }
     cases = [
-        {"dtype": "fp32", "bucket_bytes": BUCKET_BYTES, **case, "model": str(models[case.get("model", "untied")])}
-        for case in CASES.values()
+        {
+            "dtype": "fp32",
+            "bucket_bytes": BUCKET_BYTES,
+            **case,
+            "model": str(models[case.get("model", "untied")]),
+            "engines": name in WITH_ENGINES,
+        }
+        for name, case in CASES.items()
     ]
     return dict(zip(CASES, run_distributed(run_cases, 4, cases, timeout_s=240)[0], strict=True))
 
@@ -193,6 +291,27 @@ def test_leaders_get_their_tensors_in_buckets_that_all_can_describe(reports, nam
     assert stages["largest"] <= BUCKET_BYTES // 2
     assert stages["most_transfers"] <= 2, "the memory of a bucket that was read must be free before the next but one"
     assert stages["not_copied"] > 0, "tensors that need no gathering should be the model's own memory"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_processes_of_a_replica_share_its_weights_equally(reports, name):
+    """Whether one replica sends or all of them."""
+    for shares in reports[name]["shares"]:
+        assert shares["exact"]
+        assert shares["complete"]
+        assert shares["as_planned"]
+        assert shares["imbalance"] <= 1.1
+        assert shares["most_alive"] <= 1, "beside the next round, a process has the bucket that it sends"
+
+
+@pytest.mark.parametrize("name", WITH_ENGINES)
+def test_engines_of_all_replicas_get_the_same_bytes_from_all_processes(reports, name):
+    first, second, third = reports[name]["engines"]
+    assert (first[0], first[1]) == ([URLS[0], *URLS[2:]], URLS[1:2]), "one died in the middle"
+    assert second[:2] == (URLS, [])
+    assert third[:2] == (URLS, [])
+    assert second[2]["weight_sync/bytes"] == third[2]["weight_sync/bytes"] == first[2]["weight_sync/bytes"]
+    assert 1 <= third[2]["weight_sync/sender_balance"] <= 1.1
 
 
 def test_down_projections_that_an_engine_fuses_are_never_in_two_buckets():

@@ -34,17 +34,17 @@ def fatal_tensors() -> Iterator[torch.Tensor]:
 
 
 def make_an_update_fatal() -> None:
-    stage_weights = MegatronPolicy.stage_weights
+    shares = MegatronPolicy.shares
     num_updates = 0
 
-    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[WeightBucket]:
+    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[WeightBucket | None]:
         nonlocal num_updates
         num_updates += 1
-        for number, bucket in enumerate(stage_weights(policy, *arguments), 1):
+        for number, bucket in enumerate(shares(policy, *arguments), 1):
             is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
-            yield replace(bucket, tensors=fatal_tensors()) if is_fatal else bucket
+            yield replace(bucket, tensors=fatal_tensors()) if bucket and is_fatal else bucket
 
-    MegatronPolicy.stage_weights = fatal
+    MegatronPolicy.shares = fatal
 
 
 if __name__ == "__main__":

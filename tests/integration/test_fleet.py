@@ -327,20 +327,20 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
 
 def run_losing_an_engine(training_run, engines, fault):
     """Train to the end, with the fault at the second engine in the middle of the update after step 2."""
-    stage_weights = training_run.policy.stage_weights
+    shares = training_run.policy.shares
 
     def interrupted(*arguments):
-        for number, bucket in enumerate(stage_weights(*arguments)):
+        for number, bucket in enumerate(shares(*arguments)):
             if training_run.step == 2 and number == 3:
                 signal_engine(engines, 1, fault)
             yield bucket
 
-    training_run.policy.stage_weights = interrupted
+    training_run.policy.shares = interrupted
     wait_for_both_engines(training_run)
     try:
         records = run(training_run)
     finally:
-        training_run.policy.stage_weights = stage_weights
+        training_run.policy.shares = shares
     assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
     assert records[1]["time/weight_sync_s"] < 60
     assert call(engines.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":3")

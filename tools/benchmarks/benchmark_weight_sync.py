@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -179,10 +179,15 @@ class _Policy:
         yield from self._gatherer.buckets(bucket_bytes)
 
     def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        self.sizes = []
-        for bucket in self._gatherer.buckets(bucket_bytes, per_stage=True):
-            self.sizes.append(bucket.num_bytes)
-            yield bucket
+        yield from self._gatherer.buckets(bucket_bytes, per_stage=True)
+
+    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        rounds: list[list[WeightBucket]] = self._gatherer.planned_shares(bucket_bytes)
+        self.sizes = [bucket.num_bytes for buckets in rounds for bucket in buckets]
+        return rounds
+
+    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
+        yield from self._gatherer.shares(bucket_bytes, replicas)
 
 
 def _measure(policy: _Policy, sync: FleetWeightSync, bucket_mib: float, num_rounds: int) -> str:

@@ -100,6 +100,12 @@ def checksum(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
+def differing(new: Tensor, held: Tensor) -> Tensor:
+    """Where the bits of two tensors of one dtype and shape differ, bool in that shape."""
+    bits = _BITS[new.dtype.itemsize]
+    return new.view(bits) != held.view(bits)
+
+
 def find_changes(new: Tensor, held: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """(places [n] int32, values [n]) where the bits of `new` and `held` differ; (None, all values) if that is smaller
     or `held` is None."""
@@ -107,8 +113,7 @@ def find_changes(new: Tensor, held: Tensor | None) -> tuple[Tensor | None, Tenso
     can_have_places = new.is_floating_point() and 1 < new.numel() <= torch.iinfo(torch.int32).max
     if held is None or not can_have_places:
         return None, new
-    bits = _BITS[new.dtype.itemsize]
-    places = (new.view(bits) != held.view(bits)).flatten().nonzero().flatten().int()
+    places = differing(new, held).flatten().nonzero().flatten().int()
     if places.nbytes + len(places) * new.dtype.itemsize >= new.nbytes:
         return None, new
     return places, new.flatten()[places]

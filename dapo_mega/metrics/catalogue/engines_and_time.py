@@ -122,7 +122,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
     Metric(
         "weight_sync/bytes",
         "bytes",
-        "What the trainer sent, of all pipeline stages, counted once for all engines.",
+        "What an engine got of all pipeline stages; the most of any engine.",
         "the size of the weights in the engines' dtype; far less between full updates of delta sync",
         "always the full size with delta sync",
         "no engine can decode changes: install `dapo_mega` beside SGLang",
@@ -136,6 +136,26 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "falls",
         "check the network between trainer and engines",
         better="higher",
+    ),
+    Metric(
+        "weight_sync/changed_share",
+        "share",
+        "Share of the weights' bytes that have changed in the engines' dtype since the update before; absent for full "
+        "updates and without delta sync.",
+        "falls with the learning rate: 0.01 to 0.3",
+        "above 1/3: an update between full ones sends as much as a full one",
+        "set `weight_sync.full_every=1`",
+        better="lower",
+    ),
+    Metric(
+        "weight_sync/sender_balance",
+        "ratio",
+        "Bytes that the busiest process of the trainer sent over the mean of all processes; with "
+        "`weight_sync.transport=distributed`.",
+        "1 to 1.1",
+        "above: the engines are fewer than the replicas or no multiple of them, or the weights have few buckets",
+        "start as many engines as replicas, or a multiple; lower `weight_sync.bucket_mib`",
+        better="lower",
     ),
     Metric(
         "weight_sync/engines",

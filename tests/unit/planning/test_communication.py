@@ -110,7 +110,26 @@ def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
     assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
 
 
-def test_a_stages_leader_sends_its_weights_to_every_engine():
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "num_engines", "num_bytes"),
+    [
+        ({}, 8, 1, 2000),  # The engine gets everything,
+        ({}, 8, 8, 2000),  # as each of eight does from a replica of its own.
+        ({}, 8, 9, 4000),
+        ({"pipeline": 2, "context": 2}, 8, 8, 2000),  # Four engines for each replica of four processes.
+        ({"pipeline": 2, "context": 2}, 8, 10, 2500),
+        ({"tensor": 4, "sequence": True}, 4, 4, 500 * (4 + 0.75)),  # A process has a quarter of what it sends.
+    ],
+)
+def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, num_bytes):
+    rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
+    config = RunConfig.model_validate({**RUN, "rollout": rollout, "parallel": parallel})
+    work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
+    traffic = step_traffic(work, "local", num_parameters=1000, num_engines=num_engines)
+    assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == num_bytes
+
+
+def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():
     sent = {}
     for transport in ("distributed", "disk", "tensor"):
         rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}

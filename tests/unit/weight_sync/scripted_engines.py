@@ -7,7 +7,8 @@ import io
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,20 @@ torch.multiprocessing.set_sharing_strategy("file_system")
 named_tensors = pickle.loads(base64.b64decode(sys.stdin.read()))
 torch.save({name: tensor.clone() for name, tensor in named_tensors}, sys.stdout.buffer)
 """
+
+
+class OneSenderPerStage:
+    """A policy that has `stage_weights`, on a trainer of one process per pipeline stage."""
+
+    def planned_shares(self, bucket_bytes):
+        stages = {}
+        for bucket in self.stage_weights(bucket_bytes):
+            stages.setdefault(bucket.stage, []).append(replace(bucket, tensors=None))
+        return [[bucket for bucket in buckets if bucket] for buckets in zip_longest(*stages.values())]
+
+    def shares(self, bucket_bytes, replicas):
+        assert replicas == [0]
+        yield from (bucket for bucket in self.stage_weights(bucket_bytes) if bucket.tensors is not None)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_a_flat_bucket_is_one_run_of_bytes():
     (piece,) = encoded.pieces
     got = unpacked(piece, encoded.specs)
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(got, tensors.values(), strict=True))
-    assert (encoded.stage, encoded.load_format, encoded.is_last) == (1, "flattened_bucket", True)
+    assert (encoded.stage, encoded.load_format) == (1, "flattened_bucket")
 
 
 def test_large_tensors_are_pieces_and_small_neighbours_share_one():

@@ -1,6 +1,5 @@
 """A fleet gets complete weights whatever single engines do, and a failed engine is named, left out and taken back."""
 
-import asyncio
 import math
 from types import SimpleNamespace
 
@@ -19,14 +18,14 @@ from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
-from tests.unit.weight_sync.scripted_engines import ScriptedEngine, ScriptedFleet
+from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
 
 TIMEOUT_S = 1.5
 LOCAL_URL = "http://127.0.0.1:30000"
 URLS = ["http://e0", "http://e1", "http://e2"]
 
 
-class Policy:
+class Policy(OneSenderPerStage):
     """Three buckets whose values are those of the version."""
 
     def __init__(self):
@@ -182,21 +181,6 @@ def test_an_engine_that_cannot_be_compared_fails_the_update(agreeing, fleet, fau
     assert not fleet.disagreeing
 
 
-def test_a_call_waits_in_an_engine_that_loads_the_bucket_before(sync, fleet):
-    engine = fleet.engines[URLS[0]]
-    receive = engine.update_weights_from_distributed
-
-    async def load_until_the_next_call_is_there(**arguments):
-        await receive(**arguments)
-        num_received = len(engine.versions)
-        while engine.num_buckets == num_received < 3:
-            await asyncio.sleep(0.01)
-
-    engine.update_weights_from_distributed = load_until_the_next_call_is_there
-    assert sync.push(Policy().advance(), 1)["weight_sync/engines"] == 3
-    assert [version for version, _ in engine.versions] == [None, None, "1"]
-
-
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Every tensor is a piece."""
@@ -291,7 +275,7 @@ def delta_sync(processes, fleet):
     sync.close()
 
 
-class SlowlyChanging:
+class SlowlyChanging(OneSenderPerStage):
     """One bf16 matrix of which each version changes one row."""
 
     def __init__(self):
@@ -313,10 +297,13 @@ FULL, DELTA = 100 * 30 * 2, 30 * (4 + 2)
 
 def test_between_full_updates_engines_get_only_what_has_changed(delta_sync, fleet):
     policy = SlowlyChanging()
-    sizes = []
+    sizes, shares = [], []
     for version in range(1, 8):
-        sizes.append(delta_sync.push(policy.advance(), version)["weight_sync/bytes"])
+        metrics = delta_sync.push(policy.advance(), version)
+        sizes.append(metrics["weight_sync/bytes"])
+        shares.append(metrics.get("weight_sync/changed_share"))
         assert holders(fleet, policy) == URLS
+    assert shares == [None, 0.01, 0.01, None, 0.01, 0.01, None]
     assert [size > FULL for size in sizes] == [True, False, False, True, False, False, True]
     assert all(DELTA <= size < DELTA + 100 for size in sizes if size < FULL)
 
