@@ -110,12 +110,19 @@ def test_a_stop_token_ends_a_response_although_no_tokenizer_is_loaded(two_engine
     assert len(answer["output_ids"]) == 1
 
 
+def listening(process):
+    """What the process listens on, as address:port."""
+    sockets = process.net_connections(kind="inet")
+    return [f"{c.laddr.ip}:{c.laddr.port}" for c in sockets if c.status == psutil.CONN_LISTEN]
+
+
 def test_engines_listen_on_the_given_interface_and_hide_their_key(two_engines):
     launcher = two_engines.launcher
     for url in launcher.urls:
         main = psutil.Process(launcher.pid(url))
-        listening = [c.laddr for c in main.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
-        assert [(address.ip, f"http://127.0.0.1:{address.port}") for address in listening] == [("127.0.0.1", url)]
+        assert [f"http://{address}" for address in listening(main)] == [url]
+        elsewhere = [address for process in main.children(recursive=True) for address in listening(process)]
+        assert all(address.startswith("127.0.0.1:") for address in elsewhere), elsewhere
     for process in launcher.processes()[1:]:
         assert API_KEY not in " ".join(process.cmdline())
         assert API_KEY not in process.environ().values()

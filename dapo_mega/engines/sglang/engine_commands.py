@@ -37,6 +37,7 @@ _OURS = {
     *("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size"),
     *("--config", "--api-key", "--admin-api-key"),
 }
+_OF_SEVERAL_MACHINES = {"--nnodes", "--dist-init-addr", "--nccl-init-addr"}
 _INSPECTION = """
 import importlib.metadata, torch
 importlib.metadata.version("sglang")
@@ -173,6 +174,17 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
         variables.setdefault("TORCHDYNAMO_DISABLE", "1")
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return variables
+
+
+def store_variables(node: Node, engine: int, store: Path) -> dict[str, str]:
+    """Environment variables with which the engine's processes find each other by the new file `store`. By default torch
+    lets them meet at a port, which listens on all interfaces of the machine.
+    """
+    if not _OF_SEVERAL_MACHINES.isdisjoint(argument.partition("=")[0] for argument in node.extra):
+        return {}
+    # On some CPUs SGLang names the memory that an engine's processes share by the place where they meet.
+    names = {} if node.gpus else {"MASTER_ADDR": node.host, "MASTER_PORT": str(node.port + engine)}
+    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{store.resolve()}", **names}
 
 
 def router_command(node: Node, port: int) -> list[str]:

@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dapo_mega.distributed.programs import ProcessGroup, last_line
-from dapo_mega.engines.sglang.engine_commands import Node, command, environment, router_command, router_environment
+from dapo_mega.engines.sglang.engine_commands import (
+    Node,
+    command,
+    environment,
+    router_command,
+    router_environment,
+    store_variables,
+)
 from dapo_mega.engines.sglang.registry import Registration, announce
 from dapo_mega.errors import FleetError
 
@@ -81,6 +89,7 @@ class Engine:
         self._options = options
         self._group: ProcessGroup | None = None
         self._watch: HealthWatch | None = None
+        self._folder: TemporaryDirectory[str] | None = None
         self._started = 0.0
         self._start_at = 0.0
         self._has_served = False
@@ -124,7 +133,9 @@ class Engine:
             self._group.end(deadline)
         if self._watch is not None:
             self._watch.end()
-        self._group = self._watch = self.registration = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._group = self._watch = self.registration = self._folder = None
 
     def restart_if_silent(self) -> None:
         """Restart an engine that the trainer reports as hung if it answers no probe here either."""
@@ -132,7 +143,9 @@ class Engine:
             self._handle_end("is hung, says the trainer, and answers no probe")
 
     def _start(self) -> None:
+        self._folder = TemporaryDirectory(prefix="dapo_mega_engine_", ignore_cleanup_errors=True)
         variables = environment(self._node, self._index, os.environ)
+        variables |= store_variables(self._node, self._index, Path(self._folder.name) / "store")
         variables.pop(self._options.api_key_env, None)
         with _key_on_a_pipe(self._options.api_key, self.log.with_suffix(".yaml")) as (pipe, path):
             self._group = ProcessGroup(command(self._node, self._index, path), variables, self.log, [pipe])

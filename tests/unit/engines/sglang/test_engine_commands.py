@@ -23,6 +23,7 @@ from dapo_mega.engines.sglang.engine_commands import (
     router_environment,
     sglang_gpus,
     share_of_gpus,
+    store_variables,
 )
 from dapo_mega.errors import InputError
 from tests.distributed.launching import free_port
@@ -64,6 +65,16 @@ def test_engines_on_the_cpu_have_cores_of_their_own_if_there_are_enough(monkeypa
     assert "TORCHDYNAMO_DISABLE" not in environment(replace(node, tp_size=1), 0, {})
     assert "TORCHDYNAMO_DISABLE" not in environment(NODE, 0, {})
     assert environment(node, 0, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_an_engine_of_one_machine_opens_no_port_for_its_own_processes(tmp_path):
+    name = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+    store = tmp_path / "a folder" / "store"
+    assert store_variables(NODE, 0, store) == {name: f"file://{tmp_path}/a folder/store"}
+    on_cpu = replace(NODE, gpus=())
+    assert store_variables(on_cpu, 1, store)["MASTER_PORT"] == "30001"
+    for extra in (("--nnodes", "2"), ("--nnodes=2",), ("--dist-init-addr", "10.0.0.7:5000")):
+        assert store_variables(replace(NODE, extra=extra), 0, store) == {}
 
 
 def test_a_colocated_engine_numbers_its_gpus_as_the_trainer_does():
