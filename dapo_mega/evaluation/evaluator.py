@@ -14,6 +14,7 @@ from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
+from dapo_mega.rollout.sources import label_of, source_labels
 from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
 
 # Evaluation requests have ids apart from training's, and the same ids (so the same seeds) in every evaluation: two
@@ -73,6 +74,7 @@ class Evaluator:
         self._num_examples = num_examples
         self._config = config
         self._prompts = prompts
+        self._labels = source_labels(prompts)
         self._scorer = scorer
         self._seed = seed
         self._results: list[EvaluatedResponse] = []
@@ -113,6 +115,7 @@ class Evaluator:
                 by_prompt[self._place(response)].append(scored)
         self.examples = self._examples(by_prompt)
         metrics = self._summary([responses for responses in by_prompt if responses])
+        metrics |= self._of_sources(by_prompt)
         metrics["evaluation/failed"] = float(len(requests) - len(answered))
         metrics["evaluation/unscored"] = float(len(answered) - sum(map(len, by_prompt)))
         if answered:
@@ -137,6 +140,26 @@ class Evaluator:
         """The responses of the last evaluation, in the order of requests; empty at a second call."""
         results, self._results = self._results, []
         return results
+
+    def _of_sources(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
+        """Share of the prompts with a scored response, their avg@k and mean length, for each of several sources."""
+        found: dict[str, list[Sequence[ScoredResponse]]] = {}
+        for prompt, responses in zip(self._prompts, by_prompt, strict=True):
+            if responses and (label := label_of(prompt, self._labels)):
+                found.setdefault(label, []).append(responses)
+        num_prompts = sum(map(len, found.values()))
+        metrics: dict[str, float] = {}
+        for label, answered in found.items():
+            everything = [scored for responses in answered for scored in responses]
+            metrics[f"evaluation/share_{label}"] = len(answered) / num_prompts
+            metrics[f"evaluation/response_length_mean_{label}"] = float(
+                np.mean([len(scored.response.token_ids) for scored in everything])
+            )
+            if all(scored.correct is not None for scored in everything):
+                metrics[f"evaluation/avg_at_k_{label}"] = float(
+                    np.mean([np.mean([scored.correct for scored in responses]) for responses in answered])
+                )
+        return metrics
 
     def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
         metrics = {"evaluation/k": float(self._config.samples_per_prompt)}

@@ -33,12 +33,17 @@ def source_labels(prompts: Sequence[Prompt]) -> Mapping[Source, str]:
     return {pair: _label(names[pair]) if pair in named else _OTHERS for pair in ranked}
 
 
+def label_of(prompt: Prompt, labels: Mapping[Source, str]) -> str | None:
+    """The name in metrics of the prompt's source, if it has one."""
+    return labels.get(_source(prompt))
+
+
 def metrics_of_sources(groups: Sequence[Group], labels: Mapping[Source, str]) -> dict[str, float]:
     """Share of the groups, accuracy and mean length of the responses, for each source that has a label."""
     by_label: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        if (source := _source(group.prompt)) in labels:
-            by_label[labels[source]].append(group)
+        if label := label_of(group.prompt, labels):
+            by_label[label].append(group)
     metrics: dict[str, float] = {}
     for label, members in by_label.items():
         scored = [response for group in members for response in group.responses]

@@ -91,6 +91,23 @@ EVALUATIONS: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "evaluation/avg_at_k_<name>",
+        "share",
+        "avg@k of the prompts of one source. This and the next two are recorded if the prompts have several sources, "
+        "with the names of `source/...`.",
+        "rises for every source",
+        "one falls while others rise: the policy forgets it",
+        "raise its weight in `data.mixture`",
+        better="higher",
+    ),
+    Metric(
+        "evaluation/response_length_mean_<name>",
+        "tokens",
+        "Mean length of the responses to prompts of one source.",
+        "as `evaluation/response_length_mean`",
+    ),
+    Metric("evaluation/share_<name>", "share", "The part of the prompts that are of this source.", "constant"),
+    Metric(
         "evaluation/unfinished",
         "responses",
         "Of the failed responses, those that were unfinished when the evaluation ended: at `evaluation.limit_s`, or "
