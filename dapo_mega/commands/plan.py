@@ -5,6 +5,7 @@ dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpu
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml --scaling 16:4096 --output scaling.png
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier --timelines simulated
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
@@ -15,6 +16,7 @@ The model's weights need not be here: model.architecture (a config.json) is enou
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -35,6 +37,8 @@ from dapo_mega.planning.report import division_lines, proposal_lines, report
 from dapo_mega.planning.step_time import Machine
 from dapo_mega.samples.files import file_of, samples_folder, stored_files
 from dapo_mega.samples.reading import read_account
+from dapo_mega.simulation.scaling import doublings, scale, scaling_lines
+from dapo_mega.simulation.scaling_picture import draw_scaling
 from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
@@ -56,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_once(line)
     if options.total_gpus is not None:
         _print_divisions(config, given, arch, options, assumptions)
+        return
+    if options.scaling:
+        _print_scaling(config, arch, options, assumptions, measured)
         return
     if options.propose:
         _print_proposals(config, given, arch, world_size, assumptions)
@@ -84,6 +91,54 @@ def _print_divisions(
     divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
     for line in division_lines(divisions, options.total_gpus, given, options.rounds):
         print_once(line)
+
+
+def _print_scaling(
+    config: RunConfig,
+    arch: Architecture,
+    options: argparse.Namespace,
+    assumptions: Assumptions,
+    measured: MeasuredRun | None,
+) -> None:
+    output: Path = options.output or Path("scaling.png")
+    points = []
+    for point in scale(config, arch, _scaled_sizes(options), assumptions, _assumed(options, measured)):
+        print_once(f"{point.num_gpus} GPUs, {point.form}: {point.steps_per_hour:.3g} steps/hour")
+        points.append(point)
+    for line in scaling_lines(points, config):
+        print_once(line)
+    draw_scaling(points, f"{options.config.stem}: {config.batch.groups_per_step} groups a step, simulated", output)
+    print_once(f"picture: {output}")
+
+
+def _scaled_sizes(options: argparse.Namespace) -> list[int]:
+    """The numbers of GPUs of --scaling."""
+    match = re.fullmatch(r"(\d+):(\d+)", options.scaling)
+    if not match:
+        raise InputError(f"--scaling={options.scaling} must be FIRST:LAST, two numbers of GPUs, such as 16:4096")
+    return doublings(int(match[1]), int(match[2]), options.gpus_per_node)
+
+
+def _check_scaling(options: argparse.Namespace) -> None:
+    """Refuse what --scaling decides itself, and a picture that cannot be written."""
+    if options.scaling is None:
+        if options.output:
+            raise InputError("--output is the picture of --scaling; add --scaling FIRST:LAST, or leave it out")
+        return
+    given = {
+        "--gpus": options.gpus,
+        "--engine-gpus": options.engine_gpus,
+        "--propose": options.propose,
+        "--total-gpus": options.total_gpus,
+        "--simulate": options.simulate,
+    }
+    for name, value in given.items():
+        if value:
+            raise InputError(f"--scaling divides the GPUs and simulates by itself; leave {name} out")
+    _scaled_sizes(options)
+    output: Path = options.output or Path("scaling.png")
+    if output.suffix.lower() != ".png" or not output.absolute().parent.is_dir():
+        raise InputError(f"--output {output} must be a file that ends in .png, in a folder that exists")
 
 
 def _gpus_of(run_dir: Path) -> int:
@@ -137,6 +192,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
     parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
     parser.add_argument(
+        "--scaling",
+        metavar="FIRST:LAST",
+        help="plan and simulate on FIRST GPUs in total, twice as many and so on until LAST instead, and draw a picture",
+    )
+    parser.add_argument("--output", type=Path, help="PNG file of --scaling (default: scaling.png)")
+    parser.add_argument(
         "--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took"
     )
     parser.add_argument(
@@ -182,6 +243,7 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     for name, value in vars(options).items():
         if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
+    _check_scaling(options)
     _check_total(options)
     _check_simulated(options)
     _check_engines(options, config)
@@ -234,8 +296,10 @@ def _check_simulated(options: argparse.Namespace) -> None:
     if options.timelines and options.timelines.exists() and not options.timelines.is_dir():
         raise InputError(f"--timelines {options.timelines} is no folder; give a folder or a new name")
     for name in ("engine_failures_per_hour", "engine_restart_s"):
-        if getattr(options, name) and not options.simulate:
-            raise InputError(f"--{name.replace('_', '-')} is of --simulate; add --simulate, or leave it out")
+        if getattr(options, name) and not (options.simulate or options.scaling):
+            raise InputError(
+                f"--{name.replace('_', '-')} is of --simulate and --scaling; add one of them, or leave it out"
+            )
     if options.engine_restart_s and not options.engine_failures_per_hour:
         raise InputError("--engine-restart-s needs engines that die; add --engine-failures-per-hour, or leave it out")
     if options.kept_share and options.kept_share > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -67,12 +67,20 @@ def divide(
     Of the layouts that a division's trainer may have the fastest is kept, with engines of every size that divides
     their GPUs, or of `assumptions.engine_tensor`.
     """
-    found = [*_in_turns(config, arch, num_gpus, assumptions, num_rounds)]
-    found += _side_by_side(config, arch, num_gpus, assumptions, num_rounds)
+    found = [*in_turns(config, arch, num_gpus, assumptions, num_rounds)]
+    unit = machine_size(num_gpus, assumptions)
+    trainers = range(unit, num_gpus, unit)
+    found += side_by_side(config, arch, num_gpus, assumptions, num_rounds, trainers)
     return sorted(found, key=lambda division: division.seconds)
 
 
-def _in_turns(
+def machine_size(num_gpus: int, assumptions: Assumptions) -> int:
+    """The GPUs by which so many are divided: a machine's, if they are of several."""
+    gpus_per_node = assumptions.machine.gpus_per_node
+    return gpus_per_node if num_gpus > gpus_per_node else 1
+
+
+def in_turns(
     config: RunConfig, arch: Architecture, num_gpus: int, assumptions: Assumptions, num_rounds: float
 ) -> Iterator[Division]:
     """Engines asleep on the trainer's GPUs while it trains. Memory is shared within a machine only."""
@@ -86,13 +94,16 @@ def _in_turns(
         yield from sorted(divisions, key=lambda division: division.seconds)[:1]
 
 
-def _side_by_side(
-    config: RunConfig, arch: Architecture, num_gpus: int, assumptions: Assumptions, num_rounds: float
+def side_by_side(
+    config: RunConfig,
+    arch: Architecture,
+    num_gpus: int,
+    assumptions: Assumptions,
+    num_rounds: float,
+    trainers: Iterable[int],
 ) -> Iterator[Division]:
-    """Engines on GPUs of their own, which the trainer's layout does not change."""
-    gpus_per_node = assumptions.machine.gpus_per_node
-    unit = gpus_per_node if num_gpus > gpus_per_node else 1
-    for trainer_gpus in range(unit, num_gpus, unit):
+    """Engines on GPUs of their own, which the trainer's layout does not change; `trainers` are its GPUs to try."""
+    for trainer_gpus in trainers:
         engine_gpus = num_gpus - trainer_gpus
         trainer: Proposal | None = None
         # The largest engine first: where it does not fit, none does.

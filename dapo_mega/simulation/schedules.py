@@ -43,8 +43,8 @@ def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = N
     """
     config = plan.workload.config
     kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    costs = replace(_costs(plan), failures_per_hour=assumed.failures_per_hour, restart_s=assumed.restart_s)
-    workload = Workload(plan.workload.mean_response, assumed.spread, kept_share)
+    _check_engines(plan)
+    costs, workload = costs_of(plan, assumed), Workload(plan.workload.mean_response, assumed.spread, kept_share)
     yield (
         f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
         f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
@@ -56,14 +56,7 @@ def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = N
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for schedule, max_staleness in SCHEDULES:
-        try:
-            found = simulate(_scheduled(config, schedule, max_staleness), workload, costs, assumed.num_steps)
-        except StarvedError as error:
-            raise InputError(
-                f"algorithm.max_generation_rounds={config.algorithm.max_generation_rounds} rounds of "
-                f"{config.generation_groups} groups do not yield a step's {config.batch.groups_per_step} if "
-                f"{kept_share:g} of them are kept; raise --kept-share, batch.generation_groups or the rounds"
-            ) from error
+        found = simulated(config, (schedule, max_staleness), workload, costs, assumed.num_steps)
         if timelines:
             write_timeline(timelines / f"{schedule}_{max_staleness}", found.timeline)
         cells = _cells(found) + (_cells_of_failures(found) if costs.failures_per_hour else "")
@@ -92,28 +85,49 @@ def _about_failures(costs: Costs) -> str:
     )
 
 
-def _costs(plan: Estimate) -> Costs:
-    config = plan.workload.config
-    if config.rollout.placement != "fleet":
+def simulated(
+    config: RunConfig, schedule: tuple[str, int], workload: Workload, costs: Costs, num_steps: int
+) -> SimulatedRun:
+    """The run in a schedule with its `algorithm.max_staleness`. Raises InputError if no step gets its groups."""
+    try:
+        return simulate(_scheduled(config, *schedule), workload, costs, num_steps)
+    except StarvedError as error:
         raise InputError(
-            f"--simulate compares when a fleet's engines and the trainer work, and rollout.placement="
-            f"{config.rollout.placement} lets them take turns; add rollout.placement=fleet "
-            f"rollout.fleet.rendezvous=HOST:PORT"
-        )
-    if not plan.engine_fits or not plan.generation.rows:
-        raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
-    places = min(plan.generation.speed.places, config.rollout.fleet.requests_per_engine)
+            f"algorithm.max_generation_rounds={config.algorithm.max_generation_rounds} rounds of "
+            f"{config.generation_groups} groups do not yield a step's {config.batch.groups_per_step} if "
+            f"{workload.kept_share:g} of them are kept; raise --kept-share, batch.generation_groups or the rounds"
+        ) from error
+
+
+def costs_of(plan: Estimate, assumed: Assumed) -> Costs:
+    """What the plan's training, weights and engines cost. Its engines must fit."""
+    places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
     return Costs(
         training_s=plan.time.training,
         weights_s=plan.time.weights,
         num_engines=plan.engine.num_engines(plan.workload.placement.data_size),
         speed=replace(plan.generation.speed, places=places),
+        failures_per_hour=assumed.failures_per_hour,
+        restart_s=assumed.restart_s,
     )
+
+
+def _check_engines(plan: Estimate) -> None:
+    placement = plan.workload.config.rollout.placement
+    if placement != "fleet":
+        raise InputError(
+            f"--simulate compares when a fleet's engines and the trainer work, and rollout.placement={placement} lets "
+            "them take turns; add rollout.placement=fleet rollout.fleet.rendezvous=HOST:PORT"
+        )
+    if not plan.engine_fits or not plan.generation.rows:
+        raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
 
 
 def _scheduled(config: RunConfig, schedule: str, max_staleness: int) -> RunConfig:
     raw = config.model_dump()
-    raw["rollout"]["schedule"] = schedule
+    # Engines that take turns with the trainer are simulated as a fleet of the synchronous schedule.
+    raw["rollout"] |= {"placement": "fleet", "schedule": schedule}
+    raw["weight_sync"]["transport"] = "auto"
     raw["algorithm"]["max_staleness"] = max_staleness
     raw["weight_sync"]["in_flight"] = "continue"
     # Prompts and rewards are simulated.

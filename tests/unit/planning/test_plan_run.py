@@ -260,7 +260,7 @@ def test_gpus_of_several_machines_are_divided_by_machines(tool, capsys, small):
     ("arguments", "message"),
     [
         (["--total-gpus", "100"], "--total-gpus=100 is not a number of whole machines of 8 GPUs"),
-        (["--engine-failures-per-hour", "1"], "--engine-failures-per-hour is of --simulate; add --simulate"),
+        (["--engine-failures-per-hour", "1"], "--engine-failures-per-hour is of --simulate and --scaling; add one"),
         (["--total-gpus", "128", "--gpus", "64"], "proposes layouts itself; leave --gpus out"),
         (["parallel.tensor=3", "parallel.world_size=96"], "choose one of [1, 2, 4, 8]"),
         (["--gpus", "100"], "not a multiple of tensor 8 x pipeline 4 = 32"),

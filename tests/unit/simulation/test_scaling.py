@@ -1,0 +1,55 @@
+"""Plans and simulations from few to many GPUs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dapo_mega.commands import plan
+from dapo_mega.errors import InputError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SMALL = [
+    str(CONFIGS / "gsm8k-qwen2.5-0.5b-8gpu.yaml"),
+    f"model.architecture={CONFIGS / 'architectures' / 'qwen2.5-0.5b.json'}",
+    *("batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"),
+]
+
+
+def test_every_size_has_its_best_division_of_both_forms(capsys, tmp_path):
+    picture = tmp_path / "scaling.png"
+    plan.main([*SMALL, "--scaling", "4:17", "--simulated-steps", "1", "--output", str(picture)])
+    text = capsys.readouterr().out
+    assert "8 groups x 4 responses a step on any number of GPUs" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] != "|--"]
+    rows = [row for row in rows if len(row) == 8][1:]
+    assert [(int(row[0]), row[1]) for row in rows] == [
+        (size, form) for size in (4, 8, 16) for form in ("in turns, synchronous", "split, asynchronous")
+    ]
+    best = max(float(row[3]) / int(row[0]) for row in rows)
+    for row in rows:
+        trainer, engines, tensor = re.fullmatch(r"(\w+) \+ (\d+) of tensor (\d+)", row[2]).groups()
+        num_engine_gpus = int(engines) * int(tensor)
+        assert int(row[0]) == (num_engine_gpus if trainer == "all" else int(trainer) + num_engine_gpus)
+        assert float(row[4].strip("%")) == pytest.approx(100 * float(row[3]) / int(row[0]) / best, abs=1)
+    rates = [float(row[3]) for row in rows]
+    assert min(rates[-2:]) > max(rates[:2]), "more GPUs are faster"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scaling", "16"], r"--scaling=16 must be FIRST:LAST, two numbers of GPUs, such as 16:4096"),
+        (["--scaling", "64:16"], r"--scaling=64:16 must be FIRST:LAST with 2 or more GPUs, the smaller number first"),
+        (["--scaling", "12:96"], r"begins with 12 GPUs, which are no whole machines of 8 \(--gpus-per-node\)"),
+        (["--scaling", "8:16", "--simulate"], r"--scaling divides the GPUs and simulates by itself; leave --simulate"),
+        (["--scaling", "8:16", "--output", "x.pdf"], r"--output x.pdf must be a file that ends in .png, in a folder"),
+        (["--output", "x.png"], r"--output is the picture of --scaling; add --scaling FIRST:LAST"),
+        (["--scaling", "2:4", "--gpu-memory-gib", "6"], r"on 2, 4 GPUs no division between trainer and engines fits"),
+    ],
+)
+def test_what_cannot_be_scaled_is_one_line(arguments, message):
+    with pytest.raises(InputError, match=message) as caught:
+        plan.main([*SMALL, *arguments])
+    assert "\n" not in str(caught.value)
