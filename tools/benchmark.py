@@ -15,6 +15,7 @@ checkpoint  saving while training waits, and in the background
 logprobs    log-probs without whole logits
 prepare     preparing a training dataset: time and memory by rows
 answers     grading ordinary and hostile answers
+simulation  simulated schedules against runs on engines of a stated pace
 fleet       requests in flight at rollout engines, and a server's own batch interface
 weight_sync an update of a real SGLang server against bare broadcasts
 """
@@ -44,6 +45,7 @@ NAMES = (
     "prepare",
     "answers",
     "weight_sync",
+    "simulation",
     "fleet",
 )
 

@@ -61,7 +61,7 @@ def logprob_of(token: int) -> float:
 
 
 @dataclass
-class _Generation:
+class Generation:
     """One call of /generate; `spans` are (version, end)."""
 
     context: list[int]
@@ -104,7 +104,7 @@ class ScriptedEngine:
         self.release_at = 0
         self._released = asyncio.Event()
         self._is_paused = False
-        self._generations: dict[str, _Generation] = {}
+        self._generations: dict[str, Generation] = {}
         self._runner: web.AppRunner | None = None
         self._listener: socket.socket | None = None
 
@@ -258,7 +258,7 @@ class ScriptedEngine:
 
     async def _answer(self, payload: dict[str, Any], ends_early: bool = False) -> dict[str, Any]:
         parameters = payload["sampling_params"]
-        generation = _Generation(
+        generation = Generation(
             list(payload["input_ids"]),
             parameters["max_new_tokens"],
             frozenset(parameters.get("stop_token_ids", ())),
@@ -281,7 +281,7 @@ class ScriptedEngine:
             answer["meta_info"]["input_token_logprobs"] = [[*pair, None] for pair in zip(scores, ids, strict=True)]
         return answer
 
-    async def _run(self, generation: _Generation) -> None:
+    async def _run(self, generation: Generation) -> None:
         loop = asyncio.get_running_loop()
         due = 0.0 if self.tokens_per_s else math.inf
         last = loop.time()
@@ -295,7 +295,7 @@ class ScriptedEngine:
             due += 0.0 if self._is_paused else (now - last) * self.tokens_per_s
             last = now
 
-    def _add_token(self, generation: _Generation) -> None:
+    def _add_token(self, generation: Generation) -> None:
         token = next_token(generation.context, self.vocab_size)
         generation.context.append(token)
         generation.output.append(token)
@@ -304,7 +304,7 @@ class ScriptedEngine:
         generation.spans.append((self.version, len(generation.output)))
 
 
-def _answer(rid: str, generation: _Generation, version: str) -> dict[str, Any]:
+def _answer(rid: str, generation: Generation, version: str) -> dict[str, Any]:
     """What a server says that has everything right."""
     starts = [0, *(end for _, end in generation.spans)]
     return {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
@@ -20,6 +21,7 @@ from dapo_mega.planning.step_time import Calibration
 _NUM_LEFT_OUT = 2
 _MIN_STEPS = 5
 _LOADS_APART = 1.25
+_STALLED = 3.0
 _OF_ENGINES = ("fleet/idle_share", "fleet/engines_serving")
 _OF_GENERATION = ("fleet/requests_at_work", "rollout/tokens", "rollout/response_length_std")
 Records = Sequence[dict[str, float]]
@@ -29,7 +31,8 @@ Records = Sequence[dict[str, float]]
 class MeasuredRun:
     """What a real run says for a plan: factors, and what was generated. `spread` is the standard deviation of the
     logarithm of a log-normal length with the run's mean and standard deviation. `keeps_proportion`: the engines were
-    always about equally full, so that both parts of decoding have one factor."""
+    always about equally full, so that both parts of decoding have one factor. `num_stalled` steps took so much longer
+    than the others that they do not count."""
 
     calibration: Calibration
     mean_response: float
@@ -37,6 +40,7 @@ class MeasuredRun:
     kept_share: float
     keeps_proportion: bool
     num_steps: int
+    num_stalled: int
     about: str
 
     def lines(self) -> Iterator[str]:
@@ -45,7 +49,11 @@ class MeasuredRun:
         decoding = f"reading weights x {found.decoding_base:,.3g}, each response x {found.decoding_per_response:,.3g}"
         if self.keeps_proportion:
             decoding = f"x {found.decoding_base:,.3g} (engines always as full, so one factor)"
-        yield f"calibrated by {self.num_steps} steps of {self.about} (without the first and those with evaluations):"
+        stalled = f", and {self.num_stalled} of over {_STALLED:g} times the median" if self.num_stalled else ""
+        yield (
+            f"calibrated by {self.num_steps} steps of {self.about} (without the first and those with evaluations"
+            f"{stalled}):"
+        )
         yield (
             f"  measured over planned: scoring x {found.scoring:,.3g}, updates x {found.updates:,.3g}, weights to "
             f"engines x {found.weights:,.3g}, decoding: {decoding}; {found.besides_s:,.2g} s of each step besides"
@@ -70,7 +78,10 @@ def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world
     run of another model than `arch`, one without engines of a fleet, and one of too few steps."""
     config = read_run_config(run_dir)
     _check_model(run_dir, config, arch)
-    records = _usable(run_dir, config)
+    usable = _usable(run_dir, config)
+    # A machine that stood still in one step says nothing of the others.
+    longest = _STALLED * median(record["time/step_s"] for record in usable)
+    records = [record for record in usable if record["time/step_s"] <= longest]
     # A step that lives on what was held before generates nothing.
     generating = [record for record in records if all(record.get(name) for name in _OF_GENERATION)]
     num_engines, length = _mean(records, "fleet/engines_serving"), _mean(generating, "rollout/response_length_mean")
@@ -99,6 +110,7 @@ def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world
         kept_share=kept / offered if offered else 1.0,
         keeps_proportion=keeps_proportion,
         num_steps=len(records),
+        num_stalled=len(usable) - len(records),
         about=f"{run_dir}: {_model(arch)}, {world_size} GPUs, {num_engines:.3g} engines",
     )
 

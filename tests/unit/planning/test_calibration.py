@@ -126,6 +126,16 @@ def test_engines_that_are_always_as_full_give_one_factor_of_decoding(run):
     assert FACTORS.decoding_base < found.calibration.decoding_base < FACTORS.decoding_per_response
 
 
+def test_a_step_in_which_the_machine_stood_still_does_not_count(run):
+    steps = [record(run, at_work=float(4 + step % 5)) for step in range(12)]
+    steps[6] = steps[6] | {"time/update_s": 1000.0, "time/step_s": steps[6]["time/step_s"] + 1000.0}
+    write(run, steps)
+    found = measured(run)
+    assert found.calibration.updates == pytest.approx(FACTORS.updates, rel=1e-3)
+    assert (found.num_steps, found.num_stalled) == (8, 1)
+    assert "evaluations, and 1 of over 3 times the median):" in next(found.lines())
+
+
 def test_the_command_plans_and_simulates_with_the_factors_and_names_them(run, capsys):
     command = [str(run / "config.yaml"), "--engine-gpus", "2", "--engine-tensor", "1", "--calibrate", str(run)]
     plan.main(command)
