@@ -32,6 +32,8 @@ SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv")
 
 _BATCH_ROWS = 1024
 _MAX_CELL_CHARACTERS = 2**24
+_MAX_LINE_CHARACTERS = 2**24
+_MAX_WHOLE_BYTES = 2**31
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
@@ -188,6 +190,8 @@ def _arrow_rows(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[Row]:
     number = 0
     for batch in batches:
         _refuse_repeated(batch.schema.names, path)
+        for field in batch.schema:
+            _refuse_repeated_fields(field, path)
         for values in batch.to_pylist():
             yield Row(str(path), number, values)
             number += 1
@@ -196,6 +200,17 @@ def _arrow_rows(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[Row]:
 def _refuse_repeated(names: Sequence[str], path: Path) -> None:
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise InputError(f"{path} has several columns {repeated[0]!r}; rename all but one of them")
+
+
+def _refuse_repeated_fields(field: pa.Field, path: Path) -> None:
+    """Of a column with fields, or of a list of such records."""
+    import pyarrow as pa
+
+    children = [field.type.field(i) for i in range(field.type.num_fields)]
+    if pa.types.is_struct(field.type):
+        _refuse_repeated([f"{field.name}.{child.name}" for child in children], path)
+    for child in children:
+        _refuse_repeated_fields(child, path)
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
@@ -226,13 +241,17 @@ def _json_rows(path: Path, split: str) -> Iterator[Row]:
             for number, values in enumerate(list_items(file, str(path), _decoder())):
                 yield _record(Row(str(path), number, values))
         return
-    text = path.read_text(encoding="utf-8-sig")
+    if _is_one_record_per_line(path):
+        yield from _json_lines(path)
+        return
+    if (size := path.stat().st_size) > _MAX_WHOLE_BYTES:
+        raise InputError(
+            f"{path} is one JSON object of {size / 2**30:.1f} GiB, which is read as a whole, and at most "
+            f"{_MAX_WHOLE_BYTES / 2**30:g} GiB are; write its lists to files of their own, or as JSONL or parquet"
+        )
     try:
-        content = _parse_json(text)
+        content = _parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _json_lines(path)
-            return
         raise InputError(f"{path}:{error.lineno} is not valid JSON ({error.msg}); correct the file") from error
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a JSON {type(content).__name__}; expected a list of records")
@@ -243,6 +262,17 @@ def _json_rows(path: Path, split: str) -> Iterator[Row]:
     records = lists[split] if split in lists else next(iter(lists.values()))
     for number, values in enumerate(records):
         yield _record(Row(str(path), number, values))
+
+
+def _is_one_record_per_line(path: Path) -> bool:
+    """Whether the first line that is not empty is a whole record, and another follows."""
+    with path.open(encoding="utf-8-sig") as lines:
+        filled = (line for line in iter(lambda: lines.readline(_MAX_LINE_CHARACTERS), "") if line.strip())
+        first, second = next(filled, ""), next(filled, "")
+        try:
+            return second.lstrip().startswith("{") and isinstance(_parse_json(first), Mapping)
+        except json.JSONDecodeError:
+            return False
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

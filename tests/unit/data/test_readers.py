@@ -128,6 +128,15 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
         _rows(path)
 
 
+@pytest.mark.parametrize("in_list", [False, True])
+def test_repeated_fields_of_a_column_are_refused_by_name(tmp_path: Path, in_list: bool) -> None:
+    twice = pa.StructArray.from_arrays([pa.array(["1", "2"]), pa.array(["3", "4"])], names=["b", "b"])
+    column = pa.ListArray.from_arrays(pa.array([0, 1, 2]), twice) if in_list else twice
+    pq.write_table(pa.Table.from_arrays([column], names=["a"]), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match=r"x\.parquet has several columns '\w+\.b'; rename all but one"):
+        _rows(tmp_path / "x.parquet")
+
+
 def test_columns_are_reached_by_dotted_name_and_unasked_ones_are_not_read(tmp_path: Path) -> None:
     path = _write_parquet(tmp_path / "x.parquet", [{**record, "a.b": i} for i, record in enumerate(RECORDS)])
     rows = list(read_rows(DatasetConfig(path=str(path)), ["meta.answer", "a.b"]))
@@ -241,3 +250,16 @@ def test_a_hub_name_may_say_which_configuration(monkeypatch: pytest.MonkeyPatch)
     for path in ("openai/gsm8k:main", "math-ai/aime25"):
         assert [row.values for row in read_rows(DatasetConfig(path=path, split="test"))] == [{"question": "1+1?"}]
     assert asked == [("openai/gsm8k", "main", "test"), ("math-ai/aime25", None, "test")]
+
+
+def test_an_object_of_lists_is_read_up_to_a_size_and_lines_whatever_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo_mega.data.readers._MAX_WHOLE_BYTES", 200)
+    (tmp_path / "small.json").write_text(json.dumps({"train": RECORDS[:2]}))
+    (tmp_path / "large.json").write_text(json.dumps({"train": RECORDS}))
+    _write_jsonl(tmp_path / "lines.json", RECORDS)
+    assert len(_rows(tmp_path / "small.json")) == 2
+    assert len(_rows(tmp_path / "lines.json")) == len(RECORDS)
+    with pytest.raises(InputError, match=r"large\.json is one JSON object of .* GiB are; write its lists to files"):
+        _rows(tmp_path / "large.json")
