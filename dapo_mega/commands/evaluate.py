@@ -34,7 +34,7 @@ _URLS_LIMIT_S = 300.0
 _MAX_RESTARTS = 3
 _HUNG_S = 1800.0
 _WITH_CONFIG = ("config", "positional", "output", "samples")
-_ONLY_SGLANG = ("num_engines", "tensor_parallel", "gpus", "python", "memory_fraction")
+_ONLY_SGLANG = ("num_engines", "tensor_parallel", "gpus", "python", "memory_fraction", "deterministic")
 
 
 def main() -> None:
@@ -80,10 +80,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     starts_engines = options.engine == "sglang" and not options.urls
     if not starts_engines and (extra or any(getattr(options, name) is not None for name in _ONLY_SGLANG)):
         raise InputError(
-            "--num-engines, --tensor-parallel, --gpus, --python, --memory-fraction and what stands after -- are for "
-            "engines that this command starts; add --engine sglang, without --urls"
+            "--num-engines, --tensor-parallel, --gpus, --python, --memory-fraction, --no-deterministic and what stands "
+            "after -- are for engines that this command starts; add --engine sglang, without --urls"
         )
+    if starts_engines and options.deterministic is not False:
+        options.extra = _with_determinism(options.extra)
     return options
+
+
+def _with_determinism(extra: tuple[str, ...]) -> tuple[str, ...]:
+    from dapo_mega.engines.sglang.engine_commands import DETERMINISTIC
+
+    return extra if DETERMINISTIC in extra else (*extra, DETERMINISTIC)
 
 
 def _refuse_options_of_benchmarks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -152,6 +160,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     started.add_argument("--gpus", metavar="0,1,...", help="GPUs to use, by default all")
     started.add_argument("--python", type=Path, help="interpreter that has SGLang")
     started.add_argument("--memory-fraction", type=float, help="share of a GPU's memory for weights and cache")
+    started.add_argument(
+        "--no-deterministic",
+        dest="deterministic",
+        action="store_const",
+        const=False,
+        help="without --enable-deterministic-inference: faster on GPUs, and never the same responses twice",
+    )
 
 
 def _evaluate_run_file(options: argparse.Namespace) -> None:

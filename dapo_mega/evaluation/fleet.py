@@ -30,6 +30,8 @@ _TICK_S = 0.1
 _GATHERING_S = 30.0
 _SCORING_TIMEOUT_S = 300.0
 _VERSION = 0
+DETERMINISTIC = ", deterministic"
+"""What the name of an engine ends with that samples by the seeds of requests."""
 
 
 def with_engines(config: RunConfig, **fleet: Any) -> RunConfig:
@@ -132,12 +134,22 @@ class FleetSampler(Sampler):
             else:
                 logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
                 self._client.synced(url, _VERSION)
-                self.engines = tuple(sorted({*self.engines, str(named[url])}))
+                self._note_engine(url, str(named[url]))
+
+    def _note_engine(self, url: str, name: str) -> None:
+        self.engines = tuple(sorted({*self.engines, name}))
+        if not name.endswith(DETERMINISTIC):
+            logger.warning(
+                "engine %s draws by random numbers of its own: the same command gives other responses; start it with "
+                "--enable-deterministic-inference where that matters",
+                url,
+            )
 
     async def _name_weights(self, client: EngineClient) -> str:
         """Name the engine's weights; returns what the engine is."""
         await client.set_weight_version(str(WeightVersion(self._run, _VERSION)))
-        return f"SGLang {(await client.info()).version}"
+        info = await client.info()
+        return f"SGLang {info.version}{DETERMINISTIC if info.deterministic else ''}"
 
     async def _score(self, client: EngineClient) -> LogProbs:
         versions = VersionRange(self._run, _VERSION, _VERSION)

@@ -1,4 +1,5 @@
-"""SGLang plugin: receives weights in pieces or as changes only, and compares them with the engine's model.
+"""SGLang plugin: receives weights in pieces or as changes only, compares them with the engine's model, and lets engines
+on CPUs be deterministic.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
 `engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +27,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     weight_specs,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
+from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 
@@ -51,6 +54,11 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        try:
+            offer_determinism()
+        except (ImportError, AttributeError) as error:
+            logger.warning("this version of SGLang cannot be deterministic on a CPU (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)

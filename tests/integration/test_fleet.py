@@ -178,10 +178,11 @@ def test_engines_agree_with_a_trainer_of_two_by_two_processes(tmp_path, two_engi
 @pytest.fixture(scope="module")
 def split_engine(tmp_path_factory):
     """An engine of two tensor-parallel processes that compute with copies of their weights, without prefix cache, as
-    pause=in_place needs it."""
+    pause=in_place needs it, which samples by seeds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.integration.engine_models")
-        options, wide = ("--tensor-parallel", "2", "--", "--disable-radix-cache"), 512
+        options = ("--tensor-parallel", "2", "--", "--disable-radix-cache", "--enable-deterministic-inference")
+        wide = 512
         folder = tmp_path_factory.mktemp("split")
         with one_engine(folder, *options, hidden_size=wide, intermediate_size=2 * wide) as engine:
             yield engine
@@ -548,31 +549,55 @@ def test_prefixes_cached_before_an_update_are_computed_anew(tmp_path, two_engine
         run(training_run)
 
 
-def test_an_evaluation_uses_engines_that_serve_its_model_and_no_others(tmp_path, two_engines, monkeypatch):
-    def evaluate(model, output):
-        arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16"]
-        arguments += ["--urls", ",".join(two_engines.launcher.urls), "--output", str(output), "--batch-rows", "4"]
-        monkeypatch.setattr(sys, "argv", ["dapo-mega evaluate", str(model), *arguments])
-        monkeypatch.setattr("dapo_mega.commands.evaluate.leave_at_sigterm", lambda message: None)
-        evaluate_command.main()
-
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """`evaluate(engines, model, output, *options)` asks six problems; returns the result and the responses."""
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(6)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for url in two_engines.launcher.urls:
-        assert call(url, "/update_weights_from_disk", {"model_path": str(two_engines.model)})[0] == 200
-    evaluate(two_engines.model, tmp_path / "right")
-    result = json.loads((tmp_path / "right" / "results.json").read_text())["benchmarks"]["gsm8k"]
-    assert (result["num_responses"], result["num_failed"]) == (24, 0)
-    assert result["engines"][0].startswith("SGLang ")
-    table = pq.read_table(tmp_path / "right" / "gsm8k" / "samples" / "evaluation_00000000.parquet")
+    monkeypatch.setattr("dapo_mega.commands.evaluate.leave_at_sigterm", lambda message: None)
+
+    def run_command(engines, model, output, *options):
+        arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16", *options]
+        arguments += ["--urls", ",".join(engines.launcher.urls), "--output", str(tmp_path / output)]
+        monkeypatch.setattr(sys, "argv", ["dapo-mega evaluate", str(model), *arguments])
+        evaluate_command.main()
+        result = json.loads((tmp_path / output / "results.json").read_text())["benchmarks"]["gsm8k"]
+        table = pq.read_table(tmp_path / output / "gsm8k" / "samples" / "evaluation_00000000.parquet")
+        assert (result["num_responses"], result["num_failed"]) == (24, 0)
+        return result, table
+
+    return run_command
+
+
+def serve_weights_of_model(engines):
+    for url in engines.launcher.urls:
+        assert call(url, "/update_weights_from_disk", {"model_path": str(engines.model)})[0] == 200
+
+
+def test_an_evaluation_uses_engines_that_serve_its_model_and_no_others(tmp_path, two_engines, evaluate):
+    serve_weights_of_model(two_engines)
+    result, table = evaluate(two_engines, two_engines.model, "right", "--batch-rows", "4")
+    assert re.fullmatch(r"SGLang [\d.]+", result["engines"][0])
     assert sorted(set(table["prompt_index"].to_pylist())) == list(range(6))
     asked = {span["engine"] for spans in table["engine_spans"].to_pylist() for span in spans}
     assert asked == set(two_engines.launcher.urls)
     # The same sizes, other weights.
     other = tiny_model(tmp_path / "other", initializer_range=0.5)
     with pytest.raises(FleetError, match=r"no engine fits the run: .*it serves another model than the one"):
-        evaluate(other, tmp_path / "wrong")
+        evaluate(two_engines, other, "wrong")
     assert not list((tmp_path / "wrong").rglob("*.parquet"))
+
+
+def test_evaluations_on_engines_that_sample_by_seeds_come_out_the_same(split_engine, evaluate):
+    serve_weights_of_model(split_engine)
+    choices = {"whole": ["--batch-rows", "24"], "parts": ["--batch-rows", "4"], "other": ["--seed", "1"]}
+    tokens = {}
+    for output, options in choices.items():
+        result, table = evaluate(split_engine, split_engine.model, output, *options)
+        assert result["engines"][0].endswith(", deterministic")
+        tokens[output] = table.select(["prompt_index", "sample", "token_ids", "engine_logprobs"]).to_pylist()
+    assert tokens["whole"] == tokens["parts"]
+    assert len({tuple(row["token_ids"]) for row in tokens["whole"] + tokens["other"]}) == 2 * 24
 
 
 def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):

@@ -89,7 +89,7 @@ class EngineInfo:
     `context_length` limits prompt and response together, in tokens. `process` changes when the server restarts; empty
     if unknown. `supports_sessions`: the server has /begin_weight_update. `plugin_protocol` is the version of its
     `dapo_mega.sglang_plugin`, None without the plugin; `has_plugin`: that version is this trainer's. `model` is the
-    model's configuration, if the server reports one.
+    model's configuration, if the server reports one. `deterministic`: it samples by the seeds of requests.
     """
 
     url: str
@@ -106,6 +106,7 @@ class EngineInfo:
     has_plugin: bool = False
     model: Mapping[str, Any] | None = None
     plugin_protocol: object = None
+    deterministic: bool = False
 
 
 class EngineClient:
@@ -347,4 +348,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         has_plugin=PROTOCOL in protocols,
         plugin_protocol=next((protocol for protocol in protocols if protocol is not None), None),
         model=described_model(server.get("internal_states", [])),
+        deterministic=bool(server.get("enable_deterministic_inference", False)),
     )

@@ -33,6 +33,9 @@ _CPU_ARGUMENTS = [
     # Without a limit the KV cache takes most of the machine's memory.
     *("--max-total-tokens", "16384"),
 ]
+DETERMINISTIC = "--enable-deterministic-inference"
+# A prompt that is computed in parts is rounded otherwise, and where it is parted depends on those computed with it.
+_CPU_DETERMINISTIC_ARGUMENTS = ["--prefill-max-requests", "1"]
 _OURS = {
     *("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size"),
     *("--config", "--api-key", "--admin-api-key"),
@@ -147,6 +150,7 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
     arguments += ["--log-level", "warning"]
     if not node.gpus:
         arguments += _CPU_ARGUMENTS
+        arguments += _CPU_DETERMINISTIC_ARGUMENTS if DETERMINISTIC in node.extra else []
     if not node.with_text:
         arguments += ["--skip-tokenizer-init"]
     if node.memory_fraction is not None:
@@ -167,11 +171,11 @@ def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[s
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus[first : first + node.tp_size])}
     variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}
     variables.setdefault("GLIBC_TUNABLES", _KEEP_FREED_MEMORY)
+    # SGLang would compile the vocabulary-parallel lookup and seeded sampling, and CPU environments lack the compiler.
+    variables.setdefault("TORCHDYNAMO_DISABLE", "1")
     if node.tp_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(engine * node.tp_size, (engine + 1) * node.tp_size)
-        # SGLang would compile the vocabulary-parallel lookup, and CPU environments lack the compiler.
-        variables.setdefault("TORCHDYNAMO_DISABLE", "1")
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
     return variables
 

@@ -318,6 +318,16 @@ def test_checkpoints_of_a_run_are_evaluated_as_what_they_were_converted_from(
         start(monkeypatch, run, "--step", "4", *common)
 
 
+def test_engines_that_the_command_starts_sample_by_seeds_unless_they_must_not():
+    asked = ["m", "--benchmarks", "gsm8k", "--engine", "sglang"]
+    seeds = "--enable-deterministic-inference"
+    assert evaluate.parse_arguments(asked).extra == (seeds,)
+    assert evaluate.parse_arguments([*asked, "--", "--tp", "2", seeds]).extra == ("--tp", "2", seeds)
+    assert evaluate.parse_arguments([*asked, "--no-deterministic", "--", "--tp", "2"]).extra == ("--tp", "2")
+    with pytest.raises(InputError, match=r"--no-deterministic .* add --engine sglang"):
+        evaluate.parse_arguments(["m", "--benchmarks", "gsm8k", "--no-deterministic"])
+
+
 def test_what_cannot_be_evaluated_is_one_line(model, data, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.mkdir()

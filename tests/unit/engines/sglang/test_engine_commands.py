@@ -55,6 +55,13 @@ def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
     assert "--device" not in command(NODE, 0, KEY_FILE)
 
 
+def test_deterministic_engines_on_the_cpu_compute_prompts_one_by_one():
+    node = replace(NODE, gpus=(), extra=("--enable-deterministic-inference",))
+    assert options(command(node, 0, KEY_FILE))["--prefill-max-requests"] == "1"
+    for other in (replace(node, extra=()), replace(NODE, extra=node.extra)):
+        assert "--prefill-max-requests" not in command(other, 0, KEY_FILE)
+
+
 def test_engines_on_the_cpu_have_cores_of_their_own_if_there_are_enough(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     node = replace(NODE, gpus=(), dtype="fp32")
@@ -62,7 +69,6 @@ def test_engines_on_the_cpu_have_cores_of_their_own_if_there_are_enough(monkeypa
     assert bound == ["0|1", "2|3"]
     assert environment(node, 0, {})["TORCHDYNAMO_DISABLE"] == "1"
     assert environment(node, 0, {"TORCHDYNAMO_DISABLE": "0"})["TORCHDYNAMO_DISABLE"] == "0"
-    assert "TORCHDYNAMO_DISABLE" not in environment(replace(node, tp_size=1), 0, {})
     assert "TORCHDYNAMO_DISABLE" not in environment(NODE, 0, {})
     assert environment(node, 0, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
