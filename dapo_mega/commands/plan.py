@@ -4,6 +4,7 @@ dapo-mega plan configs/qwen2.5-32b-dapo.yaml
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
+dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128 --simulate
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
 dapo-mega plan configs/qwen2.5-32b-dapo.yaml --scaling 16:4096 --output scaling.png
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier --timelines simulated
@@ -37,6 +38,7 @@ from dapo_mega.planning.report import division_lines, proposal_lines, report
 from dapo_mega.planning.step_time import Machine
 from dapo_mega.samples.files import file_of, samples_folder, stored_files
 from dapo_mega.samples.reading import read_account
+from dapo_mega.simulation.divisions import simulate_divisions, simulated_division_lines
 from dapo_mega.simulation.scaling import doublings, scale, scaling_lines
 from dapo_mega.simulation.scaling_picture import draw_scaling
 from dapo_mega.simulation.schedules import Assumed, simulated_lines
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in measured.lines():
             print_once(line)
     if options.total_gpus is not None:
-        _print_divisions(config, given, arch, options, assumptions)
+        _print_divisions(config, given, arch, options, assumptions, measured)
         return
     if options.scaling:
         _print_scaling(config, arch, options, assumptions, measured)
@@ -86,9 +88,20 @@ def _print_proposals(
 
 
 def _print_divisions(
-    config: RunConfig, given: RunConfig, arch: Architecture, options: argparse.Namespace, assumptions: Assumptions
+    config: RunConfig,
+    given: RunConfig,
+    arch: Architecture,
+    options: argparse.Namespace,
+    assumptions: Assumptions,
+    measured: MeasuredRun | None,
 ) -> None:
     divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
+    if options.simulate:
+        assumed = _assumed(options, measured)
+        found = simulate_divisions(divisions, given, assumptions, assumed)
+        for line in simulated_division_lines(found, options.total_gpus, given, assumed):
+            print_once(line)
+        return
     for line in division_lines(divisions, options.total_gpus, given, options.rounds):
         print_once(line)
 
@@ -289,8 +302,10 @@ def _check_total(options: argparse.Namespace) -> None:
 
 
 def _check_simulated(options: argparse.Namespace) -> None:
-    if options.simulate and (options.propose or options.total_gpus is not None):
-        raise InputError("--simulate is of one layout; leave --propose and --total-gpus out")
+    if options.simulate and options.propose:
+        raise InputError("--simulate is of one layout, or of the best divisions of --total-gpus; leave --propose out")
+    if options.timelines and options.total_gpus is not None:
+        raise InputError("--timelines writes the schedules of one layout; leave --total-gpus out")
     if options.timelines and not options.simulate:
         raise InputError("--timelines writes what --simulate finds; add --simulate, or leave it out")
     if options.timelines and options.timelines.exists() and not options.timelines.is_dir():

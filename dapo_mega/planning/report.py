@@ -99,9 +99,9 @@ def division_lines(divisions: Sequence[Division], num_gpus: int, config: RunConf
     yield (
         f"  assumed: {num_rounds:g} round(s) of generation a step (--rounds), each until its longest response of "
         f"{plan.workload.config.rollout.max_response_tokens} tokens ends, {plan.workload.mean_response:.0f} on "
-        "average; then training: what partial rollouts and evaluations beside training save is not counted"
+        "average; then training, as rollout.schedule=synchronous does; add --simulate to compare with asynchronous"
     )
-    yield from _assumed_lines(plan)
+    yield from assumed_lines(plan)
 
 
 def _memory_lines(plan: Estimate) -> Iterator[str]:
@@ -272,10 +272,11 @@ def _time_lines(plan: Estimate) -> Iterator[str]:
         + (f" + {seconds(time.besides)} besides (--calibrate)" if time.besides else "")
         + f"; with one round of generation {seconds(time.total + plan.generation.seconds)} s"
     )
-    yield from _assumed_lines(plan)
+    yield from assumed_lines(plan)
 
 
-def _assumed_lines(plan: Estimate) -> Iterator[str]:
+def assumed_lines(plan: Estimate) -> Iterator[str]:
+    """The line on the speeds that a plan assumes."""
     machine = plan.assumptions.machine
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "

@@ -11,6 +11,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.planning.divisions import Division, in_turns, machine_size, side_by_side
 from dapo_mega.planning.estimate import Assumptions
 from dapo_mega.planning.report import seconds
+from dapo_mega.simulation.divisions import slower_side_s
 from dapo_mega.simulation.run import SimulatedRun, Workload
 from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
 
@@ -80,7 +81,7 @@ def scale(
         yield _point(num_gpus, FORMS[0], best, ("synchronous", 1), workload, assumed)
         trainers = _trainer_sizes(num_gpus, assumptions)
         split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, trainers)
-        best = min(split, key=lambda division: _slower_side_s(division, kept_share), default=None)
+        best = min(split, key=lambda division: slower_side_s(division, kept_share), default=None)
         yield _point(num_gpus, FORMS[1], best, ("asynchronous", staleness), workload, assumed)
 
 
@@ -138,12 +139,3 @@ def _trainer_sizes(num_gpus: int, assumptions: Assumptions) -> list[int]:
     unit = machine_size(num_gpus, assumptions)
     sizes = {max(1, round(num_gpus * share / unit)) * unit for share in _TRAINER_SHARES}
     return sorted(size for size in sizes if size < num_gpus)
-
-
-def _slower_side_s(division: Division, kept_share: float) -> float:
-    """Seconds of a step if trainer and engines never waited, as long as the longest response allows."""
-    plan = division.plan
-    places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
-    tokens = plan.workload.responses_per_step / kept_share * plan.workload.mean_response
-    step_s = plan.generation.speed.step_s(places)
-    return max(plan.time.total, tokens / (division.num_engines * places / step_s))

@@ -53,3 +53,25 @@ def test_what_cannot_be_scaled_is_one_line(arguments, message):
     with pytest.raises(InputError, match=message) as caught:
         plan.main([*SMALL, *arguments])
     assert "\n" not in str(caught.value)
+
+
+def test_the_best_divisions_are_simulated_in_their_schedules_and_can_be_copied(capsys):
+    options = ["--simulated-steps", "2", "--kept-share", "0.9"]
+    plan.main([*SMALL, "--total-gpus", "4", "--simulate", *options])
+    head, *text = capsys.readouterr().out.splitlines()
+    assert head == "divisions of 4 GPUs between trainer and engines, simulated in their schedules, best first:"
+    shown = [i for i, line in enumerate(text) if "steps/hour" in line]
+    rates = [float(text[i].split()[0]) for i in shown]
+    assert rates == sorted(rates, reverse=True)
+    assert {"in turns on all, synchronous" in text[i] for i in shown} == {True, False}
+    assert all("assumed: " in line for line in text[-2:])
+    split = next(i for i in shown if "with max_staleness 1" in text[i])
+    trainer, engines, tensor = re.search(r"trainer (\d) \+ engines (\d), .* of tensor (\d)", text[split]).groups()
+    assert int(trainer) + int(engines) == 4
+    assert "rollout.schedule=asynchronous" in text[split + 1]
+    overrides = [pair for pair in text[split + 1].split() if not pair.startswith("rollout.schedule")]
+    fleet = ["--engine-gpus", engines, "--engine-tensor", tensor]
+    plan.main([*SMALL, *overrides, "--simulate", *fleet, *options])
+    rows = capsys.readouterr().out.splitlines()
+    same = next(row for row in rows if row.startswith("| asynchronous | 1 |"))
+    assert float(same.split("|")[3]) == pytest.approx(float(text[split].split()[0]), rel=0.01)

@@ -167,9 +167,10 @@ def test_the_command_says_what_failures_cost(capsys):
             ["--kept-share", "0.01", "algorithm.max_generation_rounds=1"],
             r"do not yield a step's 512 if 0.01 of them are kept; raise --kept-share",
         ),
-        (["--propose"], r"--simulate is of one layout; leave --propose and --total-gpus out"),
+        (["--propose"], r"--simulate is of one layout, .* leave --propose out"),
         (["--engine-failures-per-hour", "-1"], r"--engine-failures-per-hour=-1 must be larger than 0"),
         (["--engine-restart-s", "60"], r"--engine-restart-s needs engines that die; add --engine-failures-per-hour"),
+        (["--timelines", "x", "--total-gpus", "64"], r"--timelines writes the schedules of one layout; leave --total"),
         (["--length-spread", "-1"], r"--length-spread=-1 must be larger than 0"),
         (["rollout.placement=colocated", "--engine-tensor", "4"], r"colocated lets them take turns; add rollout"),
         (

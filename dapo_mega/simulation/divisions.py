@@ -1,0 +1,90 @@
+"""Simulates the most promising divisions of GPUs between trainer and engines, each in the schedule that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dapo_mega.config import RunConfig
+from dapo_mega.planning.divisions import Division
+from dapo_mega.planning.estimate import Assumptions
+from dapo_mega.planning.report import assumed_lines, seconds
+from dapo_mega.simulation.run import SimulatedRun, Workload
+from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
+
+_NUM_IN_TURNS, _NUM_SPLIT = 2, 4
+
+
+@dataclass(frozen=True)
+class SimulatedDivision:
+    """A division in a schedule, with its `algorithm.max_staleness`."""
+
+    division: Division
+    schedule: tuple[str, int]
+    run: SimulatedRun
+
+    def overrides(self, config: RunConfig) -> list[str]:
+        """What to add to `config`, as `key=value` of a command line."""
+        name, staleness = self.schedule
+        changed = [f"rollout.schedule={name}"] if name != config.rollout.schedule else []
+        changed += [f"algorithm.max_staleness={staleness}"] if staleness != config.algorithm.max_staleness else []
+        return [*changed, *self.division.overrides(config)]
+
+
+def simulate_divisions(
+    divisions: Sequence[Division], config: RunConfig, assumptions: Assumptions, assumed: Assumed
+) -> list[SimulatedDivision]:
+    """The best of `divisions` by plan, simulated, fastest first: two in turns, synchronous, and the four split ones
+    whose slower side is fastest, asynchronous."""
+    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
+    workload = Workload(assumptions.mean_response, assumed.spread, kept_share)
+    in_turns = [division for division in divisions if division.plan.engine.is_colocated]
+    split = [division for division in divisions if not division.plan.engine.is_colocated]
+    in_turns = sorted(in_turns, key=lambda division: division.seconds)[:_NUM_IN_TURNS]
+    split = sorted(split, key=lambda division: slower_side_s(division, kept_share))[:_NUM_SPLIT]
+    staleness = config.algorithm.max_staleness
+    chosen = [(division, ("synchronous", staleness)) for division in in_turns]
+    chosen += [(division, ("asynchronous", max(1, staleness))) for division in split]
+    found = []
+    for division, schedule in chosen:
+        costs = costs_of(division.plan, assumed)
+        run = simulated(division.plan.workload.config, schedule, workload, costs, assumed.num_steps)
+        found.append(SimulatedDivision(division, schedule, run))
+    return sorted(found, key=lambda one: one.run.seconds_per_step)
+
+
+def simulated_division_lines(
+    found: Sequence[SimulatedDivision], num_gpus: int, config: RunConfig, assumed: Assumed
+) -> Iterator[str]:
+    """Lines of the simulated divisions, as overrides of `config`, and what they assume."""
+    yield f"divisions of {num_gpus} GPUs between trainer and engines, simulated in their schedules, best first:"
+    if not found:
+        yield "  none fits; add GPUs, set compute.recompute=full, or raise --engine-tensor"
+        return
+    for one in found:
+        plan, run, (name, staleness) = one.division.plan, one.run, one.schedule
+        trainer = plan.workload.placement.world_size
+        where = "in turns on all" if plan.engine.is_colocated else f"trainer {trainer} + engines {num_gpus - trainer}"
+        yield (
+            f"  {run.steps_per_hour:7.2f} steps/hour  {where}, {name}"
+            + (f" with max_staleness {staleness}" if name == "asynchronous" else "")
+            + f": {seconds(run.seconds_per_step)} s a step; {one.division.num_engines} engine(s) of tensor "
+            f"{plan.engine.tensor}, training and weights {seconds(plan.time.total)} s; the trainer waits "
+            f"{run.waiting_share:.0%} of the time, engines are idle {run.idle_share:.0%}"
+        )
+        yield f"      {' '.join(one.overrides(config)) or 'as in the file'}"
+    plan = found[0].division.plan
+    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
+    yield (
+        f"  assumed: lengths log-normal with mean {plan.workload.mean_response:,.0f} and spread {assumed.spread:.3g}, "
+        f"{kept_share:.0%} of the groups kept, {assumed.num_steps} steps simulated"
+    )
+    yield from assumed_lines(plan)
+
+
+def slower_side_s(division: Division, kept_share: float) -> float:
+    """Seconds of a step if trainer and engines never waited for each other and all places of engines were taken."""
+    plan = division.plan
+    places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
+    tokens = plan.workload.responses_per_step / kept_share * plan.workload.mean_response
+    return max(plan.time.total, tokens * plan.generation.speed.step_s(places) / (division.num_engines * places))
