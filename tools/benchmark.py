@@ -18,6 +18,7 @@ answers     grading ordinary and hostile answers
 simulation  simulated schedules against runs on engines of a stated pace
 fleet       requests in flight at rollout engines, and a server's own batch interface
 weight_sync an update of a real SGLang server against bare broadcasts
+senders     an update of 1 to 8 engines by 8 processes, over links of one rate
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ NAMES = (
     "answers",
     "weight_sync",
     "simulation",
+    "senders",
     "fleet",
 )
 

@@ -8,11 +8,15 @@ In a round every sender of a replica has one bucket, and each of the replica's e
 An engine receives one bucket at a time. It is told to receive a bucket once its sender has no earlier one to send and
 all senders have finished the round before the last. So the next round's buckets are on their way to the senders, and
 what an engine waits for depends on no engine that is behind. A sender has one bucket to send and at most one to come.
+
+It also waits until its sender has room: engines that meet at a sender would share its rate and go on together, while
+other senders are idle. There is room for as many engines as there are for each sender of the round.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,6 +54,7 @@ class Delivery:
         self._missing: dict[tuple[int, Sender], set[str]] = {}
         self._received: dict[tuple[int, Sender], list[str]] = {}
         self._is_sent: dict[tuple[int, Sender], asyncio.Event] = {}
+        self._room: dict[tuple[int, Sender], asyncio.Semaphore] = {}
         self._num_unsent = [len(buckets) * len(engines) for buckets in rounds]
         self._is_over = [asyncio.Event() for _ in rounds]
         for number, buckets in enumerate(rounds):
@@ -59,6 +64,7 @@ class Delivery:
                     self._missing[key] = set(urls)
                     self._received[key] = []
                     self._is_sent[key] = asyncio.Event()
+                    self._room[key] = asyncio.Semaphore(max(1, math.ceil(len(urls) / len(buckets))))
         for key, missing in self._missing.items():
             if not missing:
                 self._finish(key)
@@ -80,8 +86,9 @@ class Delivery:
         try:
             for key, (_, bucket) in zip(keys, order, strict=True):
                 await self._turn(key)
-                self._post(key[1], Message("send", (client.url,)))
-                await self._tell_within_limit(client, bucket, is_last=num_received + 1 == len(keys))
+                async with self._room[key]:
+                    self._post(key[1], Message("send", (client.url,)))
+                    await self._tell_within_limit(client, bucket, is_last=num_received + 1 == len(keys))
                 self._received[key].append(client.url)
                 num_received += 1
                 self._leave(key, client.url)

@@ -1,6 +1,8 @@
 """Engines are told to receive buckets in an order in which nobody waits for an engine that is behind."""
 
 import asyncio
+import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +27,16 @@ def rounds_of(num_rounds, num_stages=1, num_places=1):
 class Run:
     """A delivery to engines whose `faults` map (URL, how many buckets they have) to what happens then."""
 
-    def __init__(self, rounds, engines, faults=(), timeout_s=0.05):
+    def __init__(self, rounds, engines, faults=(), timeout_s=30.0):
         self.posted = []
         self.received = {url: [] for urls in engines.values() for url in urls}
         self.together = []
+        self.most_at_a_sender = 0
+        self._at = Counter()
         self._faults = dict(faults)
         self._rounds = rounds
         self._barrier = None
+        self._pauses = random.Random(0)
         self._delivery = Delivery(rounds, engines, self._post, self._tell, timeout_s)
 
     def _post(self, sender, message):
@@ -44,10 +49,15 @@ class Run:
         elif fault:
             raise EngineError(client.url, fault)
         self._check_that_it_can_come(int(bucket.load_format), bucket)
+        sender = (client.url[0], bucket.stage, bucket.place)
+        self._at[sender] += 1
+        self.most_at_a_sender = max(self.most_at_a_sender, self._at[sender])
         if self._barrier:
             self.together.append((bucket.stage, bucket.place))
             await self._barrier.wait()
-        await asyncio.sleep(0)
+        for _ in range(self._pauses.randint(0, 9)):
+            await asyncio.sleep(0)
+        self._at[sender] -= 1
         self.received[client.url].append((bucket.load_format, bucket.stage, bucket.place, is_last))
 
     def _check_that_it_can_come(self, number, bucket):
@@ -87,15 +97,24 @@ def test_every_engine_gets_all_of_a_round_before_the_next_and_knows_its_last_buc
     assert {sender.replica for sender, *_ in run.posted} == {0, 2}
 
 
-@pytest.mark.parametrize("fault", ["dies", "hang"])
-@pytest.mark.parametrize("num_received", range(6))
+@pytest.mark.parametrize(("num_engines", "num_places", "most"), [(4, 4, 1), (3, 4, 1), (5, 4, 2), (3, 1, 3)])
+def test_engines_do_not_crowd_at_a_sender(num_engines, num_places, most):
+    run = Run(rounds_of(9, num_places=num_places), {0: [f"e{number}" for number in range(num_engines)]})
+    assert not run.go()
+    assert run.most_at_a_sender == most
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_received"), [*(("dies", number) for number in range(9)), ("hang", 0), ("hang", 4), ("hang", 8)]
+)
 def test_whoever_fails_takes_nobody_with_it(fault, num_received):
     """Others' time limits do not run while they wait for it, and its senders hear that they need not."""
-    run = Run(rounds_of(2, num_places=3), {0: ["a", "b"], 1: ["c"]}, {("b", num_received): fault})
-    assert run.go() == {"b": "b: no answer within 0.05 s" if fault == "hang" else "b: dies"}
-    assert [len(run.received[url]) for url in "abc"] == [6, num_received, 6]
+    engines = {0: ["a", "b"], 1: ["c"]}
+    run = Run(rounds_of(3, num_places=3), engines, {("b", num_received): fault}, 1.0 if fault == "hang" else 30.0)
+    assert run.go() == {"b": "b: no answer within 1 s" if fault == "hang" else "b: dies"}
+    assert [len(run.received[url]) for url in "abc"] == [9, num_received, 9]
     last = {sender: urls for sender, kind, urls in run.posted if kind == "done"}
-    assert len([kind for _, kind, _ in run.posted if kind == "done"]) == 12
+    assert len([kind for _, kind, _ in run.posted if kind == "done"]) == 18
     assert all("a" in urls for sender, urls in last.items() if sender.replica == 0)
 
 
