@@ -70,7 +70,12 @@ def read_run_config(run_dir: Path) -> RunConfig:
         raise InputError(
             f"--calibrate {run_dir}: {run_dir / 'config.yaml'} does not exist; give the output_dir of a run"
         )
-    return load_config(RunConfig, run_dir / "config.yaml", [])
+    try:
+        return load_config(RunConfig, run_dir / "config.yaml", [])
+    except InputError as error:
+        raise InputError(
+            f"--calibrate {run_dir}: its config.yaml is not of a run with rollouts ({error}); give one of those"
+        ) from error
 
 
 def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world_size: int) -> MeasuredRun:

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.errors import InputError
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.failures import FailureTimes
 from dapo_mega.types import Answer, GenerationRequest, Response
+
+_MOST_FAILURES = 200
+"""Of an engine on average, without a response that ends on any."""
 
 
 @dataclass(eq=False)
@@ -115,9 +119,16 @@ class SimulatedEngines(RolloutEngine):
         self._start()
 
     def next_answer(self) -> Answer:
-        """See `RolloutEngine`. Engines that have come back get weights meanwhile."""
+        """See `RolloutEngine`. Engines that have come back get weights meanwhile. Raises InputError if they die too
+        often for any response to end."""
+        most = self.num_failures + _MOST_FAILURES * len(self._engines)
         while not self._answers:
             assert self._open, "nothing is asked"
+            if self.num_failures > most:
+                raise InputError(
+                    f"each engine failed {_MOST_FAILURES} times and no response ended; give a lower "
+                    "--engine-failures-per-hour, or a shorter --engine-restart-s"
+                )
             self._send_to_outdated()
             self._next()
         return self._answers.popleft()

@@ -162,6 +162,10 @@ def too_short(run):
     write(run, [record(run, 4.0), *[record(run, 4.0) | {"evaluation/k": 4.0}] * 5, *[record(run, 4.0)] * 4])
 
 
+def fine_tuning(run):
+    (run / "config.yaml").write_text("output_dir: x\nnum_steps: 1\nbatch_samples: 4\n")
+
+
 def unknown_size(run):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("world_size: 4", "world_size: null"))
@@ -175,6 +179,7 @@ def unknown_size(run):
         (too_short, "9 steps, 4 of which count .*; give a run of at least 5 that do"),
         (unknown_size, "neither parallel.world_size in its config.yaml nor its samples say how many GPUs"),
         (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl; give one that has trained"),
+        (fine_tuning, r"its config.yaml is not of a run with rollouts \(.*batch_samples.*; give one of those"),
         (lambda run: (run / "config.yaml").unlink(), "config.yaml does not exist; give the output_dir of a run"),
     ],
 )

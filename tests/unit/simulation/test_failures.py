@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from dapo_mega.errors import InputError
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.engines import SimulatedEngines
 from dapo_mega.simulation.failures import Failures, FailureTimes
@@ -60,6 +61,12 @@ def test_parts_from_before_the_last_update_are_kept_where_calls_end_with_it(keep
     answer = engines.next_answer()
     assert (engines.clock, engines.num_lost) == (end, num_lost)
     assert answer.version_spans == (((0, 3), (1, 4)) if keeps_parts else ((1, 4),))
+
+
+def test_engines_that_die_before_any_response_ends_are_refused():
+    engines = engines_with([10], Planned([5.0] * 1000, 1))
+    with pytest.raises(InputError, match=r"each engine failed 200 times and no response ended; give a lower --engine-"):
+        engines.next_answer()
 
 
 def test_an_engine_that_returns_during_training_waits_for_the_next_update():
