@@ -16,21 +16,20 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import secrets
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from aiohttp import web
+from receiving_engine import CPU, PORT, TIMEOUT_S, ReceivingEngine, cpu_s, value_of
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
@@ -38,19 +37,15 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name, weight_specs
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name
 from dapo_mega.errors import InputError
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
+from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_CPU = torch.device("cpu")
-_PORT = 30000
-_TIMEOUT_S = 120.0
 _START_S = 120.0
 _NUM_SENDERS = 8
 _TENSOR_BYTES = 2**18
@@ -73,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--urls", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.role == "engine":
-        _Engine(options.store).serve()
+        ReceivingEngine(options.store).serve()
     elif options.role == "sender":
         _send(options)
     else:
@@ -95,7 +90,7 @@ def run(options: argparse.Namespace) -> list[str]:
             box.start(host, [*program, "--role", "engine", "--store", box.address(host)], variables=variables)
             for host in hosts
         ]
-        urls = [f"http://{box.address(host)}:{_PORT}" for host in hosts]
+        urls = [f"http://{box.address(host)}:{PORT}" for host in hosts]
         commands += [
             box.start(
                 rank,
@@ -190,7 +185,7 @@ class _Policy:
 
     def tensors(self, specs: Sequence[WeightSpec]) -> Iterator[torch.Tensor]:
         for spec in specs:
-            yield torch.full(spec.shape, _value(spec.name, self.version), dtype=torch.uint8)
+            yield torch.full(spec.shape, value_of(spec.name, self.version), dtype=torch.uint8)
 
     def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         raise NotImplementedError
@@ -215,16 +210,12 @@ class _Policy:
                     yield replace(bucket, tensors=self.tensors(bucket.specs)) if is_sender else None
 
 
-def _value(name: str, version: int) -> int:
-    return (31 * int(name) + 7 * version) % 251
-
-
 class _Fleet:
     """The first engines of a list, which are idle."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._thread = LoopThread("engines")
-        self._clients = {url: EngineClient(url, "", _TIMEOUT_S) for url in urls}
+        self._clients = {url: EngineClient(url, "", TIMEOUT_S) for url in urls}
         self._joined: set[str] = set()
         self.num_engines = 0
 
@@ -258,13 +249,11 @@ class _Fleet:
 def _send(options: argparse.Namespace) -> None:
     """One process of the trainer."""
     torch.set_num_threads(1)
-    store = (
-        open_store(options.store, _START_S, port=_PORT) if options.rank == 0 else _connected(options.store, _START_S)
-    )
+    store = open_store(options.store, _START_S, port=PORT) if options.rank == 0 else _connected(options.store, _START_S)
     dist.init_process_group("gloo", store=store, rank=options.rank, world_size=_NUM_SENDERS)
     processes = _processes(options.rank, _sizes(options.layout))
     fleet = _Fleet(options.urls) if options.rank == 0 else None
-    config = WeightSyncConfig(bucket_mib=2 * options.bucket_mib, timeout_s=_TIMEOUT_S)
+    config = WeightSyncConfig(bucket_mib=2 * options.bucket_mib, timeout_s=TIMEOUT_S)
     transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
     sync = FleetWeightSync(processes, fleet, config, transport)
     policy = _Policy(options, processes)
@@ -304,7 +293,7 @@ def _send(options: argparse.Namespace) -> None:
 
 def _connected(address: str, timeout_s: float) -> dist.Store:
     """Rank 0's store, as soon as it is there."""
-    return connect_store(address, _PORT, timeout_s)
+    return connect_store(address, PORT, timeout_s)
 
 
 def _processes(rank: int, sizes: Mapping[str, int]) -> Processes:
@@ -320,7 +309,7 @@ def _processes(rank: int, sizes: Mapping[str, int]) -> Processes:
         **places,
         expert_rank=0,
         expert_size=1,
-        device=_CPU,
+        device=CPU,
         control=group,
         leaders=group,
         replica=group,
@@ -336,14 +325,9 @@ def _sent_bytes(processes: Processes) -> torch.Tensor:
     return sent
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def _busy_s(fleet: _Fleet | None, processes: Processes) -> float:
     """CPU seconds of all senders and engines, on every process."""
-    seconds = torch.tensor(_cpu_s(), dtype=torch.float64)
+    seconds = torch.tensor(cpu_s(), dtype=torch.float64)
     if fleet:
         for answer in _ask(fleet, "/cpu_s", {}, len(fleet.targets(False))):
             seconds += answer["seconds"]
@@ -353,10 +337,10 @@ def _busy_s(fleet: _Fleet | None, processes: Processes) -> float:
 
 def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) -> list[Any]:
     async def ask(client: EngineClient) -> Any:
-        return json.loads(await client._request("POST", path, dict(body), _TIMEOUT_S))
+        return json.loads(await client._request("POST", path, dict(body), TIMEOUT_S))
 
     targets = [SyncTarget(url, 1) for url in list(fleet._clients)[:num_engines]]
-    return list(fleet.start_call(targets, ask, _TIMEOUT_S).result().values())
+    return list(fleet.start_call(targets, ask, TIMEOUT_S).result().values())
 
 
 def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespace, num_engines: int) -> float:
@@ -365,7 +349,7 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
         return 0.0
     name = f"one-group-{secrets.token_hex(4)}"
     address = local_address(options.urls[0].split("/")[2].split(":")[0])
-    store = open_store(address, _TIMEOUT_S)
+    store = open_store(address, TIMEOUT_S)
     urls = list(fleet._clients)[:num_engines]
     targets = [SyncTarget(url, 1) for url in urls]
     specs = policy.specs
@@ -385,73 +369,15 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
             load_format=str(PiecesFormat(lengths, 4 * options.bucket_mib * 2**20)),
         )  # fmt: skip
 
-    joined = fleet.start_call(targets, join, _TIMEOUT_S)
-    group = join_group(connect_store(address, store.port, _TIMEOUT_S), name, 1 + num_engines, _CPU, address, _TIMEOUT_S)
+    joined = fleet.start_call(targets, join, TIMEOUT_S)
+    group = join_group(connect_store(address, store.port, TIMEOUT_S), name, 1 + num_engines, CPU, address, TIMEOUT_S)
     joined.result()
     started = time.perf_counter()
-    received = fleet.start_call(targets, receive, _TIMEOUT_S)
+    received = fleet.start_call(targets, receive, TIMEOUT_S)
     for start in range(0, len(specs), per_piece):
         group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_piece]))), 0).wait()
     received.result()
     return time.perf_counter() - started
-
-
-class _Engine:
-    """The HTTP interface of an engine that only receives weights, with the plugin's code, and compares them."""
-
-    def __init__(self, address: str) -> None:
-        torch.set_num_threads(1)
-        self._address = address
-        self._groups: dict[str, EngineGroup] = {}
-        self._received: dict[str, int] = {}
-        self._wrong: list[str] = []
-        self._thread = ThreadPoolExecutor(1)
-
-    def serve(self) -> None:
-        app = web.Application(client_max_size=2**26)
-        for path, handle in {
-            "/begin_weight_update": self._begin,
-            "/end_weight_update": self._end,
-            "/init_weights_update_group": self._join,
-            "/update_weights_from_distributed": self._receive,
-            "/cpu_s": lambda body: {"seconds": _cpu_s()},
-        }.items():
-            app.router.add_post(path, self._answering(handle))
-        web.run_app(app, host=self._address, port=_PORT, print=None)
-
-    def _answering(self, handle: Callable[[Any], dict[str, Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer(request: web.Request) -> web.Response:
-            body = await request.json()
-            loop = asyncio.get_running_loop()
-            return web.json_response({"success": True, **await loop.run_in_executor(self._thread, handle, body)})
-
-        return answer
-
-    def _begin(self, body: Any) -> dict[str, Any]:
-        self._received, self._wrong = {}, []
-        return {}
-
-    def _end(self, body: Any) -> dict[str, Any]:
-        """All tensors are of one version."""
-        versions = {(value - 31 * int(name)) % 251 for name, value in self._received.items()}
-        is_right = len(versions) == 1 and not self._wrong
-        return {"success": is_right, "message": f"wrong: {self._wrong}, {len(versions)} versions"}
-
-    def _join(self, body: Any) -> dict[str, Any]:
-        store = connect_store(body["master_address"], body["master_port"], _TIMEOUT_S)
-        name, rank = body["group_name"], body["rank_offset"]
-        self._groups[name] = join_group(store, name, body["world_size"], _CPU, self._address, _TIMEOUT_S, rank=rank)
-        return {}
-
-    def _receive(self, body: Any) -> dict[str, Any]:
-        specs = weight_specs(body["names"], body["dtypes"], body["shapes"])
-        pieces = PiecesFormat.parse(body["load_format"])
-        assert pieces
-        for name, tensor in ArrivingWeights(self._groups[body["group_name"]], "cpu", specs, pieces):
-            self._received[name] = int(tensor[0])
-            if not bool((tensor == tensor[0]).all()):
-                self._wrong.append(name)
-        return {}
 
 
 if __name__ == "__main__":
