@@ -105,7 +105,8 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
-    shares = [check_shares(gatherer, replicas, expected, processes) for replicas in ([0], range(processes.data_size))]
+    senders = {1, processes.data_size}
+    shares = [check_shares(gatherer, range(replicas), expected, processes) for replicas in sorted(senders)]
     engines = check_engines(gatherer, expected, processes) if case.get("engines") else []
     parallel_state.destroy_model_parallel()
     return {

@@ -11,7 +11,7 @@ from dapo_mega.metrics import read_metrics
 from .runs import REPOSITORY
 
 pytestmark = pytest.mark.integration
-FEWER_STEPS = ("num_steps=20", "evaluation.every=20")
+FEWER_STEPS = ("num_steps=15", "evaluation.every=15")
 
 
 def quickstart(output, *arguments):
@@ -63,5 +63,5 @@ def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(output):
     stamps = {path: path.stat().st_mtime_ns for path in kept}
     again = quickstart(output, *FEWER_STEPS)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert "already holds a finished run of 20 steps" in again.stdout
+    assert "already holds a finished run of 15 steps" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in kept} == stamps
