@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.distributed import accelerator
+from dapo_mega.distributed.gloo_device import share_gloo_devices
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.distributed.stores import open_store
 from dapo_mega.errors import InputError
@@ -29,6 +30,7 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
     Raises InputError for sizes that do not fit the world.
     """
     cpu_accelerator.install()
+    share_gloo_devices()
     world_size = world_size_from_environment()
     if config.world_size not in (None, world_size):
         raise InputError(
