@@ -41,6 +41,11 @@ class WeightSyncConfig(Section):
         "only values that changed in bf16: less traffic between machines. Needs rollout.placement=fleet, bf16 engines "
         "and dapo_mega in their environments.",
     )
+    relays: bool = Field(
+        default=True,
+        description="Whether engines pass weights on to other engines where a data-parallel replica has more engines "
+        "than processes (transport=distributed). They need the plugin and connections to each other.",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0,

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_mega.distributed import accelerator
 from dapo_mega.engines.sglang.weight_protocol import limit_of_group
 
 _SGLANGS_LIMIT_S = 1800.0
+T = TypeVar("T")
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
@@ -29,14 +30,20 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
     # gloo fails a broadcast at this limit. With NCCL torch ends the process, so the trainer must give up earlier.
     gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
     group["timeout"] = timedelta(seconds=gives_up_s)
+    return call_within(limit_s, lambda: join(*arguments, **group), f"the trainer at {group.get('init_method')}")
+
+
+def call_within(limit_s: float, function: Callable[[], T], awaited: str) -> T:
+    """Call the function in a thread. Raises what it raises, and TimeoutError after the limit, which says that `awaited`
+    did not come."""
     device = accelerator.device()
-    joined: Future[Any] = Future()
+    joined: Future[T] = Future()
 
     def run() -> None:
         try:
             if device.index is not None:
                 accelerator.select(device.index)  # The current device is per thread.
-            joined.set_result(join(*arguments, **group))
+            joined.set_result(function())
         except Exception as error:  # Raised in the waiting thread.
             joined.set_exception(error)
 
@@ -44,4 +51,6 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
     try:
         return joined.result(limit_s)
     except TimeoutError as error:
-        raise TimeoutError(f"the trainer at {group.get('init_method')} did not come within {limit_s:g} s") from error
+        if joined.done():
+            raise
+        raise TimeoutError(f"{awaited} did not come within {limit_s:g} s") from error

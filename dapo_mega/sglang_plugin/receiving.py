@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, split_specs, unpack_changes, unpacked
+from dapo_mega.engines.sglang.weight_protocol import Change, PiecesFormat, chunks, split_specs, unpack_changes, unpacked
 from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
+from dapo_mega.sglang_plugin.relaying import Follower, passing_on
 from dapo_mega.types import WeightSpec
-from dapo_mega.weight_sync.engine_groups import Broadcasting
+
+
+class _Waiting(Protocol):
+    def wait(self) -> object: ...
+
+
+class Receiving(Protocol):
+    """A group, or what stands for one."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> _Waiting: ...
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a bucket, received into `memory`."""
+    """A piece of a bucket, received into `memory` chunk by chunk."""
 
     specs: Sequence[WeightSpec]
     memory: Tensor
-    work: dist.Work
+    arriving: Sequence[tuple[Tensor, _Waiting]]
+
+
+def _receipts(group: Receiving, memory: Tensor) -> list[tuple[Tensor, _Waiting]]:
+    """Start to receive into the memory: its chunks, with what to wait for."""
+    return [(chunk, group.broadcast(chunk, 0)) for chunk in chunks(memory)]
+
+
+def _wait_for(arriving: Sequence[tuple[Tensor, _Waiting]], pass_on: Callable[[Tensor], None]) -> None:
+    """Wait for the chunks, and pass on each as soon as it is there."""
+    for chunk, receipt in arriving:
+        receipt.wait()
+        pass_on(chunk)
 
 
 class ArrivingWeights:
@@ -32,22 +54,27 @@ class ArrivingWeights:
 
     def __init__(
         self,
-        group: Broadcasting,
+        group: Receiving,
         device: str,
         specs: Sequence[WeightSpec],
         pieces: PiecesFormat,
         trace: LoadTrace | None = None,
+        follower: Follower | None = None,
     ) -> None:
-        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies."""
+        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies; the
+        `follower` gets everything, too. Set `is_relayed` if the weights come from another engine."""
+        self.is_relayed = False
         self._group = group
         self._device = device
         self._trace = trace
+        self._pass_on = passing_on(follower)
         self._expected = deque(split_specs(specs, pieces.lengths))
         self._arriving: deque[_Piece] = deque()
         self._free_bytes = pieces.window_bytes
         self._is_read = False
         self.is_broken = False
-        self._receive()
+        with suppress(RuntimeError):  # Raised again by the iteration.
+            self._receive()
 
     def _receive(self) -> None:
         """Post further receives while they fit the window; always at least one."""
@@ -57,7 +84,7 @@ class ArrivingWeights:
                 return
             self._free_bytes -= num_bytes
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._arriving.append(_Piece(self._expected.popleft(), memory, self._group.broadcast(memory, 0)))
+            self._arriving.append(_Piece(self._expected.popleft(), memory, _receipts(self._group, memory)))
 
     def _next(self) -> _Piece | None:
         """Wait for the next piece; None if there are no more."""
@@ -66,7 +93,7 @@ class ArrivingWeights:
             if not self._arriving:
                 return None
             piece = self._arriving.popleft()
-            piece.work.wait()
+            _wait_for(piece.arriving, self._pass_on)
         except RuntimeError:
             self.is_broken = True
             raise
@@ -91,17 +118,27 @@ class ArrivingWeights:
 class ChangedWeights:
     """The changed values since the last update, as tensors that write only these values into parameters."""
 
-    def __init__(self, group: Broadcasting, device: str, specs: Sequence[WeightSpec]) -> None:
-        """Receive both broadcasts."""
-        length = torch.empty(1, dtype=torch.int64, device=device)
-        group.broadcast(length.view(torch.uint8), 0).wait()
-        packed = torch.empty(int(length), dtype=torch.uint8, device=device)
-        group.broadcast(packed, 0).wait()
+    def __init__(
+        self, group: Receiving, device: str, specs: Sequence[WeightSpec], follower: Follower | None = None
+    ) -> None:
+        """Receive both pieces, also for the `follower`. `is_broken` is set if they do not come, which the first
+        iteration raises."""
         self._specs = specs
-        self._changes = list(unpack_changes(packed, specs))
+        self._changes: list[Change] = []
         self._writes: list[Write] = []
+        self._failure: RuntimeError | None = None
+        try:
+            self._changes = list(unpack_changes(_received_changes(group, device, passing_on(follower)), specs))
+        except RuntimeError as error:
+            self._failure = error
+
+    @property
+    def is_broken(self) -> bool:
+        return self._failure is not None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._failure:
+            raise self._failure
         self._writes = []
         for spec, change in zip(self._specs, self._changes, strict=True):
             yield spec.name, make_patch(spec, change, self._writes)
@@ -131,3 +168,12 @@ class ChangedWeights:
             for name in names
         ]
         return sorted(missing) + differing
+
+
+def _received_changes(group: Receiving, device: str, pass_on: Callable[[Tensor], None]) -> Tensor:
+    """The packed changes [bytes] uint8."""
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    _wait_for(_receipts(group, length.view(torch.uint8)), pass_on)
+    packed = torch.empty(int(length), dtype=torch.uint8, device=device)
+    _wait_for(_receipts(group, packed), pass_on)
+    return packed

@@ -13,7 +13,7 @@ from dapo_mega.types import WeightSpec
 
 @dataclass(frozen=True)
 class EncodedBucket:
-    """Engines are told `specs` and `load_format`, and receive `pieces`, each [bytes] uint8.
+    """Engines are told `specs` and `load_format`, and receive `pieces`, each [bytes] uint8 and one broadcast.
 
     `pieces` can be read once; it is None except on the processes that send the bucket: number `place` of the processes
     of `stage` in each replica.

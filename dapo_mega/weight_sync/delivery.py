@@ -6,11 +6,17 @@ In a round every sender of a replica has one bucket, and each of the replica's e
     round 1   engine 0: a1 b1 c1    ...
 
 An engine receives one bucket at a time. It is told to receive a bucket once its sender has no earlier one to send and
-all senders have finished the round before the last. So the next round's buckets are on their way to the senders, and
+all senders have passed the round before the last. So the next round's buckets are on their way to the senders, and
 what an engine waits for depends on no engine that is behind. A sender has one bucket to send and at most one to come.
 
 It also waits until its sender has room: engines that meet at a sender would share its rate and go on together, while
 other senders are idle. There is room for as many engines as there are for each sender of the round.
+
+Where engines pass weights on, these are the engines that begin a chain. One behind them is told to receive a bucket as
+soon as the one before it is told to receive and pass on the same, and that one is told so once the one behind has the
+bucket before the last: it keeps at most two for it. If the one before fails, or what it passes on does not come, the
+engine receives the bucket again from the trainer, and the rest of the update, too. So a sender keeps a bucket until all
+have it, but goes on to the next one when those that get it from the trainer have it, and keeps at most one more.
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.weight_sync.buckets import EncodedBucket
 from dapo_mega.weight_sync.mail import Message
 
@@ -33,38 +40,96 @@ class Sender(NamedTuple):
     place: int
 
 
+@dataclass(frozen=True)
+class Order:
+    """What an engine is told: to receive the bucket from the engine `source` or, if that is None, from its sender, and
+    to pass it on to the engine `follower`, if there is one. `name` is the bucket's within the update."""
+
+    bucket: EncodedBucket
+    name: str
+    is_last: bool
+    source: str | None
+    follower: str | None
+
+
+@dataclass
+class _Progress:
+    """Of one engine: how many buckets it was told to receive, and has. `source` and `follower` as in `Order`."""
+
+    source: str | None
+    follower: str | None = None
+    num_told: int = 0
+    num_received: int = 0
+    is_gone: bool = False
+
+
+class _Changes:
+    """Wakes up those who wait for a condition."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def happened(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._event.wait()
+
+
 class Delivery:
-    """One update's calls to the engines and messages to the senders, on the event loop of the calls."""
+    """One update's calls to the engines and messages to the senders, on the event loop of the calls.
+
+    Afterwards `num_delivered` says how many buckets engines got, `num_relayed` how many of them from engines, and
+    `broken` names the engines that did not get one so, with whom they waited for.
+    """
 
     def __init__(
         self,
         rounds: Sequence[Sequence[EncodedBucket]],
         engines: Mapping[int, Sequence[str]],
         post: Callable[[Sender, Message], None],
-        tell: Callable[[EngineClient, EncodedBucket, bool], Awaitable[None]],
+        tell: Callable[[EngineClient, Order], Awaitable[None]],
         timeout_s: float,
+        sources: Mapping[str, str] | None = None,
+        end: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`engines` are the URLs by replica, also of replicas whose engines have all failed. `tell(client, bucket,
-        is_last)` makes an engine receive and load a bucket, within `timeout_s`."""
+        """`engines` are the URLs by replica, also of replicas whose engines have all failed. `tell` makes an engine
+        receive and load a bucket, within `timeout_s`. `sources` are the engines that get weights from others, and these
+        others, of the same replica; `end(engine, source)` says that the source is gone."""
         self._rounds = rounds
         self._post = post
         self._tell = tell
         self._timeout_s = timeout_s
-        self._place_of = {url: (replica, i) for replica, urls in engines.items() for i, url in enumerate(urls)}
+        self._end = end
+        self.num_delivered = self.num_relayed = 0
+        self.broken: list[tuple[str, str]] = []
+        sources = sources or {}
+        self._changes = _Changes()
+        self._progress = {url: _Progress(sources.get(url)) for urls in engines.values() for url in urls}
+        for url, source in sources.items():
+            self._progress[source].follower = url
+        self._place_of: dict[str, tuple[int, int]] = {}
+        for replica, urls in engines.items():
+            heads = [url for url in urls if url not in sources]
+            for url in urls:
+                self._place_of[url] = replica, heads.index(_head(url, sources))
         self._missing: dict[tuple[int, Sender], set[str]] = {}
         self._received: dict[tuple[int, Sender], list[str]] = {}
-        self._is_sent: dict[tuple[int, Sender], asyncio.Event] = {}
+        self._is_passed: dict[tuple[int, Sender], asyncio.Event] = {}
         self._room: dict[tuple[int, Sender], asyncio.Semaphore] = {}
-        self._num_unsent = [len(buckets) * len(engines) for buckets in rounds]
+        self._num_unpassed = [len(buckets) * len(engines) for buckets in rounds]
         self._is_over = [asyncio.Event() for _ in rounds]
         for number, buckets in enumerate(rounds):
             for bucket in buckets:
                 for replica, urls in engines.items():
                     key = number, Sender(replica, bucket.stage, bucket.place)
+                    num_heads = sum(url not in sources for url in urls)
                     self._missing[key] = set(urls)
                     self._received[key] = []
-                    self._is_sent[key] = asyncio.Event()
-                    self._room[key] = asyncio.Semaphore(max(1, math.ceil(len(urls) / len(buckets))))
+                    self._is_passed[key] = asyncio.Event()
+                    self._room[key] = asyncio.Semaphore(max(1, math.ceil(num_heads / len(buckets))))
         for key, missing in self._missing.items():
             if not missing:
                 self._finish(key)
@@ -76,38 +141,96 @@ class Delivery:
     async def deliver(self, client: EngineClient) -> None:
         """Bring every bucket to one engine. Raises EngineError; the others go on without it."""
         replica, index = self._place_of[client.url]
+        engine = self._progress[client.url]
         order = [
             (number, bucket)
             for number, buckets in enumerate(self._rounds)
             for bucket in _rotated(buckets, index % len(buckets))
         ]
         keys = [(number, Sender(replica, bucket.stage, bucket.place)) for number, bucket in order]
-        num_received = 0
         try:
             for key, (_, bucket) in zip(keys, order, strict=True):
-                await self._turn(key)
-                async with self._room[key]:
-                    self._post(key[1], Message("send", (client.url,)))
-                    await self._tell_within_limit(client, bucket, is_last=num_received + 1 == len(keys))
+                await self._bring(client, bucket, key, is_last=engine.num_received + 1 == len(keys))
                 self._received[key].append(client.url)
-                num_received += 1
+                engine.num_received += 1
+                self.num_delivered += 1
+                self._changes.happened()
                 self._leave(key, client.url)
         finally:
-            for key in keys[num_received:]:
+            if engine.num_received < len(keys):
+                self._give_up(client.url)
+            for key in keys[engine.num_received :]:
                 self._leave(key, client.url)
+
+    async def _bring(self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool) -> None:
+        """Have the engine receive a bucket from the engine before it or, if there is none or it fails, from its
+        sender."""
+        engine = self._progress[client.url]
+        await self._changes.until(lambda: self._follower_is_ready(engine))
+        if engine.source and await self._relay(client, bucket, key, is_last):
+            return
+        await self._turn(key)
+        async with self._room[key]:
+            self._post(key[1], Message("send", (client.url,), key[0]))
+            await self._tell_within_limit(client, bucket, key, is_last)
+
+    def _follower_is_ready(self, engine: _Progress) -> bool:
+        """Whether the engine behind has all buckets but the last one that was passed on to it."""
+        return not engine.follower or self._progress[engine.follower].num_received >= engine.num_received - 1
+
+    async def _relay(self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool) -> bool:
+        """Have the engine receive a bucket from the engine before it. False if it does not come; then the engine gets
+        it, and all others, from the trainer. Raises EngineError if the engine does not answer."""
+        engine = self._progress[client.url]
+        assert engine.source
+        source = self._progress[engine.source]
+        await self._changes.until(lambda: source.is_gone or source.num_told > engine.num_received)
+        if not source.is_gone:
+            try:
+                await self._tell_within_limit(client, bucket, key, is_last)
+            except EngineRefused:
+                self.broken.append((client.url, engine.source))
+            else:
+                self.num_relayed += 1
+                return True
+        self._detach(client.url)
+        return False
+
+    def _detach(self, url: str) -> None:
+        """The engine gets nothing from the one before it any more."""
+        engine = self._progress[url]
+        if engine.source:
+            self._progress[engine.source].follower = None
+            engine.source = None
+            self._changes.happened()
+
+    def _give_up(self, url: str) -> None:
+        """The engine has failed: nothing goes to it, and nothing comes from it."""
+        engine = self._progress[url]
+        engine.is_gone = True
+        if engine.follower and self._end:
+            self._end(engine.follower, url)
+        self._detach(url)
+        self._changes.happened()
 
     async def _turn(self, key: tuple[int, Sender]) -> None:
         """Wait until the sender has, or is about to have, the bucket."""
         number, sender = key
         if number > 0:
-            await self._is_sent[number - 1, sender].wait()
+            await self._is_passed[number - 1, sender].wait()
         if number > 1:
             await self._is_over[number - 2].wait()
 
-    async def _tell_within_limit(self, client: EngineClient, bucket: EncodedBucket, is_last: bool) -> None:
+    async def _tell_within_limit(
+        self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool
+    ) -> None:
+        engine = self._progress[client.url]
+        name = f"{key[0]}-{bucket.stage}-{bucket.place}"
+        engine.num_told = engine.num_received + 1
+        self._changes.happened()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._tell(client, bucket, is_last)
+                await self._tell(client, Order(bucket, name, is_last, engine.source, engine.follower))
         except TimeoutError:
             raise EngineError(client.url, f"no answer within {self._timeout_s:g} s") from None
 
@@ -116,17 +239,43 @@ class Delivery:
         missing = self._missing[key]
         if url in missing:
             missing.remove(url)
-            if not missing:
+            if missing:
+                self._pass_if_possible(key)
+            else:
                 self._finish(key)
+
+    def _pass_if_possible(self, key: tuple[int, Sender]) -> None:
+        """Let the sender go on, if all who lack the bucket get it from engines, and it keeps no earlier bucket."""
+        number, sender = key
+        missing = self._missing.get(key)
+        keeps_another = number > 0 and self._missing[number - 1, sender]
+        if not missing or keeps_another or self._is_passed[key].is_set():
+            return
+        if all(self._progress[url].source for url in missing):
+            self._post(sender, Message("pass", number=number))
+            self._note_passed(key)
 
     def _finish(self, key: tuple[int, Sender]) -> None:
         number, sender = key
-        self._post(sender, Message("done", tuple(self._received[key])))
-        self._is_sent[key].set()
-        self._num_unsent[number] -= 1
-        if self._num_unsent[number] == 0:
-            self._is_over[number].set()
+        self._post(sender, Message("done", tuple(self._received[key]), number))
+        self._note_passed(key)
+        self._pass_if_possible((number + 1, sender))
+
+    def _note_passed(self, key: tuple[int, Sender]) -> None:
+        if self._is_passed[key].is_set():
+            return
+        self._is_passed[key].set()
+        self._num_unpassed[key[0]] -= 1
+        if self._num_unpassed[key[0]] == 0:
+            self._is_over[key[0]].set()
 
 
 def _rotated(buckets: Sequence[EncodedBucket], start: int) -> list[EncodedBucket]:
     return [*buckets[start:], *buckets[:start]]
+
+
+def _head(url: str, sources: Mapping[str, str]) -> str:
+    """The engine at the beginning of this one's chain."""
+    while url in sources:
+        url = sources[url]
+    return url

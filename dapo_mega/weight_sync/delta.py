@@ -8,7 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, checksum, differing, find_changes, pack_changes
+from dapo_mega.engines.sglang.weight_protocol import (
+    CHANGES_FORMAT,
+    checksum,
+    chunks,
+    differing,
+    find_changes,
+    pack_changes,
+)
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.buckets import EncodedBucket
 
@@ -31,8 +38,8 @@ class DeltaEncoding:
         self._held.clear()
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """See `Encoding`. The two pieces are the number of bytes [8] and the packed changes; afterwards engines are
-        assumed to hold the bucket."""
+        """See `Encoding`. First comes the number of bytes [8], then the packed changes in chunks; afterwards engines
+        are assumed to hold the bucket."""
         specs = tuple(
             replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point and len(spec.shape) > 1 else spec
             for spec in bucket.specs
@@ -40,7 +47,7 @@ class DeltaEncoding:
         pieces = None if bucket.tensors is None else self._changes(bucket, specs)
         return EncodedBucket(bucket.stage, specs, CHANGES_FORMAT, pieces, bucket.place)
 
-    def _changes(self, bucket: WeightBucket, specs: Sequence[WeightSpec]) -> tuple[Tensor, Tensor]:
+    def _changes(self, bucket: WeightBucket, specs: Sequence[WeightSpec]) -> tuple[Tensor, ...]:
         found: list[tuple[Tensor | None, Tensor]] = []
         checksums = []
         for spec, (name, tensor) in zip(specs, bucket, strict=True):
@@ -56,7 +63,7 @@ class DeltaEncoding:
             held.copy_(new)
         packed = pack_changes(found, checksums)
         length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
-        return length, packed
+        return length, *chunks(packed)
 
     def _count(self, new: Tensor, before: Tensor, places: Tensor | None) -> None:
         """Count a compared tensor; `places` are those of its changes, None if all of its values are sent."""

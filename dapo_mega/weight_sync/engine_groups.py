@@ -45,4 +45,5 @@ def join_group(
     gloo = make._Options()
     gloo._devices = [make.create_device(hostname=address)]
     gloo._timeout = timedelta(seconds=timeout_s)
+    gloo._threads = 1  # Two broadcasts at the same time would share the rate, and the first one be there later.
     return cast(EngineGroup, make(keys, rank, size, gloo))

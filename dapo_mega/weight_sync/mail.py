@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Message:
-    """What the process is to do: `join` the groups of these engines, `send` its bucket to the engine, or go on, the
-    bucket being `done`: these engines have it."""
+    """What the process is to do: `join` the groups of these engines, `send` its bucket of round `number` to the engine,
+    `pass` on to the next one but keep this one, or free it, being `done`: these engines have it."""
 
     kind: str
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = ()
+    number: int = 0
 
 
 class Mail:
@@ -39,7 +40,7 @@ class Mail:
             return
         number = self._posted.get(rank, 0)
         self._posted[rank] = number + 1
-        self._store.set(f"mail/{rank}/{number}", json.dumps([message.kind, message.urls]))
+        self._store.set(f"mail/{rank}/{number}", json.dumps([message.kind, message.urls, message.number]))
 
     def read(self) -> Message:
         """Wait for the next message to this process. Raises RuntimeError if none comes."""
@@ -49,10 +50,10 @@ class Mail:
             except Empty:
                 raise RuntimeError(f"no message for {self._timeout_s:g} s") from None
         key = f"mail/{self._rank}/{self._num_read}"
-        kind, urls = json.loads(self._store.get(key))
+        kind, urls, number = json.loads(self._store.get(key))
         self._store.delete_key(key)
         self._num_read += 1
-        return Message(kind, tuple(urls))
+        return Message(kind, tuple(urls), number)
 
     def report_failure(self, update: int, url: str) -> None:
         """Let every process know, on rank 0, from any thread."""

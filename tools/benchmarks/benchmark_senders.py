@@ -2,12 +2,14 @@
 
 python tools/benchmark.py senders
 python tools/benchmark.py senders --layout context=8 --rate 50mbit
+python tools/benchmark.py senders --layout data=2 --engines 2 4 8 --mib 48 --bucket-mib 8
 
-Eight trainer processes send to 1 to 8 engines, each on a host of its own. The trainer is `FleetWeightSync` with its
-broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light processes with the
-plugin's receiving code, which compare what they get. `allowed` is the time that the rate allows an engine for the
-payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first update of a row,
-in which engines join, does not count. CPU is of all processes of the benchmark, as a share of the machine's cores.
+The trainer's processes (as many as --layout says) send to engines, each on a host of its own. The trainer is
+`FleetWeightSync` with its broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light
+processes with the plugin's receiving code, which compare what they get and pass it on where engines outnumber
+processes. `allowed` is the time that the rate allows an engine for the payload; `one group` broadcasts the same pieces
+from one process to all engines in one group. The first update of a row, in which engines join, does not count. CPU is
+of all processes of the benchmark, as a share of the machine's cores.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import secrets
 import statistics
@@ -37,7 +40,7 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, chunks, dtype_name
 from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
@@ -47,7 +50,6 @@ from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _START_S = 120.0
-_NUM_SENDERS = 8
 _TENSOR_BYTES = 2**18
 _KINDS = ("tensor", "context", "data", "pipeline")
 
@@ -56,12 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmark senders", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", nargs="+", default=["data=8"], help="of the 8 processes, such as data=4 tensor=2")
+    parser.add_argument("--layout", nargs="+", default=["data=8"], help="of the processes, such as data=4 tensor=2")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rate", default="100mbit", help="of every interface, as tc writes it")
     parser.add_argument("--mib", type=int, default=48, help="size of the weights")
     parser.add_argument("--bucket-mib", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-relays", action="store_true", help="engines pass nothing on")
     parser.add_argument("--role", choices=("engine", "sender"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
@@ -81,11 +84,11 @@ def run(options: argparse.Namespace) -> list[str]:
     from tools.cluster_in_a_box import Box, Link
 
     sizes = _sizes(options.layout)
-    most = max(options.engines)
-    with tempfile.TemporaryDirectory() as name, Box(_NUM_SENDERS + most, Path(name), Link(rate=options.rate)) as box:
+    most, num_senders = max(options.engines), math.prod(sizes.values())
+    with tempfile.TemporaryDirectory() as name, Box(num_senders + most, Path(name), Link(rate=options.rate)) as box:
         variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_REPOSITORY)}
         program = [sys.executable, __file__, *_common(options)]
-        hosts = [_NUM_SENDERS + number for number in range(most)]
+        hosts = [num_senders + number for number in range(most)]
         commands = [
             box.start(host, [*program, "--role", "engine", "--store", box.address(host)], variables=variables)
             for host in hosts
@@ -97,25 +100,26 @@ def run(options: argparse.Namespace) -> list[str]:
                 [*program, "--role", "sender", "--rank", str(rank), "--store", box.address(0), "--urls", *urls],
                 variables=variables,
             )
-            for rank in range(_NUM_SENDERS)
+            for rank in range(num_senders)
         ]
         rate = Link(rate=options.rate).bytes_per_second
         assert rate
         lines = [
-            f"{options.mib} MiB to {most} engines from {_NUM_SENDERS} processes ({_described(sizes)}), every interface "
+            f"{options.mib} MiB to {most} engines from {num_senders} processes ({_described(sizes)}), every interface "
             f"{options.rate}, buckets of {options.bucket_mib} MiB, {os.cpu_count()} cores",
             "",
             "| engines | allowed, s | update, s | of allowed | over 1 engine | busiest sender over mean | "
-            "one group, s | CPU |",
-            "|---|---|---|---|---|---|---|---|",
+            "passed on by engines | one group, s | CPU |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
-        return lines + _rows(options, box, commands, rate)
+        return lines + _rows(options, commands[-num_senders], commands, rate)
 
 
 def _common(options: argparse.Namespace) -> list[str]:
     return [
         *("--layout", *options.layout, "--engines", *map(str, options.engines), "--mib", str(options.mib)),
         *("--bucket-mib", str(options.bucket_mib), "--rounds", str(options.rounds)),
+        *(["--no-relays"] if options.no_relays else []),
     ]
 
 
@@ -126,18 +130,15 @@ def _sizes(layout: Sequence[str]) -> dict[str, int]:
         if kind not in sizes or not size.isdigit():
             raise InputError(f"--layout {part} is not one of {', '.join(f'{kind}=N' for kind in _KINDS)}")
         sizes[kind] = int(size)
-    if (product := sizes["tensor"] * sizes["context"] * sizes["data"] * sizes["pipeline"]) != _NUM_SENDERS:
-        raise InputError(f"--layout {' '.join(layout)} is for {product} processes; give one for {_NUM_SENDERS}")
     return sizes
 
 
 def _described(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
+    return " x ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "data 1"
 
 
-def _rows(options: argparse.Namespace, box: Any, commands: Sequence[Any], rate: float) -> list[str]:
-    """Waits for rank 0's figures, which it prints as lines of JSON."""
-    sent = commands[-_NUM_SENDERS]
+def _rows(options: argparse.Namespace, sent: Any, commands: Sequence[Any], rate: float) -> list[str]:
+    """Waits for rank 0's figures, which it prints (`sent`) as lines of JSON."""
     deadline = time.monotonic() + _START_S + 60 * options.rounds * len(options.engines) * 4
     while sent.poll() is None and time.monotonic() < deadline:
         if failed := next((command for command in commands if command.poll() not in (None, 0)), None):
@@ -150,9 +151,10 @@ def _rows(options: argparse.Namespace, box: Any, commands: Sequence[Any], rate: 
     first = figures[0]["update_s"]
     rows = []
     for each in figures:
-        allowed = options.mib * 2**20 * max(1, each["engines"] / _NUM_SENDERS) / rate
+        allowed = options.mib * 2**20 / rate
         cells = [f"{each['engines']}", f"{allowed:.2f}", f"{each['update_s']:.2f}", f"{allowed / each['update_s']:.2f}"]
-        cells += [f"{each['update_s'] / first:.2f}", f"{each['balance']:.3f}", f"{each['one_group_s']:.2f}"]
+        cells += [f"{each['update_s'] / first:.2f}", f"{each['balance']:.3f}"]
+        cells += [f"{each['relayed']:.2f}", f"{each['one_group_s']:.2f}"]
         cells += [f"{each['cpu']:.2f}"]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -167,7 +169,7 @@ class _Policy:
         num_buckets = options.mib // options.bucket_mib
         self.version = 0
         per_round = processes.pipeline_size * self._num_places
-        if num_buckets % per_round:
+        if num_buckets == 0 or num_buckets % per_round:
             raise InputError(f"{num_buckets} buckets are not the same number for {per_round} processes; change --mib")
         tensors_per_bucket = options.bucket_mib * 2**20 // _TENSOR_BYTES
         self._specs = [
@@ -249,18 +251,21 @@ class _Fleet:
 def _send(options: argparse.Namespace) -> None:
     """One process of the trainer."""
     torch.set_num_threads(1)
+    sizes = _sizes(options.layout)
     store = open_store(options.store, _START_S, port=PORT) if options.rank == 0 else _connected(options.store, _START_S)
-    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=_NUM_SENDERS)
-    processes = _processes(options.rank, _sizes(options.layout))
+    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=math.prod(sizes.values()))
+    processes = _processes(options.rank, sizes)
     fleet = _Fleet(options.urls) if options.rank == 0 else None
-    config = WeightSyncConfig(bucket_mib=2 * options.bucket_mib, timeout_s=TIMEOUT_S)
+    if fleet:
+        _wait_for_engines(fleet)
+    config = WeightSyncConfig(bucket_mib=2 * options.bucket_mib, timeout_s=TIMEOUT_S, relays=not options.no_relays)
     transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
     sync = FleetWeightSync(processes, fleet, config, transport)
     policy = _Policy(options, processes)
     for num_engines in options.engines:
         if fleet:
             fleet.num_engines = num_engines
-        times, balances = [], []
+        times, balances, relayed = [], [], 0.0
         busy = _busy_s(fleet, processes)
         for number in range(1 + options.rounds):
             if number == 1:
@@ -269,11 +274,11 @@ def _send(options: argparse.Namespace) -> None:
             before = _sent_bytes(processes)
             dist.barrier()
             started = time.perf_counter()
-            sync.push(policy, policy.version)
+            relayed = sync.push(policy, policy.version).get("weight_sync/relayed_share", 0.0)
             dist.barrier()
             times.append(time.perf_counter() - started)
             sent = _sent_bytes(processes) - before
-            active = sent[sent > options.mib * 2**20 / _NUM_SENDERS / 4]
+            active = sent[sent > options.mib * 2**20 / processes.world_size / 4]
             balances.append(float(active.max() / active.mean()))
         wall = time.perf_counter() - began
         cpu = (_busy_s(fleet, processes) - busy) / wall / (os.cpu_count() or 1)
@@ -283,6 +288,7 @@ def _send(options: argparse.Namespace) -> None:
                 "engines": num_engines,
                 "update_s": statistics.median(times[1:]),
                 "balance": statistics.median(balances[1:]),
+                "relayed": relayed,
                 "one_group_s": one_group_s,
                 "cpu": cpu,
             }
@@ -305,7 +311,7 @@ def _processes(rank: int, sizes: Mapping[str, int]) -> Processes:
     assert group
     return Processes(
         rank=rank,
-        world_size=_NUM_SENDERS,
+        world_size=dist.get_world_size(),
         **places,
         expert_rank=0,
         expert_size=1,
@@ -318,7 +324,7 @@ def _processes(rank: int, sizes: Mapping[str, int]) -> Processes:
 
 def _sent_bytes(processes: Processes) -> torch.Tensor:
     """[senders]: bytes that each one's interface has sent, headers included."""
-    sent = torch.zeros(_NUM_SENDERS, dtype=torch.float64)
+    sent = torch.zeros(processes.world_size, dtype=torch.float64)
     (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line)
     sent[processes.rank] = int(line.partition(":")[2].split()[8])
     dist.all_reduce(sent)
@@ -333,6 +339,18 @@ def _busy_s(fleet: _Fleet | None, processes: Processes) -> float:
             seconds += answer["seconds"]
     dist.all_reduce(seconds)
     return float(seconds)
+
+
+def _wait_for_engines(fleet: _Fleet) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            _ask(fleet, "/cpu_s", {}, len(fleet._clients))
+            return
+        except EngineError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) -> list[Any]:
@@ -375,7 +393,8 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     started = time.perf_counter()
     received = fleet.start_call(targets, receive, TIMEOUT_S)
     for start in range(0, len(specs), per_piece):
-        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_piece]))), 0).wait()
+        for chunk in chunks(torch.cat(list(policy.tensors(specs[start : start + per_piece])))):
+            group.broadcast(chunk, 0).wait()
     received.result()
     return time.perf_counter() - started
 

@@ -110,23 +110,30 @@ def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
     assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
 
 
+CHUNK = 2**21
+
+
 @pytest.mark.parametrize(
-    ("parallel", "world_size", "num_engines", "num_bytes"),
+    ("parallel", "world_size", "num_engines", "num_bytes", "without_relays"),
     [
-        ({}, 8, 1, 2000),  # The engine gets everything,
-        ({}, 8, 8, 2000),  # as each of eight does from a replica of its own.
-        ({}, 8, 9, 4000),
-        ({"pipeline": 2, "context": 2}, 8, 8, 2000),  # Four engines for each replica of four processes.
-        ({"pipeline": 2, "context": 2}, 8, 10, 2500),
-        ({"tensor": 4, "sequence": True}, 4, 4, 500 * (4 + 0.75)),  # A process has a quarter of what it sends.
+        ({}, 8, 1, 2**30, 2**30),  # The engine gets everything,
+        ({}, 8, 8, 2**30, 2**30),  # as each of eight does from a replica of its own.
+        ({}, 8, 9, 2**30 + 4 * CHUNK, 2 * 2**30),  # Four buckets, one chunk behind in each.
+        ({}, 1, 9, 2**30 + 8 * 4 * CHUNK, 9 * 2**30),
+        ({"pipeline": 2, "context": 2}, 8, 8, 2**30, 2**30),  # Four engines for each replica of four processes.
+        ({"pipeline": 2, "context": 2}, 8, 10, 2**30 + 10 * CHUNK, 5 * 2**28),
+        # A process has a quarter of what it sends.
+        ({"tensor": 4, "sequence": True}, 4, 4, 2**28 * (4 + 0.75), 2**28 * (4 + 0.75)),
     ],
 )
-def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, num_bytes):
-    rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
-    config = RunConfig.model_validate({**RUN, "rollout": rollout, "parallel": parallel})
-    work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
-    traffic = step_traffic(work, "local", num_parameters=1000, num_engines=num_engines)
-    assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == num_bytes
+def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, num_bytes, without_relays):
+    for relays, expected in ((True, num_bytes), (False, without_relays)):
+        rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
+        sync = {"relays": relays}
+        config = RunConfig.model_validate({**RUN, "rollout": rollout, "parallel": parallel, "weight_sync": sync})
+        work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
+        traffic = step_traffic(work, "local", num_parameters=2**29, num_engines=num_engines)
+        assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == expected
 
 
 def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():
@@ -140,7 +147,8 @@ def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():
         traffic = step_traffic(work, "local", num_parameters=1000, num_engines=3)
         sent[transport] = sum(entry.num_bytes for entry in traffic if entry.name.startswith("weight sync"))
     # Half of 1,000 numbers in bf16; a disk takes them once, engines on the same machine read memory.
-    assert sent == {"distributed": 3 * 1000, "disk": 1000, "tensor": 0}
+    # Three engines of a replica of two processes: the third one gets everything after one that has a bucket.
+    assert sent == {"distributed": 2000 + 1000, "disk": 1000, "tensor": 0}
 
 
 def test_a_layers_operations_are_two_per_weight_and_token():

@@ -154,7 +154,7 @@ def test_a_failing_loader_gets_plain_tensors_and_the_rest_is_received():
 @pytest.fixture
 def _alone(monkeypatch):
     """The engine has one process."""
-    monkeypatch.setattr(sglang_plugin, "_of_all_ranks", lambda found: [found])
+    monkeypatch.setattr(sglang_plugin, "_everywhere", lambda found: [found])
 
 
 def answer_to(updater, *load_formats):

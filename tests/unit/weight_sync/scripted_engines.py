@@ -16,8 +16,16 @@ from safetensors.torch import load_file
 from dapo_mega.distributed.stores import connect_store
 from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
-from dapo_mega.engines.sglang.weight_protocol import CHANGES_FORMAT, PiecesFormat, limit_of_group, weight_specs
+from dapo_mega.engines.sglang.weight_protocol import (
+    CHANGES_FORMAT,
+    PassedOn,
+    PiecesFormat,
+    is_relay_group,
+    limit_of_group,
+    weight_specs,
+)
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.sglang_plugin.relaying import Relays
 from dapo_mega.weight_sync.engine_groups import join_group
 
 _READER = """
@@ -62,7 +70,9 @@ class ScriptedEngine:
         self.versions = []
         self.calls = []
         self.load_formats = []
+        self.sources = []  # Of the buckets: trainer or engine.
         self.groups = {}
+        self.relays = Relays()
         self.is_open = False
         self.num_buckets = 0
         self.load_s = 0.0  # Per tensor.
@@ -102,16 +112,29 @@ class ScriptedEngine:
 
     async def end_weight_update(self):
         await self._meet("end")
+        await self._in_thread(self.relays.settle)
         self.is_open = False
         if self.refuses_what_came:
             self.refuses_what_came = False
             raise EngineRefused(self.url, 400, "not all weights came")
 
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
-        await self._meet("init")
-        assert (rank_offset, world_size, backend) == (1, 2, "gloo")
+        await self._meet("join a relay" if is_relay_group(name) else "init")
+        assert (world_size, backend) == (2, "gloo")
         assert 0 < limit_of_group(name) < self._timeout_s
+        if is_relay_group(name):
+            await self._in_thread(self._join_relay, address, port, name, rank_offset)
+            return
+        assert rank_offset == 1
         await self._in_thread(self._join, address, port, name)
+
+    def _join_relay(self, address, port, name, rank):
+        try:
+            self.relays.join(
+                name, address=address, port=port, rank=rank, world_size=2, device="cpu", is_sender=rank == 0
+            )
+        except RuntimeError as error:
+            raise EngineRefused(self.url, 400, str(error)) from error
 
     def _join(self, address, port, name):
         store = connect_store(address, port, self._timeout_s)
@@ -119,6 +142,9 @@ class ScriptedEngine:
 
     async def destroy_weights_update_group(self, name):
         await self._meet("destroy")
+        if is_relay_group(name):
+            self.relays.leave(name)
+            return
         if name not in self.groups:
             raise EngineRefused(self.url, 400, f"no group {name}")
         del self.groups[name]
@@ -128,10 +154,17 @@ class ScriptedEngine:
     ):
         self.num_buckets += 1
         await self._meet(("update", self.num_buckets))
-        if not self.is_open or group_name not in self.groups:
+        load_format, passed_on = PassedOn.split_from(load_format)
+        group = self.groups.get(group_name) or self.relays.source(group_name)
+        if not self.is_open or not group:
             raise EngineRefused(self.url, 400, "no session, or no such group")
         self.load_formats.append(load_format)
-        await self._in_thread(self._receive, weight_specs(names, dtypes, shapes), group_name, load_format)
+        self.sources.append("engine" if is_relay_group(group_name) else "trainer")
+        follower = self.relays.follower(passed_on)
+        try:
+            await self._in_thread(self._receive, weight_specs(names, dtypes, shapes), group, load_format, follower)
+        except RuntimeError as error:
+            raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
         self.versions.append((version, flush_cache))
 
     async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
@@ -152,16 +185,16 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, specs, group_name, load_format):
+    def _receive(self, specs, group, load_format, follower):
         if load_format == CHANGES_FORMAT:
-            changes = ChangedWeights(self.groups[group_name], "cpu", specs)
+            changes = ChangedWeights(group, "cpu", specs, follower)
             for spec, (name, tensor) in zip(specs, changes, strict=True):
                 self.weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
         is_flat = load_format == "flattened_bucket"
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
-        for name, tensor in ArrivingWeights(self.groups[group_name], "cpu", specs, pieces):
+        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces, None, follower):
             self.weights[name] = tensor.clone()
             time.sleep(self.load_s)
 

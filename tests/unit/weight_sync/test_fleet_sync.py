@@ -202,7 +202,8 @@ def watched_groups(monkeypatch):
 
 @pytest.mark.usefixtures("one_by_one")
 def test_no_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)  # Engines receive one piece at a time.
+    # Engines receive one piece at a time.
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5, relays=False)
     sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
     fleet.without_plugin = set()
     fleet.engines[URLS[1]].load_s = 0.2
@@ -332,6 +333,74 @@ def test_after_an_update_in_sglangs_form_everything_is_sent_again(delta_sync, fl
     assert delta_sync.push(policy.advance(), 3)["weight_sync/bytes"] > FULL
     assert delta_sync.push(policy.advance(), 4)["weight_sync/bytes"] < FULL
     assert holders(fleet, policy) == URLS
+
+
+@pytest.fixture
+def relaying(sync, fleet):
+    """A sync with engines that pass on: e0 to e1, and that to e2."""
+    fleet.without_plugin = set()
+    return sync
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_where_engines_outnumber_senders_they_pass_buckets_on(relaying, fleet):
+    policy = Policy()
+    for version in (1, 2):
+        metrics = relaying.push(policy.advance(), version)
+        assert holders(fleet, policy) == URLS
+        assert metrics["weight_sync/relayed_share"] == pytest.approx(2 / 3)
+        assert metrics["weight_sync/relays_failed"] == 0
+    assert [engine.sources for engine in fleet.engines.values()] == [["trainer"] * 6, ["engine"] * 6, ["engine"] * 6]
+    assert [engine.calls.count("join a relay") for engine in fleet.engines.values()] == [1, 2, 1]
+    assert all(engine.versions[-1] == ("2", True) for engine in fleet.engines.values())
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("fault", ["die", "hang", "refuse"])
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("call", [("update", 2), "join a relay"])
+def test_an_engine_that_fails_as_a_relay_takes_nobody_with_it(relaying, fleet, url, call, fault):
+    fleet.engines[url].faults[call] = fault
+    policy = Policy().advance()
+    metrics = relaying.push(policy, 1)
+    stays = call == "join a relay" or (fault == "refuse" and url != URLS[0])
+    assert set(fleet.away) == (set() if stays else {url})
+    assert set(holders(fleet, policy)) >= set(URLS) - set(fleet.away)
+    assert metrics["weight_sync/engines"] == 3 - len(fleet.away)
+    if stays and call != "join a relay":
+        assert metrics["weight_sync/relays_failed"] == 1
+    # It comes back, and there is a whole chain again. Two engines that could not connect do not try again.
+    fleet.return_all()
+    relaying.push_to_outdated(policy, 1)
+    metrics = relaying.push(policy.advance(), 2)
+    assert holders(fleet, policy) == URLS
+    assert metrics["weight_sync/relayed_share"] == pytest.approx((1 if call == "join a relay" else 2) / 3)
+
+
+def test_engines_that_cannot_connect_to_each_other_are_tried_again_when_one_has_joined_anew(relaying, fleet, caplog):
+    policy = Policy().advance()
+    fleet.engines[URLS[2]].faults["join a relay"] = "refuse"
+    relaying.push(policy, 1)
+    assert "engine http://e2 gets its weights from the trainer, not from engine http://e1" in caplog.text
+    fleet.failed(URLS[1], "restarted")
+    fleet.return_all()
+    assert relaying.push(policy.advance(), 2)["weight_sync/relayed_share"] == pytest.approx(2 / 3)
+    assert holders(fleet, policy) == URLS
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die"])
+@pytest.mark.parametrize("url", URLS[:2])
+def test_changes_are_passed_on_too_and_come_again_where_they_did_not_arrive(delta_sync, fleet, url, fault):
+    policy = SlowlyChanging()
+    for version in range(1, 5):
+        if version == 2:
+            fleet.engines[url].faults["update", 1] = fault
+        metrics = delta_sync.push(policy.advance(), version)
+        assert set(holders(fleet, policy)) >= set(URLS) - set(fleet.away)
+        if fleet.away:
+            fleet.return_all()
+    assert holders(fleet, policy) == URLS
+    assert metrics["weight_sync/relayed_share"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("fault", ["die", "hang", "refuse"])

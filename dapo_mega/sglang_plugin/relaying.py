@@ -1,0 +1,239 @@
+"""Passes weights on from engine to engine: an engine receives in a group with the engine before it what that one
+receives, and sends it to the engine behind it in another group.
+
+The first rank of an engine sends; all ranks receive. What is passed on is kept until the engine behind has it, and
+nothing waits for that: the trainer tells an engine to receive a bucket only when the engine behind it has the bucket
+before the last. An engine that receives from another one stops when the trainer says that this one is gone, so that it
+can get the bucket from elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.distributed.stores import connect_store, local_address
+from dapo_mega.engines.sglang.weight_protocol import PassedOn, failure_key, limit_of_group, presence_key
+from dapo_mega.sglang_plugin.joining import call_within
+from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
+
+_JOINING_LIMIT_S = 30.0
+_JOINING_SHARE = 0.9  # Of the trainer's limit, so that this engine can still answer.
+_POLL_S = 0.0005
+_STORE_POLL_S = 0.05
+_LAST_MOMENTS_S = 0.2
+
+
+class RelayFailed(RuntimeError):
+    """The engine before this one passes nothing on any more."""
+
+
+class Relays:
+    """What one rank of an engine shares with the engines before and behind it."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Source] = {}
+        self._followers: dict[str, Follower] = {}
+        self._given_up: list[tuple[EngineGroup, list[dist.Work]]] = []
+
+    def join(
+        self, name: str, *, address: str, port: int, rank: int, world_size: int, device: str, is_sender: bool
+    ) -> None:
+        """Join the relay's group `name`, as its rank 0 if `is_sender`; returns when all ranks are there. The group's
+        store is the trainer's, at `address`. Raises RuntimeError or TimeoutError if the others do not come."""
+        limit_s = limit_of_group(name) or _JOINING_LIMIT_S
+        joining_s = min(_JOINING_LIMIT_S, _JOINING_SHARE * limit_s)
+
+        def meet() -> tuple[dist.Store, EngineGroup]:
+            store = connect_store(address, port, joining_s)
+            _wait_for_all(store, name, rank, world_size, joining_s)
+            own = local_address(address)
+            return store, join_group(store, name, world_size, torch.device(device), own, limit_s, rank=rank)
+
+        store, group = call_within(joining_s, meet, f"the other side of {name}")
+        if is_sender:
+            self._followers[name] = Follower(group)
+        else:
+            self._sources[name] = Source(name, store, group, limit_s, torch.device(device))
+
+    def leave(self, name: str) -> bool:
+        """Give up the group; False if this rank is not in it."""
+        self._free_given_up()
+        left: Source | Follower | None = self._sources.pop(name, None) or self._followers.pop(name, None)
+        if left is None:
+            return False
+        if unfinished := left.unfinished():
+            left.group.abort()
+            self._given_up.append((left.group, unfinished))
+        return True
+
+    def source(self, name: str) -> Source | None:
+        """The engine before this one, if it is in the group `name`, for the receipt of one bucket."""
+        source = self._sources.get(name)
+        if source:
+            source.begin()
+        return source
+
+    def follower(self, order: PassedOn | None) -> Follower | None:
+        """Who gets the next bucket on this rank's part: nobody without an order, and then nobody gets any more of what
+        is still on its way."""
+        follower = self._followers.get(order.group) if order else None
+        for name, other in list(self._followers.items()):
+            if other is not follower and other.unfinished():
+                self.leave(name)
+        if order and follower:
+            follower.begin(order.bucket)
+        return follower
+
+    def settle(self) -> None:
+        """At the end of an update: free what has been passed on. An engine that has not taken it is given up."""
+        deadline = time.monotonic() + _LAST_MOMENTS_S
+        for name, follower in list(self._followers.items()):
+            while follower.unfinished() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            if follower.unfinished():
+                self.leave(name)
+        self._free_given_up()
+
+    def _free_given_up(self) -> None:
+        # A group that is freed waits for what it still does, and gloo does not give up before its time limit.
+        self._given_up = [(group, works) for group, works in self._given_up if any(not w.is_completed() for w in works)]
+
+
+class Source:
+    """The engine before this one, as a group whose broadcasts end with RelayFailed when it is gone.
+
+    Nothing is received after `limit_s` of one bucket, so that the trainer, who waits a little longer, gets an answer.
+    """
+
+    def __init__(self, name: str, store: dist.Store, group: EngineGroup, limit_s: float, device: torch.device) -> None:
+        self.group = group
+        self.is_on_gpu = device.type != "cpu"
+        self._name = name
+        self._store = store
+        self._limit_s = limit_s
+        self._deadline = 0.0
+        self._asked = 0.0
+        self._arrivals: list[dist.Work] = []
+        self._failure: str | None = None
+
+    def begin(self) -> None:
+        """A bucket is about to be received."""
+        self._deadline = time.monotonic() + self._limit_s
+        self._arrivals = self.unfinished()
+
+    def broadcast(self, tensor: Tensor, root: int) -> Arrival:
+        """Receive into the tensor; the wait for it raises RuntimeError when it does not come."""
+        if self._failure:
+            raise RelayFailed(self._failure)
+        work = self.group.broadcast(tensor, root)
+        self._arrivals.append(work)
+        return Arrival(work, self)
+
+    def check(self) -> None:
+        """Raise RelayFailed if the engine before this one is gone, or takes too long."""
+        now = time.monotonic()
+        if now - self._asked < _STORE_POLL_S:
+            return
+        self._asked = now
+        if now > self._deadline:
+            self._failure = f"nothing more came in {self._name} within {self._limit_s:g} s"
+        elif _is_set(self._store, failure_key(self._name)):
+            self._failure = f"the trainer says that the engine before this one is gone ({self._name})"
+        if self._failure:
+            self.group.abort()  # NCCL waits for ever otherwise.
+            raise RelayFailed(self._failure)
+
+    def unfinished(self) -> list[dist.Work]:
+        """Receipts that have not ended."""
+        return [work for work in self._arrivals if not work.is_completed()]
+
+
+class Arrival:
+    """A receipt that can fail without the group's doing; a `dist.Work` as far as it is used."""
+
+    def __init__(self, work: dist.Work, source: Source) -> None:
+        self._work = work
+        self._source = source
+
+    def wait(self) -> bool:
+        """Raises RuntimeError if the bytes do not come."""
+        while not self._work.is_completed():
+            self._source.check()
+            if self._source.is_on_gpu:  # There `wait` makes the stream wait, not this thread.
+                time.sleep(_POLL_S)
+            else:
+                with contextlib.suppress(RuntimeError):  # It is raised below, if it is not just the time.
+                    self._work.wait(timedelta(seconds=_STORE_POLL_S))
+        return self._work.wait()
+
+
+class Follower:
+    """The engine behind this one. It gets each bucket's chunks in order and once, also when this engine must receive
+    the bucket again."""
+
+    def __init__(self, group: EngineGroup) -> None:
+        self.group = group
+        self._works: deque[dist.Work] = deque()
+        self._bucket = ""
+        self._num_passed = self._position = 0
+        self._is_broken = False
+
+    def begin(self, bucket: str) -> None:
+        """The bucket of this name is about to be received, from its first chunk on."""
+        if bucket != self._bucket:
+            self._bucket, self._num_passed = bucket, 0
+        self._position = 0
+
+    def pass_on(self, chunk: Tensor) -> None:
+        """Start to send the chunk, which has arrived; does not raise and does not wait."""
+        self._position += 1
+        self.unfinished()
+        if self._is_broken or self._position <= self._num_passed:
+            return
+        self._num_passed = self._position
+        try:
+            self._works.append(self.group.broadcast(chunk, 0))
+        except RuntimeError:  # The trainer hears of it from the engine behind.
+            self._is_broken = True
+
+    def unfinished(self) -> list[dist.Work]:
+        """Sendings that have not ended; the others are freed."""
+        while self._works and self._works[0].is_completed():
+            try:
+                self._works.popleft().wait()
+            except RuntimeError:
+                self._is_broken = True
+        return list(self._works)
+
+
+def _wait_for_all(store: dist.Store, name: str, rank: int, world_size: int, limit_s: float) -> None:
+    """Wait until all ranks are about to join the group, so that joining it takes no time. Raises RuntimeError when the
+    trainer says that one of them will not, and TimeoutError after the limit."""
+    store.set(presence_key(name, rank), "")
+    keys = [presence_key(name, other) for other in range(world_size)]
+    deadline = time.monotonic() + limit_s
+    while not _is_set(store, *keys):
+        if _is_set(store, failure_key(name)):
+            raise RelayFailed(f"the trainer says that the other side of {name} will not come")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all ranks of {name} came within {limit_s:g} s")
+        time.sleep(_STORE_POLL_S)
+
+
+def _is_set(store: dist.Store, *keys: str) -> bool:
+    answer: Any = store.check(list(keys))
+    return bool(answer)
+
+
+def passing_on(follower: Follower | None) -> Callable[[Tensor], None]:
+    """What to call with every chunk that has arrived."""
+    return follower.pass_on if follower else lambda chunk: None

@@ -1,0 +1,185 @@
+"""Engines pass on what they receive: in order, once, and without waiting for each other."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dapo_mega.distributed.stores import connect_store, open_store
+from dapo_mega.engines.sglang.weight_protocol import (
+    PassedOn,
+    PiecesFormat,
+    failure_key,
+    limited_group,
+    relay_group,
+    weight_specs,
+)
+from dapo_mega.sglang_plugin import relaying
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights
+from dapo_mega.sglang_plugin.relaying import Follower, RelayFailed, Relays
+from dapo_mega.weight_sync.engine_groups import join_group
+
+ADDRESS = "127.0.0.1"
+NAME = limited_group(relay_group("run-0"), 20.0)
+
+
+class Sending:
+    """A group whose broadcasts end when `is_over` says so, and fail if it `breaks`."""
+
+    def __init__(self, breaks=False):
+        self.sent = []
+        self.is_over = True
+        self.is_aborted = False
+        self._breaks = breaks
+
+    def broadcast(self, chunk, root):
+        self.sent.append(int(chunk[0]))
+        return self
+
+    def is_completed(self):
+        return self.is_over
+
+    def wait(self):
+        if self._breaks:
+            raise RuntimeError("connection closed by peer")
+
+    def abort(self):
+        self.is_aborted = True
+
+
+def chunk(number):
+    return torch.tensor([number], dtype=torch.uint8)
+
+
+def test_a_bucket_that_must_be_received_again_is_passed_on_from_where_it_stopped():
+    follower = Follower(Sending())
+    follower.begin("update 7, bucket 0")
+    for number in range(3):
+        follower.pass_on(chunk(number))
+    follower.begin("update 7, bucket 0")
+    for number in range(5):
+        follower.pass_on(chunk(number))
+    follower.begin("update 7, bucket 1")
+    follower.pass_on(chunk(9))
+    assert follower.group.sent == [0, 1, 2, 3, 4, 9]
+
+
+def test_nothing_more_goes_to_an_engine_that_is_gone():
+    follower = Follower(Sending(breaks=True))
+    follower.begin("bucket")
+    for number in range(3):
+        follower.pass_on(chunk(number))
+    assert follower.group.sent == [0]
+
+
+@pytest.fixture
+def chain():
+    """This engine's side, with an engine behind it that has taken nothing yet."""
+    relays = Relays()
+    follower = relays._followers[NAME] = Follower(Sending())
+    relays.follower(PassedOn("bucket 0", NAME))
+    follower.pass_on(chunk(0))
+    follower.group.is_over = False
+    return relays, follower
+
+
+@pytest.mark.parametrize("end", ["update", "relay"])
+def test_an_engine_behind_that_takes_nothing_is_given_up(chain, end):
+    relays, follower = chain
+    if end == "update":
+        relays.settle()
+    else:
+        relays.follower(None)
+    assert follower.group.is_aborted
+    assert relays.follower(PassedOn("bucket 1", NAME)) is None
+    assert len(relays._given_up) == 1, "freeing the group now would wait for it"
+    follower.group.is_over = True
+    relays.settle()
+    assert not relays._given_up
+
+
+def test_what_is_still_on_its_way_delays_no_further_bucket(chain):
+    relays, follower = chain
+    assert relays.follower(PassedOn("bucket 1", NAME)) is follower
+    follower.pass_on(chunk(1))
+    assert follower.group.sent == [0, 1]
+
+
+@pytest.fixture
+def store():
+    return open_store(ADDRESS, 30)
+
+
+def joined(relays, store, rank, size=2):
+    place = {"address": ADDRESS, "port": store.port, "rank": rank, "world_size": size}
+    return relays.join(NAME, **place, device="cpu", is_sender=rank == 0)
+
+
+@pytest.fixture
+def pair(store):
+    """The sides of two engines, of which the first passes on to the second."""
+    sides = Relays(), Relays()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(joined, sides, [store] * 2, range(2)))
+    return sides
+
+
+SPECS = weight_specs("ab", ["float32"] * 2, [(3,), (2**20,)])  # Two pieces, of which the second has two chunks.
+PIECES = PiecesFormat((1, 1), 0)
+
+
+def test_an_engine_gets_what_the_one_before_it_gets(pair, store):
+    before, behind = pair
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(
+            join_group, connect_store(ADDRESS, store.port, 30), "g", 2, torch.device("cpu"), ADDRESS, 30.0
+        )
+        mine = join_group(connect_store(ADDRESS, store.port, 30), "g", 2, torch.device("cpu"), ADDRESS, 30.0, rank=1)
+        trainer = other.result()
+    tensors = [torch.arange(3.0), torch.randn(2**20)]
+    works = [trainer.broadcast(part, 0) for t in tensors for part in t.view(torch.uint8).split(2**21)]
+    got = ArrivingWeights(mine, "cpu", SPECS, PIECES, None, before.follower(PassedOn("bucket", NAME)))
+    got = [tensor.clone() for _, tensor in got]
+    passed = [tensor.clone() for _, tensor in ArrivingWeights(behind.source(NAME), "cpu", SPECS, PIECES)]
+    assert all(torch.equal(mine, other) for mine, other in zip([*got, *got], [*tensors, *passed], strict=True))
+    assert len(works) == 3
+
+
+@pytest.mark.parametrize("reason", ["gone", "slow"])
+def test_an_engine_stops_waiting_for_one_that_is_gone_or_too_slow(pair, store, reason):
+    before, behind = pair
+    source = behind.source(NAME)
+    if reason == "gone":
+        threading.Timer(0.2, store.set, (failure_key(NAME), "")).start()
+    else:
+        source._deadline = time.monotonic() + 0.2
+    weights = ArrivingWeights(source, "cpu", SPECS, PIECES)
+    with pytest.raises(RelayFailed, match="is gone" if reason == "gone" else "within 20 s"):
+        list(weights)
+    assert weights.is_broken
+    assert ArrivingWeights(behind.source(NAME), "cpu", SPECS, PIECES).is_broken is False  # Until it is read.
+    with pytest.raises(RelayFailed):
+        list(ArrivingWeights(behind.source(NAME), "cpu", SPECS, PIECES))
+    assert behind.leave(NAME)
+    assert not behind.leave(NAME)
+    before.follower(PassedOn("bucket", NAME)).pass_on(torch.zeros(12, dtype=torch.uint8))  # Or freeing it takes 20 s.
+
+
+@pytest.mark.parametrize("reason", ["failed", "late"])
+def test_an_engine_does_not_wait_long_for_one_that_does_not_join(store, reason, monkeypatch):
+    if reason == "failed":
+        store.set(failure_key(NAME), "")
+    else:
+        monkeypatch.setattr(relaying, "_JOINING_LIMIT_S", 0.2)
+    started = time.monotonic()
+    with pytest.raises((RelayFailed, TimeoutError), match="will not come" if reason == "failed" else "within"):
+        joined(Relays(), store, 1)
+    assert time.monotonic() - started < 15
+
+
+def test_the_load_format_says_who_is_next():
+    order = PassedOn("7-0-0-1", NAME)
+    assert PassedOn.split_from(order.added_to("dapo_mega_pieces:1:2,3")) == ("dapo_mega_pieces:1:2,3", order)
+    assert PassedOn.split_from("dapo_mega_changes") == ("dapo_mega_changes", None)
