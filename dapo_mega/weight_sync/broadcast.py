@@ -151,8 +151,12 @@ class BroadcastTransport(Transport):
                 load_format=load_format,
             )
 
+        largest = max(
+            (sum(spec.num_bytes for spec in bucket.specs) for buckets in rounds for bucket in buckets), default=1
+        )
+        max_kept = max(1, self._bucket_bytes // largest - 1)
         end = self._relays.end if self._relays else None
-        delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s, sources, end)
+        delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s, sources, max_kept, end)
         # An engine may wait for others as long as it receives, and receive twice what another one did not pass on.
         session.start(delivery.deliver, num_parts=3 * delivery.num_buckets + 2)
         return delivery

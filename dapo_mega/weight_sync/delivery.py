@@ -13,10 +13,10 @@ It also waits until its sender has room: engines that meet at a sender would sha
 other senders are idle. There is room for as many engines as there are for each sender of the round.
 
 Where engines pass weights on, these are the engines that begin a chain. One behind them is told to receive a bucket as
-soon as the one before it is told to receive and pass on the same, and that one is told so once the one behind has the
-bucket before the last: it keeps at most two for it. If the one before fails, or what it passes on does not come, the
-engine receives the bucket again from the trainer, and the rest of the update, too. So a sender keeps a bucket until all
-have it, but goes on to the next one when those that get it from the trainer have it, and keeps at most one more.
+soon as the one before it is told to receive and pass on the same, and that one is told so once the one behind lacks no
+more than `max_kept` earlier ones. If the one before fails, or what it passes on does not come, the engine receives the
+bucket again from the trainer, and the rest of the update, too. So a sender keeps a bucket until all have it, but goes
+on to the next one when those that get it from the trainer have it, and keeps at most `max_kept` so.
 """
 
 from __future__ import annotations
@@ -93,15 +93,18 @@ class Delivery:
         tell: Callable[[EngineClient, Order], Awaitable[None]],
         timeout_s: float,
         sources: Mapping[str, str] | None = None,
+        max_kept: int = 1,
         end: Callable[[str, str], None] | None = None,
     ) -> None:
         """`engines` are the URLs by replica, also of replicas whose engines have all failed. `tell` makes an engine
         receive and load a bucket, within `timeout_s`. `sources` are the engines that get weights from others, and these
-        others, of the same replica; `end(engine, source)` says that the source is gone."""
+        others, of the same replica; `end(engine, source)` says that the source is gone. `max_kept` is how many buckets
+        senders and engines keep, besides the last one, for engines that get them from engines."""
         self._rounds = rounds
         self._post = post
         self._tell = tell
         self._timeout_s = timeout_s
+        self._max_kept = max_kept
         self._end = end
         self.num_delivered = self.num_relayed = 0
         self.broken: list[tuple[str, str]] = []
@@ -175,8 +178,10 @@ class Delivery:
             await self._tell_within_limit(client, bucket, key, is_last)
 
     def _follower_is_ready(self, engine: _Progress) -> bool:
-        """Whether the engine behind has all buckets but the last one that was passed on to it."""
-        return not engine.follower or self._progress[engine.follower].num_received >= engine.num_received - 1
+        """Whether the engine behind lacks so few buckets that this one can keep one more for it."""
+        if not engine.follower:
+            return True
+        return engine.num_received - self._progress[engine.follower].num_received <= self._max_kept
 
     async def _relay(self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool) -> bool:
         """Have the engine receive a bucket from the engine before it. False if it does not come; then the engine gets
@@ -245,20 +250,24 @@ class Delivery:
                 self._finish(key)
 
     def _pass_if_possible(self, key: tuple[int, Sender]) -> None:
-        """Let the sender go on, if all who lack the bucket get it from engines, and it keeps no earlier bucket."""
+        """Let the sender go on, if all who lack the bucket get it from engines, and it keeps few earlier ones."""
         number, sender = key
         missing = self._missing.get(key)
-        keeps_another = number > 0 and self._missing[number - 1, sender]
-        if not missing or keeps_another or self._is_passed[key].is_set():
+        keeps_enough = number >= self._max_kept and self._missing[number - self._max_kept, sender]
+        if not missing or keeps_enough or self._is_passed[key].is_set():
+            return
+        if number > 0 and not self._is_passed[number - 1, sender].is_set():
             return
         if all(self._progress[url].source for url in missing):
             self._post(sender, Message("pass", number=number))
             self._note_passed(key)
+            self._pass_if_possible((number + 1, sender))
 
     def _finish(self, key: tuple[int, Sender]) -> None:
         number, sender = key
         self._post(sender, Message("done", tuple(self._received[key]), number))
         self._note_passed(key)
+        self._pass_if_possible((number + self._max_kept, sender))
         self._pass_if_possible((number + 1, sender))
 
     def _note_passed(self, key: tuple[int, Sender]) -> None:

@@ -258,7 +258,7 @@ def _send(options: argparse.Namespace) -> None:
     fleet = _Fleet(options.urls) if options.rank == 0 else None
     if fleet:
         _wait_for_engines(fleet)
-    config = WeightSyncConfig(bucket_mib=2 * options.bucket_mib, timeout_s=TIMEOUT_S, relays=not options.no_relays)
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, relays=not options.no_relays)
     transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
     sync = FleetWeightSync(processes, fleet, config, transport)
     policy = _Policy(options, processes)

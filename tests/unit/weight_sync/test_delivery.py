@@ -29,13 +29,14 @@ class Run:
     """A delivery to engines whose `faults` map (URL, how many buckets they have) to what happens then. An engine that
     gets a bucket from another one has it when that one has it."""
 
-    def __init__(self, rounds, engines, faults=(), timeout_s=30.0, sources=None, seed=0):
+    def __init__(self, rounds, engines, faults=(), timeout_s=30.0, sources=None, max_kept=1, seed=0):
         self.posted = []
         self.numbers = []
         self.received = {url: [] for urls in engines.values() for url in urls}
         self.relayed = []
         self.together = []
         self.most_at_a_sender = 0
+        self._max_kept = max_kept
         self._at = Counter()
         self._timeout_s = timeout_s
         self._faults = dict(faults)
@@ -43,7 +44,7 @@ class Run:
         self._barrier = None
         self._pauses = random.Random(seed)
         self._passed = {}  # By follower and bucket, once its source was told to pass it on.
-        self.delivery = Delivery(rounds, engines, self._post, self._tell, timeout_s, sources, self._end)
+        self.delivery = Delivery(rounds, engines, self._post, self._tell, timeout_s, sources, max_kept, self._end)
 
     def _post(self, sender, message):
         self.posted.append((sender, message.kind, message.urls))
@@ -58,7 +59,7 @@ class Run:
     async def _tell(self, client, order):
         if order.follower:
             lacks = len(self.received[client.url]) - len(self.received[order.follower])
-            assert lacks <= 1, "it keeps at most two buckets for the engine behind it"
+            assert lacks <= self._max_kept, "it keeps more buckets for the engine behind it than it may"
             self._passed.setdefault((order.follower, order.name), asyncio.get_running_loop().create_future())
         await self._meet(client.url, order)
         if order.follower and not (passed := self._passed[order.follower, order.name]).done():
@@ -96,13 +97,13 @@ class Run:
         self._at[sender] -= 1
 
     def _check_that_it_can_come(self, number, bucket):
-        """The sender has the bucket, at most one before it, and no other still has one for which gathering waits."""
+        """The sender has the bucket, few before it, and no other still has one for which gathering waits."""
         ((sender, kind, said),) = self.numbers[-1:]
         assert (kind, said) == ("send", number)
         passed = {(each, n) for each, kind, n in self.numbers if kind in ("pass", "done")}
         done = {(each, n) for each, kind, n in self.numbers if kind == "done"}
         assert all((sender, n) in passed for n in range(number))
-        assert all((sender, n) in done for n in range(number - 1))
+        assert all((sender, n) in done for n in range(number - self._max_kept))
         assert (sender, number) not in done
         if number > 1:
             assert all((each, number - 2) in passed for each in {s for s, *_ in self.numbers})
@@ -223,7 +224,8 @@ def test_whatever_fails_in_chains_all_others_get_everything(seed):
     num_buckets = num_rounds * num_stages * num_places
     kinds = [*["dies"] * 3, *["refuses"] * 3, *["hang"] * (seed % 10 == 0)]
     faults = {(url, chance.randrange(num_buckets)): chance.choice(kinds) for url in chance.sample(everyone, 2)}
-    run = Run(rounds_of(num_rounds, num_stages, num_places), engines, faults, 1.0, sources, seed)
+    max_kept = chance.choice([1, 2, 9])
+    run = Run(rounds_of(num_rounds, num_stages, num_places), engines, faults, 1.0, sources, max_kept, seed)
     errors = run.go()
     assert not errors.keys() - {url for url, _ in faults}
     for url, received in run.received.items():
