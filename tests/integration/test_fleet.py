@@ -333,14 +333,15 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
     assert total(records, "rollout/requests_moved") > 0
 
 
-def run_losing_an_engine(training_run, engines, fault):
-    """Train to the end, with the fault at the second engine in the middle of the update after step 2."""
+def run_losing_an_engine(training_run, engines, index, fault):
+    """Train to the end, with the fault at this engine in the middle of the update after step 2. The first engine passes
+    weights on to the second one."""
     shares = training_run.policy.shares
 
     def interrupted(*arguments):
         for number, bucket in enumerate(shares(*arguments)):
             if training_run.step == 2 and number == 3:
-                signal_engine(engines, 1, fault)
+                signal_engine(engines, index, fault)
             yield bucket
 
     training_run.policy.shares = interrupted
@@ -350,8 +351,10 @@ def run_losing_an_engine(training_run, engines, fault):
     finally:
         training_run.policy.shares = shares
     assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
+    assert records[0]["weight_sync/relayed_share"] == 0.5
+    assert 0 < records[1]["weight_sync/relayed_share"] < 0.5
     assert records[1]["time/weight_sync_s"] < 60
-    assert call(engines.launcher.urls[0], "/model_info")[1]["weight_version"].endswith(":3")
+    assert call(engines.launcher.urls[1 - index], "/model_info")[1]["weight_version"].endswith(":3")
 
 
 LOSING = {"rollout": {"fleet": {"min_engines": 1}}, "weight_sync": {"timeout_s": 8}}
@@ -360,7 +363,7 @@ LOSING = {"rollout": {"fleet": {"min_engines": 1}}, "weight_sync": {"timeout_s":
 def test_an_engine_that_hangs_in_an_update_gets_it_later(tmp_path, two_engines):
     with training_run_of(fleet_values(tmp_path, two_engines, **LOSING)) as training_run:
         try:
-            run_losing_an_engine(training_run, two_engines, signal.SIGSTOP)
+            run_losing_an_engine(training_run, two_engines, 1, signal.SIGSTOP)
         finally:
             signal_engine(two_engines, 1, signal.SIGCONT)
         wait_until(lambda: training_run.fleet.client.has_outdated())
@@ -603,4 +606,4 @@ def test_evaluations_on_engines_that_sample_by_seeds_come_out_the_same(split_eng
 def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):
     """The last test of these engines: nobody waits for the one that the launcher starts again."""
     with training_run_of(fleet_values(tmp_path, two_engines, **LOSING)) as training_run:
-        run_losing_an_engine(training_run, two_engines, signal.SIGKILL)
+        run_losing_an_engine(training_run, two_engines, 0, signal.SIGKILL)
