@@ -1,14 +1,15 @@
 """Algorithm 1 of DAPO up to the buffer: samples, scores and filters groups until N are held.
 
 `rollout.schedule` says when prompts are submitted. synchronous: in rounds, while a step waits for its groups. partial:
-continuously, while a step waits, so that long responses delay no step. asynchronous: also while the policy trains
-(`feed`).
+continuously, while a step waits, so that long responses delay no step. asynchronous: also between two steps' waits, as
+the policy trains, weights are sent and the rest of a step is done (`feed`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +61,11 @@ class RolloutStats:
 
 
 class Collector:
-    """Owns the state that decides which groups come next: sampler, buffer, request ids and groups in flight."""
+    """Owns the state that decides which groups come next: sampler, buffer, request ids and groups in flight.
+
+    `feed` may run in a thread of its own while another one calls `collect` or `state`: they exclude each other but for
+    the scoring of what `feed` found, for which nothing waits that does not need it.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,9 @@ class Collector:
         self._last_staleness: list[int] = []
         self._stats = RolloutStats()
         self._fates: list[GroupFate] = []
-        # Scored beside training, and what could not be scored then. The next step counts both.
+        self._lock = threading.Condition()
+        # Being scored beside training; scored so, and what could not be scored. The next step counts the latter two.
+        self._being_scored: list[CompleteGroup] = []
         self._fed: list[Group] = []
         self._num_kept_of_fed = 0
         self._not_scored: list[CompleteGroup] = []
@@ -124,6 +131,10 @@ class Collector:
         the scorer raises StopRequested, the state goes back to the beginning of the step; where responses continue
         from step to step it keeps all requests and answers since then, and nothing of it is counted.
         """
+        with self._lock:
+            return self._collect_or_undo(version)
+
+    def _collect_or_undo(self, version: int) -> tuple[list[Group], dict[str, float]]:
         self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups), self._fed
         stats = self._stats
         stats.begin(self._clock())
@@ -160,6 +171,9 @@ class Collector:
         """
         config, in_flight = self._config, self._in_flight
         self._count_fed(version, stats)
+        while self._being_scored and len(self.buffer) < config.batch.groups_per_step:
+            self._lock.wait()
+            self._count_fed(version, stats)
         stats.dropped_groups += in_flight.pop_dropped()
         if not self.feeds or len(self.buffer) < config.batch.groups_per_step:
             self._add_ended(in_flight.arrived(), version, stats)
@@ -182,7 +196,7 @@ class Collector:
     def _first_request_ids(self) -> list[int]:
         """The first request of every group that is held or in flight."""
         held = [group.responses[0].response.request_id for group in (*self.buffer.groups, *self._fed)]
-        not_scored = [responses[0].request_id for _, responses in self._not_scored]
+        not_scored = [responses[0].request_id for _, responses in (*self._being_scored, *self._not_scored)]
         return [*held, *not_scored, *self._in_flight.first_request_ids()]
 
     @property
@@ -190,25 +204,41 @@ class Collector:
         """Whether `feed` is to be called beside training."""
         return self._schedule == "asynchronous"
 
-    def feed(self, version: int) -> None:
-        """Beside the training of a step, for the next one, which starts from weights of `version`: score the groups
+    def feed(self, version: int, *, engines_have_it: bool = False, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Between the waits of two steps, for the second one, which starts from weights of `version`: score the groups
         that are complete, and start new ones as long as none of their tokens can become too old. Does not wait for
         engines. What it finds is counted by the next step, or by that of a run that continues from `state`.
 
-        Never during `collect` or `state`. Raises as scoring does; then nothing is lost.
+        `engines_have_it`: the engines have these weights already, so that what starts now is a step younger. Nothing is
+        begun when `goes_on` says that the feeding is over. Raises as scoring does; then nothing is lost.
         """
-        self._stats.begin(self._clock())
-        complete = self._in_flight.pop_complete()
-        with self._kept_in_flight_on_failure(complete):
+        with self._lock:
+            if not goes_on():
+                return
+            self._stats.begin(self._clock())
+            complete = self._being_scored = self._in_flight.pop_complete()
+        try:
             groups = self._score(complete, version)
             scored = [group for group in groups if group is not None]
             num_kept = sum(map(self.buffer.keeps, scored))
-        self._fed += scored
-        self._num_kept_of_fed += num_kept
-        self._not_scored += [c for c, group in zip(complete, groups, strict=True) if group is None]
-        # The engines still have the weights before `version`.
-        wanted = self._max_in_flight(self._num_steps_ahead(version - 1))
-        self._ask(self._num_missing(wanted, self._stats), self._stats)
+        except BaseException:
+            with self._lock:
+                self._put_back(complete)
+                self._end_scoring()
+            raise
+        with self._lock:
+            self._fed += scored
+            self._num_kept_of_fed += num_kept
+            self._not_scored += [c for c, group in zip(complete, groups, strict=True) if group is None]
+            self._end_scoring()
+            if not goes_on():
+                return
+            num_steps = self._num_steps_ahead(version) + 1 if engines_have_it else self._num_steps_ahead(version - 1)
+            self._ask(self._num_missing(self._max_in_flight(num_steps), self._stats), self._stats)
+
+    def _end_scoring(self) -> None:
+        self._being_scored = []
+        self._lock.notify_all()
 
     def _count_fed(self, version: int, stats: RolloutStats) -> None:
         """Count what was found beside training, and hold the groups that carry a signal and are not too old."""
@@ -229,9 +259,12 @@ class Collector:
         try:
             yield
         except BaseException:
-            for group in complete:
-                self._in_flight.put_back(self._with_requests(group))
+            self._put_back(complete)
             raise
+
+    def _put_back(self, complete: Sequence[CompleteGroup]) -> None:
+        for group in complete:
+            self._in_flight.put_back(self._with_requests(group))
 
     def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
         for _ in range(num_prompts):
@@ -315,7 +348,7 @@ class Collector:
     def _max_in_flight(self, num_steps: int) -> int:
         """The most groups in flight such that all that are kept, those that are there included, are used by the next
         `num_steps` steps. Groups that wait longer could grow too old."""
-        num_held = len(self.buffer) + self._num_kept_of_fed + len(self._not_scored)
+        num_held = len(self.buffer) + self._num_kept_of_fed + len(self._not_scored) + len(self._being_scored)
         room = num_steps * self._config.batch.groups_per_step - num_held
         return max_offered(max(room, 0), self.buffer.recent_kept_share())
 
@@ -331,11 +364,15 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> tuple[dict[str, Any], Arrays]:
         records, arrays = pack_groups(self.buffer.groups, "buffer")
         fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
         numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
-        not_scored = [self._with_requests(group) for group in self._not_scored]
+        not_scored = [self._with_requests(group) for group in (*self._being_scored, *self._not_scored)]
         in_flight, in_flight_arrays = self._in_flight.state(not_scored)
         latency = self._latency.state(self._first_request_ids())
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight, "group_seconds": latency}

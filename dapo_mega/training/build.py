@@ -64,8 +64,8 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class RunRewards:
-    """The rewards of training and of held-out evaluations, which are one if nothing tells them apart and no evaluation
-    scores while training does."""
+    """The rewards of training and of held-out evaluations, which are one if nothing tells them apart and they never
+    score at the same time."""
 
     training: ComposedReward
     evaluation: ComposedReward
@@ -145,7 +145,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
 def make_rewards(config: RunConfig) -> RunRewards:
     """The run's rewards, not yet tried. Their processes start when they are needed."""
     training = make_reward(config)
-    is_same = config.reward.for_evaluation() == config.reward and not config.evaluation.beside_training
+    takes_turns = not config.evaluation.beside_training and config.rollout.schedule != "asynchronous"
+    is_same = config.reward.for_evaluation() == config.reward and takes_turns
     return RunRewards(training, training if is_same else make_reward(config, for_evaluation=True))
 
 

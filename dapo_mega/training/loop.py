@@ -80,13 +80,13 @@ def train(run: TrainingRun) -> None:
                 trace = UpdateTrace() if config.samples.enabled else None
                 updates = update(run, scored, batch.engines, trace)
                 run.histograms = gather_histograms(run, scored)
-        run.step += 1
-        if trace:
-            with run.timers.stage("samples"):
-                record_step(run, groups, trace)
-        metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
-        adapt_entropy_bonus(run, metrics)
-        complete_step(run, metrics)
+            run.step += 1
+            if trace:
+                with run.timers.stage("samples"):
+                    record_step(run, groups, trace)
+            metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
+            adapt_entropy_bonus(run, metrics)
+            complete_step(run, metrics)
     if config.evaluation.beside_training:
         settle_beside(run, wait=True)
     record_timeline(run, run.step)  # The checkpoint after the last step.
@@ -135,7 +135,10 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
 def send_weights(run: TrainingRun) -> Metrics:
     """Send the weights to all engines. Collective."""
     with run.activity.span("weights", f"version {run.step}"):
-        return run.weight_sync.push(run.policy, run.step)
+        metrics = run.weight_sync.push(run.policy, run.step)
+    if run.controller:
+        run.controller.feeder.engines_have_weights()
+    return metrics
 
 
 def drive(run: TrainingRun, work: Callable[[Controller], T]) -> T | None:
@@ -173,7 +176,7 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
 
 @contextmanager
 def feeding(run: TrainingRun) -> Iterator[None]:
-    """While the step trains, rank 0 lets the engines work for the next one, if the schedule is asynchronous."""
+    """Until the step is complete, rank 0 lets the engines work for the next one, if the schedule is asynchronous."""
     is_last = run.step + 1 >= run.config.num_steps
     if run.controller is None or not run.controller.collector.feeds or is_last:
         yield
@@ -183,8 +186,7 @@ def feeding(run: TrainingRun) -> Iterator[None]:
     try:
         yield
     finally:
-        with run.timers.stage("rollout"):
-            feeder.stop()
+        feeder.stop()
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:

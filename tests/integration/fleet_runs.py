@@ -107,11 +107,12 @@ def train_to_the_end(training_run: TrainingRun) -> list[Record]:
     return [r for r in read_metrics(Path(training_run.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
 
 
-def run(training_run: TrainingRun, max_deviation: float = 1e-4) -> list[Record]:
+def run(training_run: TrainingRun, *, num_evaluated: int = 0, max_deviation: float = 1e-4) -> list[Record]:
     """Train to the end; the records of all steps, which `checked_records` has checked."""
     train_to_the_end(training_run)
+    config = training_run.config
     return checked_records(
-        Path(training_run.config.output_dir), training_run.config.num_steps, max_deviation=max_deviation
+        Path(config.output_dir), config.num_steps, num_evaluated=num_evaluated, max_deviation=max_deviation
     )
 
 

@@ -256,9 +256,15 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
         weight_sync={"in_flight": "continue", "pause": pause},
     )
     keeps_old_keys = pause == "in_place"
+    if pause == "abort":  # Groups start and are scored while the evaluation waits for its own answers.
+        values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 4}
+        values["evaluation"] = {"every": 1, "samples_per_prompt": 2}
     with training_run_of(values) as training_run:
-        records = run(training_run, max_deviation=math.inf if keeps_old_keys else 1e-4)
+        num_evaluated = 2 * 4 * 2 if pause == "abort" else 0
+        records = run(training_run, num_evaluated=num_evaluated, max_deviation=math.inf if keeps_old_keys else 1e-4)
         continued = responses_over_an_update(training_run)
+    assert total(records, "evaluation/failed") == 0
+    assert sum("evaluation/reward_mean" in record for record in records) == (2 if pause == "abort" else 0)
     assert any(record["rollout/groups_in_flight"] > 0 for record in records)
     assert continued
     deviations = [deviation_after_update(engines.launcher.urls[0], *sample) for sample in continued]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,11 @@ class SglangFleet(RolloutFleet):
         assert (client is not None) == (processes.rank == 0)
         self._processes = processes
         self._client = client
+        # Answers are read by the thread that feeds the engines and by an evaluation: each finds the other's.
+        self._lock = threading.Lock()
         self._set_aside: deque[Answer] = deque()
+        self._wanted: set[int] = set()
+        self._found: dict[int, Answer] = {}
         self._others_left = False
         self._update_outdated_engines: Callable[[], object] = lambda: None
 
@@ -55,8 +60,18 @@ class SglangFleet(RolloutFleet):
         return self._set_aside.popleft() if self._set_aside else self._wait()
 
     def poll_answer(self) -> Answer | None:
-        """The next answer if one is ready, else None; rank 0 only."""
-        return self._set_aside.popleft() if self._set_aside else self.client.next_answer(0)
+        """The next answer if one is ready, else None; rank 0 only, also in another thread while `generate` waits."""
+        with self._lock:
+            while not self._set_aside and (answer := self.client.next_answer(0)):
+                self._sort(answer)
+            return self._set_aside.popleft() if self._set_aside else None
+
+    def _sort(self, answer: Answer) -> None:
+        """Keep the answer for the one who asked."""
+        if answer.request_id in self._wanted:
+            self._found[answer.request_id] = answer
+        else:
+            self._set_aside.append(answer)
 
     def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
         """See `RolloutEngine`; rank 0 only."""
@@ -64,29 +79,36 @@ class SglangFleet(RolloutFleet):
 
     def _wait(self) -> Answer:
         while True:
-            self.client.wait_for_engines()
-            if self.client.has_outdated():
-                self._command("update")
-                self._update()
-            if answer := self.client.next_answer(_POLL_S):
+            if answer := self._next_of_anyone():
                 return answer
+
+    def _next_of_anyone(self) -> Answer | None:
+        """The next answer that comes within a moment; engines that have joined get the weights first."""
+        self.client.wait_for_engines()
+        if self.client.has_outdated():
+            self._command("update")
+            self._update()
+        return self.client.next_answer(_POLL_S)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Give up requests in flight; rank 0 only."""
         self.client.cancel(request_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """Answer every request, in the order given; rank 0 only. Answers to other requests wait for `next_answer`."""
+        """Answer every request, in the order given; rank 0 only. Answers to other requests wait for `next_answer` or
+        `poll_answer`."""
+        with self._lock:
+            self._wanted, self._found = {request.request_id for request in requests}, {}
         self.submit(requests)
-        wanted = {request.request_id for request in requests}
-        by_id: dict[int, Answer] = {}
-        while len(by_id) < len(wanted):
-            answer = self._wait()
-            if answer.request_id in wanted:
-                by_id[answer.request_id] = answer
-            else:
-                self._set_aside.append(answer)
-        return [by_id[request.request_id] for request in requests]
+        try:
+            while len(self._found) < len(self._wanted):
+                if answer := self._next_of_anyone():
+                    with self._lock:
+                        self._sort(answer)
+            return [self._found[request.request_id] for request in requests]
+        finally:
+            with self._lock:
+                self._wanted, self._found = set(), {}
 
     def generate_reserved(
         self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float

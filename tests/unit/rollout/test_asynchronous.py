@@ -164,8 +164,8 @@ def test_a_feeder_feeds_until_training_is_over():
     scored = threading.Event()
     feed = subject.feed
 
-    def noted(version):
-        feed(version)
+    def noted(version, **state):
+        feed(version, **state)
         if subject.num_in_flight() == 0:
             scored.set()
 
@@ -174,7 +174,10 @@ def test_a_feeder_feeds_until_training_is_over():
     assert scored.wait(WAIT_S)
     feeder.stop()
     feeder.check()
-    assert threading.active_count() == 1 or not any(thread.name == "feeding" for thread in threading.enumerate())
+    for thread in threading.enumerate():
+        if thread.name == "feeding":
+            thread.join(WAIT_S)
+    assert not any(thread.name == "feeding" for thread in threading.enumerate())
 
 
 def number_of(fate):
@@ -282,3 +285,94 @@ def test_a_step_whose_groups_are_there_starts_without_scoring_others():
     engine.version = 1
     assert len(subject.collect(1)[0]) == 4
     assert not [asked for asked in scored if asked]
+
+
+class SlowScoring:
+    """Scoring beside training lasts until it is `let` go on."""
+
+    def __init__(self, subject):
+        self.has_begun, self.let = threading.Event(), threading.Event()
+        subject._scorer.before = self._wait
+
+    def _wait(self, asked):
+        if asked and threading.current_thread().name == "feeding":
+            self.has_begun.set()
+            assert self.let.wait(WAIT_S)
+
+
+@pytest.fixture
+def slowly():
+    """A collector whose groups in flight are all answered, and being scored beside training, one of them late."""
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(2))
+    subject.collect(0)
+    answer(engine, 16)
+    subject.feed(1)
+    answer(engine, 10**6)
+    scoring, feeder = SlowScoring(subject), Feeder(subject)
+    feeder.start(1)
+    assert scoring.has_begun.wait(WAIT_S)
+    yield engine, subject, scoring, feeder
+    feeder.stop()
+    scoring.let.set()
+
+
+def test_a_step_whose_groups_are_there_does_not_wait_for_the_scoring_of_others(slowly):
+    engine, subject, scoring, feeder = slowly
+    before = outstanding(subject)
+    feeder.stop()
+    engine.version = 1
+    groups, _ = subject.collect(1)
+    assert len(groups) == 4
+    assert not scoring.let.is_set()
+    # What is being scored is part of a checkpoint, and is not asked for again.
+    values, arrays = subject.state()
+    resumed = collector(ScriptedEngine(every_other), asynchronous(2))
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    assert outstanding(resumed) == outstanding(subject) == before - 4
+    scoring.let.set()
+    engine.version = 2
+    used = [*request_ids(groups), *request_ids(subject.collect(2)[0])]
+    assert used == sorted(set(used)), "in order, and none twice"
+    assert request_ids(resumed.collect(2)[0]) == used[-4 * 4 :]
+
+
+def test_a_step_that_lacks_groups_waits_for_their_scoring(slowly):
+    engine, subject, scoring, feeder = slowly
+    feeder.stop()
+    for version in (1, 2):  # The second one needs what is being scored.
+        engine.version = version
+        if version == 2:
+            threading.Timer(0.2, scoring.let.set).start()
+        assert len(subject.collect(version)[0]) == 4
+    assert scoring.let.is_set()
+
+
+def test_when_engines_have_the_next_weights_what_a_further_step_can_use_starts_too():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(1))
+    subject.collect(0)
+    subject.feed(1)
+    assert outstanding(subject) == 4
+    engine.version = 1
+    subject.feed(1, engines_have_it=True)
+    assert outstanding(subject) == 8
+    answer(engine, 10**6)
+    for version in (1, 2):
+        engine.version = version
+        ages = [key for key in subject.collect(version)[1] if key.startswith("buffer/token_share_age")]
+        assert set(ages) <= {"buffer/token_share_age_0", "buffer/token_share_age_1"}
+
+
+def test_nothing_is_begun_when_the_feeding_is_over():
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, asynchronous(2))
+    subject.collect(0)
+    answer(engine, 10**6)
+    before = outstanding(subject)
+    subject.feed(1, goes_on=lambda: False)
+    assert subject.num_in_flight() == before
+    states = iter([True, False])
+    subject.feed(1, goes_on=lambda: next(states))
+    assert not engine.in_flight
+    assert len(subject.state()[0]["fed"]) == before
