@@ -31,7 +31,10 @@ source tools/install.sh
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # All processes are on this machine: let gloo use the loopback interface whatever the host name resolves to.
 [ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
-run() { "$PYTHON" -W ignore -m torch.distributed.run --standalone --nproc-per-node "$processes" "$@"; }
+run() {  # No port of other interfaces.
+    "$PYTHON" -W ignore -m torch.distributed.run --rdzv-backend bound --rdzv-endpoint 127.0.0.1:0 \
+        --nproc-per-node "$processes" "$@"
+}
 
 echo "1/4 task and a model with random weights (10 seconds; all times for two CPU cores)"
 "$PYTHON" tools/prepare_data.py arithmetic --output "$output/data" --seed "$seed" --min-digits 3 \

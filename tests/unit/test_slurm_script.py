@@ -90,8 +90,8 @@ def test_engines_and_trainer_start_on_their_machines_with_one_key(job):
     trainers = sorted(line for line in calls if "/torchrun " in line)
     assert [line.split()[0] for line in trainers] == ["node1", "node2"]
     for rank, line in enumerate(trainers):
-        assert "--nnodes 2 --nproc-per-node 8 --master-addr 10.0.0.1 --master-port 29500 --log-dir " in line
-        assert f" --node-rank {rank} launch/train_dapo.py --config my run.yaml output_dir=" in line
+        assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend bound --rdzv-endpoint 10.0.0.1:29500 --log-dir " in line
+        assert f" --rdzv-conf rank={rank} launch/train_dapo.py --config my run.yaml output_dir=" in line
         assert "rollout.placement=fleet rollout.fleet.rendezvous=10.0.0.1:21600" in line
         assert line.endswith("checkpoint.grace_s=500 parallel.world_size=16")
         assert "shutdown=540" in line
