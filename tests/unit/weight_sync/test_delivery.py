@@ -34,6 +34,7 @@ class Run:
         self.numbers = []
         self.received = {url: [] for urls in engines.values() for url in urls}
         self.relayed = []
+        self.ended = []
         self.together = []
         self.most_at_a_sender = 0
         self._max_kept = max_kept
@@ -52,9 +53,11 @@ class Run:
 
     def _end(self, engine, source):
         """What the engine waits for does not come any more."""
+        self.ended.append((engine, source))
         for (follower, _), passed in self._passed.items():
             if follower == engine and not passed.done():
                 passed.set_exception(EngineError(source, "gone"))
+                passed.exception()  # Seen, should nobody wait for it.
 
     async def _tell(self, client, order):
         if order.follower:
@@ -194,6 +197,7 @@ def test_whoever_followed_an_engine_that_fails_gets_the_rest_from_the_trainer(fa
     run = Run(rounds_of(3, num_places=2), {0: list("abcd")}, {("a", num_received): fault}, limit_s, CHAIN)
     errors = run.go()
     assert list(errors) == ["a"]
+    assert run.ended == ([] if fault == "hang" else [("b", "a")]), "it need not wait for its limit"
     assert [len(run.received[url]) for url in "abcd"] == [num_received, 6, 6, 6]
     sent = Counter(urls for _, kind, urls in run.posted if kind == "send")
     assert sent["b",] == 6 - num_received
