@@ -5,45 +5,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import FleetError
-from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
-from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
 
-TIMEOUT_S = 1.5
+from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, holders
+from .scripted_engines import ScriptedEngine
+
 LOCAL_URL = "http://127.0.0.1:30000"
-URLS = ["http://e0", "http://e1", "http://e2"]
-
-
-class Policy(OneSenderPerStage):
-    """Three buckets whose values are those of the version."""
-
-    def __init__(self):
-        self.version = 0
-        self.tensors = {}
-
-    def advance(self):
-        self.version += 1
-        random = torch.Generator().manual_seed(self.version)
-        self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
-        return self
-
-    def stage_weights(self, bucket_bytes):
-        names = list(self.tensors)
-        for start in (0, 2, 4):
-            tensors = {name: self.tensors[name] for name in names[start : start + 2]}
-            specs = tuple(WeightSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-            yield WeightBucket(0, specs, iter(tensors.values()), is_last=start == 4)
 
 
 class Watched:
@@ -66,45 +41,7 @@ class Watched:
         return self._works[-1]
 
 
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
 NUM_BYTES = 4 * 3 * (5 + 6 + 7) + 2 * 3 * (8 + 9 + 10)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    group = dist.group.WORLD
-    sizes = {"world_size": 1, "data_size": 1, "tensor_size": 1, "pipeline_size": 1, "context_size": 1, "expert_size": 1}
-    ranks = dict.fromkeys(("rank", "data_rank", "tensor_rank", "pipeline_rank", "context_rank", "expert_rank"), 0)
-    yield Processes(**sizes, **ranks, device=torch.device("cpu"), control=group, leaders=group, replica=group)
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def fleet():
-    fleet = ScriptedFleet(3, TIMEOUT_S)
-    yield fleet
-    fleet.close()
-
-
-@pytest.fixture
-def sync(processes, fleet):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
-    yield sync
-    sync.close()
-
-
-def holders(fleet, policy):
-    """URLs of the engines whose weights are exactly the policy's."""
-
-    def is_exact(weights):
-        return weights.keys() == policy.tensors.keys() and all(
-            torch.equal(weights[n].view(torch.uint8), t.view(torch.uint8)) for n, t in policy.tensors.items()
-        )
-
-    return [url for url, engine in fleet.engines.items() if is_exact(engine.weights)]
 
 
 def test_every_engine_gets_the_exact_weights_and_the_version_last(sync, fleet):
@@ -179,12 +116,6 @@ def test_an_engine_that_cannot_be_compared_fails_the_update(agreeing, fleet, fau
     assert agreeing.push(Policy().advance(), 4)["weight_sync/engines"] == 2
     assert "did not score" in fleet.away[URLS[0]]
     assert not fleet.disagreeing
-
-
-@pytest.fixture
-def one_by_one(monkeypatch):
-    """Every tensor is a piece."""
-    monkeypatch.setattr("dapo_mega.weight_sync.encodings._PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -267,32 +198,6 @@ def test_engines_get_pieces_only_if_all_of_them_have_the_plugin(sync, fleet):
     assert {engine.load_formats[-1] for engine in fleet.engines.values()} == {"flattened_bucket"}
 
 
-@pytest.fixture
-def delta_sync(processes, fleet):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S, full_every=3)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
-    fleet.without_plugin = set()
-    yield sync
-    sync.close()
-
-
-class SlowlyChanging(OneSenderPerStage):
-    """One bf16 matrix of which each version changes one row."""
-
-    def __init__(self):
-        self.version = 0
-        self.tensors = {"w": torch.zeros(100, 30, dtype=torch.bfloat16)}
-
-    def advance(self):
-        self.version += 1
-        self.tensors["w"][self.version] = self.version
-        return self
-
-    def stage_weights(self, bucket_bytes):
-        spec = WeightSpec("w", torch.bfloat16, (100, 30))
-        yield WeightBucket(0, (spec,), iter(self.tensors.values()), is_last=True)
-
-
 FULL, DELTA = 100 * 30 * 2, 30 * (4 + 2)
 
 
@@ -333,74 +238,6 @@ def test_after_an_update_in_sglangs_form_everything_is_sent_again(delta_sync, fl
     assert delta_sync.push(policy.advance(), 3)["weight_sync/bytes"] > FULL
     assert delta_sync.push(policy.advance(), 4)["weight_sync/bytes"] < FULL
     assert holders(fleet, policy) == URLS
-
-
-@pytest.fixture
-def relaying(sync, fleet):
-    """A sync with engines that pass on: e0 to e1, and that to e2."""
-    fleet.without_plugin = set()
-    return sync
-
-
-@pytest.mark.usefixtures("one_by_one")
-def test_where_engines_outnumber_senders_they_pass_buckets_on(relaying, fleet):
-    policy = Policy()
-    for version in (1, 2):
-        metrics = relaying.push(policy.advance(), version)
-        assert holders(fleet, policy) == URLS
-        assert metrics["weight_sync/relayed_share"] == pytest.approx(2 / 3)
-        assert metrics["weight_sync/relays_failed"] == 0
-    assert [engine.sources for engine in fleet.engines.values()] == [["trainer"] * 6, ["engine"] * 6, ["engine"] * 6]
-    assert [engine.calls.count("join a relay") for engine in fleet.engines.values()] == [1, 2, 1]
-    assert all(engine.versions[-1] == ("2", True) for engine in fleet.engines.values())
-
-
-@pytest.mark.usefixtures("one_by_one")
-@pytest.mark.parametrize("fault", ["die", "hang", "refuse"])
-@pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("call", [("update", 2), "join a relay"])
-def test_an_engine_that_fails_as_a_relay_takes_nobody_with_it(relaying, fleet, url, call, fault):
-    fleet.engines[url].faults[call] = fault
-    policy = Policy().advance()
-    metrics = relaying.push(policy, 1)
-    stays = call == "join a relay" or (fault == "refuse" and url != URLS[0])
-    assert set(fleet.away) == (set() if stays else {url})
-    assert set(holders(fleet, policy)) >= set(URLS) - set(fleet.away)
-    assert metrics["weight_sync/engines"] == 3 - len(fleet.away)
-    if stays and call != "join a relay":
-        assert metrics["weight_sync/relays_failed"] == 1
-    # It comes back, and there is a whole chain again. Two engines that could not connect do not try again.
-    fleet.return_all()
-    relaying.push_to_outdated(policy, 1)
-    metrics = relaying.push(policy.advance(), 2)
-    assert holders(fleet, policy) == URLS
-    assert metrics["weight_sync/relayed_share"] == pytest.approx((1 if call == "join a relay" else 2) / 3)
-
-
-def test_engines_that_cannot_connect_to_each_other_are_tried_again_when_one_has_joined_anew(relaying, fleet, caplog):
-    policy = Policy().advance()
-    fleet.engines[URLS[2]].faults["join a relay"] = "refuse"
-    relaying.push(policy, 1)
-    assert "engine http://e2 gets its weights from the trainer, not from engine http://e1" in caplog.text
-    fleet.failed(URLS[1], "restarted")
-    fleet.return_all()
-    assert relaying.push(policy.advance(), 2)["weight_sync/relayed_share"] == pytest.approx(2 / 3)
-    assert holders(fleet, policy) == URLS
-
-
-@pytest.mark.parametrize("fault", ["refuse", "die"])
-@pytest.mark.parametrize("url", URLS[:2])
-def test_changes_are_passed_on_too_and_come_again_where_they_did_not_arrive(delta_sync, fleet, url, fault):
-    policy = SlowlyChanging()
-    for version in range(1, 5):
-        if version == 2:
-            fleet.engines[url].faults["update", 1] = fault
-        metrics = delta_sync.push(policy.advance(), version)
-        assert set(holders(fleet, policy)) >= set(URLS) - set(fleet.away)
-        if fleet.away:
-            fleet.return_all()
-    assert holders(fleet, policy) == URLS
-    assert metrics["weight_sync/relayed_share"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("fault", ["die", "hang", "refuse"])
