@@ -55,6 +55,7 @@ NOT_READ_BY_A_RUN = {
     "weight_sync.full_every": "with engines of a fleet",
     "weight_sync.in_flight": "with engines of a fleet",
     "weight_sync.pause": "with engines of a fleet",
+    "weight_sync.relays": "with engines of a fleet",
     "weight_sync.timeout_s": "with engines of a fleet",
     "weight_sync.transport": "with engines of a fleet",
 }
