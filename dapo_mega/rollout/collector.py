@@ -342,8 +342,8 @@ class Collector:
         return fates
 
     def num_in_flight(self) -> int:
-        """Groups that the engines still work on."""
-        return len(self._in_flight)
+        """Groups that the engines still work on, and those that are being scored beside training."""
+        return len(self._in_flight) + len(self._being_scored)
 
     def _max_in_flight(self, num_steps: int) -> int:
         """The most groups in flight such that all that are kept, those that are there included, are used by the next
@@ -482,7 +482,7 @@ class Collector:
             "rollout/generation_rounds": float(self._num_rounds(stats)),
             "rollout/dropped_groups": float(stats.dropped_groups),
             "rollout/unscored_groups": float(len(stats.unscored)),
-            "rollout/groups_in_flight": float(len(self._in_flight)),
+            "rollout/groups_in_flight": float(self.num_in_flight()),
             "rollout/groups_expired_in_flight": float(stats.expired_groups),
             **self.sampler.metrics(),
             **metrics_of_sources(stats.groups, self._source_labels),

@@ -55,7 +55,7 @@ def register() -> None:
         updater = module.WeightUpdater
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
         _ = module.init_custom_process_group, updater.begin_weight_update
-        _ = updater.init_weights_update_group, updater.destroy_weights_update_group
+        _ = updater.init_weights_update_group
         _ = importlib.import_module(_MANAGER).SchedulerWeightUpdaterManager.end_weight_update
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
@@ -67,7 +67,6 @@ def register() -> None:
             logger.warning("this version of SGLang cannot be deterministic on a CPU (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.init_weights_update_group", _join, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.destroy_weights_update_group", _leave, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.begin_weight_update", _begin, HookType.AFTER)
@@ -97,30 +96,25 @@ def _join(
     """Join a relay's group; other groups are SGLang's."""
     if not is_relay_group(group_name):
         return join(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
-    is_sender = rank_offset == 0
-    if is_sender and updater.tp_rank > 0:  # All ranks have the same bytes.
-        return True, "the first rank joins"
-    try:
-        _relays_of(updater).join(
-            group_name,
-            address=master_address,
-            port=master_port,
-            rank=rank_offset + updater.tp_rank,
-            world_size=world_size,
-            device=updater.device,
-            is_sender=is_sender,
-        )
-    except (RuntimeError, OSError) as error:
-        return False, f"cannot join {group_name}: {error}"
+    is_sender, failure = rank_offset == 0, ""
+    if not is_sender or updater.tp_rank == 0:  # All ranks have the same bytes, so the first one sends.
+        try:
+            _relays_of(updater).join(
+                group_name,
+                address=master_address,
+                port=master_port,
+                rank=rank_offset + updater.tp_rank,
+                world_size=world_size,
+                device=updater.device,
+                is_sender=is_sender,
+            )
+        except (RuntimeError, OSError) as error:
+            failure = f"cannot join {group_name}: {error}"
+    # The trainer hears the first rank only.
+    if failures := [each for each in _everywhere(failure) if each]:
+        _relays_of(updater).leave(group_name)
+        return False, failures[0]
     return True, "joined"
-
-
-def _leave(leave: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
-    """Leave a relay's group; other groups are SGLang's."""
-    if not is_relay_group(group_name):
-        return leave(updater, group_name)
-    _relays_of(updater).leave(group_name)
-    return True, "left"
 
 
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:

@@ -4,12 +4,13 @@ receives, and sends it to the engine behind it in another group.
 The first rank of an engine sends; all ranks receive. What is passed on is kept until the engine behind has it, and
 nothing waits for that: the trainer tells an engine to receive a bucket only when the engine behind it has the bucket
 before the last. An engine that receives from another one stops when the trainer says that this one is gone, so that it
-can get the bucket from elsewhere.
+can get the bucket from elsewhere; until then it waits, as only the trainer knows how long others may take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ _JOINING_SHARE = 0.9  # Of the trainer's limit, so that this engine can still an
 _POLL_S = 0.0005
 _STORE_POLL_S = 0.05
 _LAST_MOMENTS_S = 0.2
+_WATCHING_S = 0.2  # After the last question whether the engine before this one is there.
+_PATIENCE = 5  # Of a group, in the trainer's limits: the trainer gives up earlier, for others' sake.
 
 
 class RelayFailed(RuntimeError):
@@ -37,7 +40,7 @@ class RelayFailed(RuntimeError):
 
 
 class Relays:
-    """What one rank of an engine shares with the engines before and behind it."""
+    """What one rank of an engine shares with the engines before and behind it: it has at most one of each."""
 
     def __init__(self) -> None:
         self._sources: dict[str, Source] = {}
@@ -47,16 +50,19 @@ class Relays:
     def join(
         self, name: str, *, address: str, port: int, rank: int, world_size: int, device: str, is_sender: bool
     ) -> None:
-        """Join the relay's group `name`, as its rank 0 if `is_sender`; returns when all ranks are there. The group's
-        store is the trainer's, at `address`. Raises RuntimeError or TimeoutError if the others do not come."""
+        """Join the relay's group `name`, as its rank 0 if `is_sender`; returns when all ranks are there. It takes the
+        place of an earlier one. The group's store is the trainer's, at `address`. Raises RuntimeError or TimeoutError
+        if the others do not come."""
+        for earlier in list(self._followers if is_sender else self._sources):
+            self.leave(earlier)
         limit_s = limit_of_group(name) or _JOINING_LIMIT_S
         joining_s = min(_JOINING_LIMIT_S, _JOINING_SHARE * limit_s)
 
         def meet() -> tuple[dist.Store, EngineGroup]:
             store = connect_store(address, port, joining_s)
             _wait_for_all(store, name, rank, world_size, joining_s)
-            own = local_address(address)
-            return store, join_group(store, name, world_size, torch.device(device), own, limit_s, rank=rank)
+            own, patience_s = local_address(address), _PATIENCE * limit_s
+            return store, join_group(store, name, world_size, torch.device(device), own, patience_s, rank=rank)
 
         store, group = call_within(joining_s, meet, f"the other side of {name}")
         if is_sender:
@@ -64,23 +70,17 @@ class Relays:
         else:
             self._sources[name] = Source(name, store, group, limit_s, torch.device(device))
 
-    def leave(self, name: str) -> bool:
-        """Give up the group; False if this rank is not in it."""
+    def leave(self, name: str) -> None:
+        """Give up the group, if this rank is in it."""
         self._free_given_up()
         left: Source | Follower | None = self._sources.pop(name, None) or self._followers.pop(name, None)
-        if left is None:
-            return False
-        if unfinished := left.unfinished():
+        if left and (unfinished := left.unfinished()):
             left.group.abort()
             self._given_up.append((left.group, unfinished))
-        return True
 
     def source(self, name: str) -> Source | None:
-        """The engine before this one, if it is in the group `name`, for the receipt of one bucket."""
-        source = self._sources.get(name)
-        if source:
-            source.begin()
-        return source
+        """The engine before this one, if it is in the group `name`."""
+        return self._sources.get(name)
 
     def follower(self, order: PassedOn | None) -> Follower | None:
         """Who gets the next bucket on this rank's part: nobody without an order, and then nobody gets any more of what
@@ -94,12 +94,16 @@ class Relays:
         return follower
 
     def settle(self) -> None:
-        """At the end of an update: free what has been passed on. An engine that has not taken it is given up."""
+        """At the end of an update: free what has been passed on. An engine that has not taken it is given up, and so
+        is one from which something has not come."""
         deadline = time.monotonic() + _LAST_MOMENTS_S
         for name, follower in list(self._followers.items()):
             while follower.unfinished() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             if follower.unfinished():
+                self.leave(name)
+        for name, source in list(self._sources.items()):
+            if source.unfinished():
                 self.leave(name)
         self._free_given_up()
 
@@ -109,10 +113,8 @@ class Relays:
 
 
 class Source:
-    """The engine before this one, as a group whose broadcasts end with RelayFailed when it is gone.
-
-    Nothing is received after `limit_s` of one bucket, so that the trainer, who waits a little longer, gets an answer.
-    """
+    """The engine before this one, as a group whose broadcasts end with RelayFailed when the trainer says that it is
+    gone, or does not answer for `limit_s` itself."""
 
     def __init__(self, name: str, store: dist.Store, group: EngineGroup, limit_s: float, device: torch.device) -> None:
         self.group = group
@@ -120,41 +122,48 @@ class Source:
         self._name = name
         self._store = store
         self._limit_s = limit_s
-        self._deadline = 0.0
-        self._asked = 0.0
-        self._arrivals: list[dist.Work] = []
+        self._heard = self._wanted = 0.0
+        self._watch: threading.Thread | None = None
+        self._arriving: list[dist.Work] = []
         self._failure: str | None = None
-
-    def begin(self) -> None:
-        """A bucket is about to be received."""
-        self._deadline = time.monotonic() + self._limit_s
-        self._arrivals = self.unfinished()
 
     def broadcast(self, tensor: Tensor, root: int) -> Arrival:
         """Receive into the tensor; the wait for it raises RuntimeError when it does not come."""
         if self._failure:
             raise RelayFailed(self._failure)
         work = self.group.broadcast(tensor, root)
-        self._arrivals.append(work)
+        self._arriving.append(work)
         return Arrival(work, self)
 
     def check(self) -> None:
-        """Raise RelayFailed if the engine before this one is gone, or takes too long."""
-        now = time.monotonic()
-        if now - self._asked < _STORE_POLL_S:
-            return
-        self._asked = now
-        if now > self._deadline:
-            self._failure = f"nothing more came in {self._name} within {self._limit_s:g} s"
-        elif _is_set(self._store, failure_key(self._name)):
-            self._failure = f"the trainer says that the engine before this one is gone ({self._name})"
+        """Raise RelayFailed if the engine before this one is gone. To be called again and again during a wait."""
+        self._wanted = now = time.monotonic()
+        if self._watch is None or not self._watch.is_alive():
+            # In a thread: a store whose machine is gone never answers.
+            self._heard = now
+            self._watch = threading.Thread(target=self._ask, name="watching a relay", daemon=True)
+            self._watch.start()
+        if self._failure is None and now - self._heard > self._limit_s:
+            self._failure = f"the trainer has not answered for {self._limit_s:g} s"
         if self._failure:
             self.group.abort()  # NCCL waits for ever otherwise.
             raise RelayFailed(self._failure)
 
+    def _ask(self) -> None:
+        """Ask the trainer whether the engine is gone, as long as somebody waits for it."""
+        while self._failure is None and time.monotonic() - self._wanted < _WATCHING_S:
+            try:
+                if _is_set(self._store, failure_key(self._name)):
+                    self._failure = f"the trainer says that the engine before this one is gone ({self._name})"
+            except RuntimeError as error:
+                self._failure = f"the trainer is gone: {error}"
+            self._heard = time.monotonic()
+            time.sleep(_STORE_POLL_S)
+
     def unfinished(self) -> list[dist.Work]:
-        """Receipts that have not ended."""
-        return [work for work in self._arrivals if not work.is_completed()]
+        """Receipts that have not ended; the others are freed."""
+        self._arriving = [work for work in self._arriving if not work.is_completed()]
+        return list(self._arriving)
 
 
 class Arrival:
@@ -173,6 +182,7 @@ class Arrival:
             else:
                 with contextlib.suppress(RuntimeError):  # It is raised below, if it is not just the time.
                     self._work.wait(timedelta(seconds=_STORE_POLL_S))
+        self._source.unfinished()  # What has come is kept by nobody else.
         return self._work.wait()
 
 

@@ -43,6 +43,7 @@ from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.05
+_LONGEST_WAIT = 20  # Of a call in which an engine waits for another one, in time limits; mostly it ends much earlier.
 _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
 
 
@@ -149,6 +150,7 @@ class BroadcastTransport(Transport):
                 version=update.label if order.is_last else None,
                 flush_cache=update.flush_cache and order.is_last,
                 load_format=load_format,
+                limit_s=_LONGEST_WAIT * self._timeout_s if order.source else None,
             )
 
         largest = max(
@@ -157,8 +159,10 @@ class BroadcastTransport(Transport):
         max_kept = max(1, self._bucket_bytes // largest - 1)
         end = self._relays.end if self._relays else None
         delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s, sources, max_kept, end)
-        # An engine may wait for others as long as it receives, and receive twice what another one did not pass on.
-        session.start(delivery.deliver, num_parts=3 * delivery.num_buckets + 2)
+        # An engine may wait for others as long as it receives, also for each one before it in its chain, and receive
+        # twice what another one did not pass on.
+        num_parts = 3 * delivery.num_buckets + 2 * len(session.targets) + 2
+        session.start(delivery.deliver, num_parts)
         return delivery
 
     def _sources(self, update: Update, session: UpdateCalls) -> dict[str, str]:

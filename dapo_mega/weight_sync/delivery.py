@@ -14,22 +14,27 @@ other senders are idle. There is room for as many engines as there are for each 
 
 Where engines pass weights on, these are the engines that begin a chain. One behind them is told to receive a bucket as
 soon as the one before it is told to receive and pass on the same, and that one is told so once the one behind lacks no
-more than `max_kept` earlier ones. If the one before fails, or what it passes on does not come, the engine receives the
-bucket again from the trainer, and the rest of the update, too. So a sender keeps a bucket until all have it, but goes
-on to the next one when those that get it from the trainer have it, and keeps at most `max_kept` so.
+more than `max_kept` earlier ones. Its time runs once the one before has the bucket: that one may be slow itself, or get
+it late. If the one before fails, or what it passes on does not come, the engine hears so, and receives the bucket again
+from the trainer, and the rest of the update, too. So a sender keeps a bucket until all have it, but goes on to the next
+one when those that get it from the trainer have it, and keeps at most `max_kept` so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.weight_sync.buckets import EncodedBucket
 from dapo_mega.weight_sync.mail import Message
+
+_LAST_WORD_S = 30.0  # For an engine to answer that what it waits for does not come.
 
 
 class Sender(NamedTuple):
@@ -97,9 +102,10 @@ class Delivery:
         end: Callable[[str, str], None] | None = None,
     ) -> None:
         """`engines` are the URLs by replica, also of replicas whose engines have all failed. `tell` makes an engine
-        receive and load a bucket, within `timeout_s`. `sources` are the engines that get weights from others, and these
-        others, of the same replica; `end(engine, source)` says that the source is gone. `max_kept` is how many buckets
-        senders and engines keep, besides the last one, for engines that get them from engines."""
+        receive and load a bucket, and has no limit of its own below `timeout_s`. `sources` are the engines that get
+        weights from others, and these others, of the same replica; `end(engine, source)` says that the source is gone.
+        `max_kept` is how many buckets senders and engines keep, besides the last one, for engines that get them from
+        engines."""
         self._rounds = rounds
         self._post = post
         self._tell = tell
@@ -121,18 +127,16 @@ class Delivery:
         self._missing: dict[tuple[int, Sender], set[str]] = {}
         self._received: dict[tuple[int, Sender], list[str]] = {}
         self._is_passed: dict[tuple[int, Sender], asyncio.Event] = {}
-        self._room: dict[tuple[int, Sender], asyncio.Semaphore] = {}
+        self._num_served: Counter[tuple[int, Sender]] = Counter()
         self._num_unpassed = [len(buckets) * len(engines) for buckets in rounds]
         self._is_over = [asyncio.Event() for _ in rounds]
         for number, buckets in enumerate(rounds):
             for bucket in buckets:
                 for replica, urls in engines.items():
                     key = number, Sender(replica, bucket.stage, bucket.place)
-                    num_heads = sum(url not in sources for url in urls)
                     self._missing[key] = set(urls)
                     self._received[key] = []
                     self._is_passed[key] = asyncio.Event()
-                    self._room[key] = asyncio.Semaphore(max(1, math.ceil(num_heads / len(buckets))))
         for key, missing in self._missing.items():
             if not missing:
                 self._finish(key)
@@ -160,10 +164,12 @@ class Delivery:
                 self._changes.happened()
                 self._leave(key, client.url)
         finally:
-            if engine.num_received < len(keys):
-                self._give_up(client.url)
-            for key in keys[engine.num_received :]:
-                self._leave(key, client.url)
+            try:
+                if engine.num_received < len(keys):
+                    self._give_up(client.url)
+            finally:
+                for key in keys[engine.num_received :]:
+                    self._leave(key, client.url)
 
     async def _bring(self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool) -> None:
         """Have the engine receive a bucket from the engine before it or, if there is none or it fails, from its
@@ -173,9 +179,25 @@ class Delivery:
         if engine.source and await self._relay(client, bucket, key, is_last):
             return
         await self._turn(key)
-        async with self._room[key]:
+        await self._changes.until(lambda: self._num_served[key] < self._room(key))
+        self._num_served[key] += 1
+        try:
             self._post(key[1], Message("send", (client.url,), key[0]))
-            await self._tell_within_limit(client, bucket, key, is_last)
+            async with self._limit(client.url, self._timeout_s):
+                await self._tell_of(client, bucket, key, is_last)
+        finally:
+            self._num_served[key] -= 1
+            self._changes.happened()
+
+    def _room(self, key: tuple[int, Sender]) -> int:
+        """How many engines a sender serves at a time: as many as there are now for each sender of the round."""
+        number, sender = key
+        direct = [
+            url
+            for url, (replica, _) in self._place_of.items()
+            if replica == sender.replica and not self._progress[url].source and not self._progress[url].is_gone
+        ]
+        return max(1, math.ceil(len(direct) / len(self._rounds[number])))
 
     def _follower_is_ready(self, engine: _Progress) -> bool:
         """Whether the engine behind lacks so few buckets that this one can keep one more for it."""
@@ -192,7 +214,7 @@ class Delivery:
         await self._changes.until(lambda: source.is_gone or source.num_told > engine.num_received)
         if not source.is_gone:
             try:
-                await self._tell_within_limit(client, bucket, key, is_last)
+                await self._wait_for_source(client.url, self._tell_of(client, bucket, key, is_last))
             except EngineRefused:
                 self.broken.append((client.url, engine.source))
             else:
@@ -226,18 +248,43 @@ class Delivery:
         if number > 1:
             await self._is_over[number - 2].wait()
 
-    async def _tell_within_limit(
+    async def _wait_for_source(self, url: str, call: Coroutine[Any, Any, None]) -> None:
+        """Wait for the call, in which the engine receives a bucket from another one. Its time runs once that one has
+        the bucket or is gone; then, if the call does not end, for one to say that the other is not to be waited for."""
+        engine = self._progress[url]
+        assert engine.source
+        source, number = self._progress[engine.source], engine.num_received
+        told = asyncio.ensure_future(call)
+        came = asyncio.ensure_future(self._changes.until(lambda: source.is_gone or source.num_received > number))
+        try:
+            await asyncio.wait([told, came], return_when=asyncio.FIRST_COMPLETED)
+            if not source.is_gone:
+                await asyncio.wait([told], timeout=self._timeout_s)
+            if not told.done() and self._end:
+                self._end(url, engine.source)
+            async with self._limit(url, min(self._timeout_s, _LAST_WORD_S)):
+                await told
+        finally:
+            came.cancel()
+            told.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _limit(self, url: str, limit_s: float) -> AsyncIterator[None]:
+        """Raise EngineError if the block takes longer."""
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise EngineError(url, f"no answer within {self._timeout_s:g} s") from None
+
+    async def _tell_of(
         self, client: EngineClient, bucket: EncodedBucket, key: tuple[int, Sender], is_last: bool
     ) -> None:
         engine = self._progress[client.url]
         name = f"{key[0]}-{bucket.stage}-{bucket.place}"
         engine.num_told = engine.num_received + 1
         self._changes.happened()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._tell(client, Order(bucket, name, is_last, engine.source, engine.follower))
-        except TimeoutError:
-            raise EngineError(client.url, f"no answer within {self._timeout_s:g} s") from None
+        await self._tell(client, Order(bucket, name, is_last, engine.source, engine.follower))
 
     def _leave(self, key: tuple[int, Sender], url: str) -> None:
         """The engine has the bucket, or never will."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.weight_protocol import failure_key, limited_group, relay_group
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
+from dapo_mega.engines.sglang.weight_protocol import failure_key, limited_group, presence_key, relay_group
 from dapo_mega.weight_sync.update import UpdateCalls
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,7 @@ class Relays:
     """Each pair is an engine that gets weights from another one, and that one; it has a group of its own."""
 
     def __init__(self, run_id: str, store: dist.Store, address: tuple[str, int], backend: str, limit_s: float) -> None:
-        """Engines meet at rank 0's `store`, which listens at `address`. An engine waits at most `limit_s` for a bucket
-        of another one."""
+        """Engines meet at rank 0's `store`, which listens at `address`. `limit_s` is that of a part of an update."""
         self._run_id = run_id
         self._store = store
         self._address, self._port = address
@@ -34,20 +33,22 @@ class Relays:
         self._num_made = 0
 
     def connect(self, sources: Mapping[str, str], sizes: Mapping[str, int], session: UpdateCalls) -> dict[str, str]:
-        """The pairs of `sources` (an engine, and where it gets weights from) that can be used now. Makes the groups of
-        new pairs, and has engines leave those of others. `sizes` are the engines' numbers of ranks.
+        """The pairs of `sources` (an engine, and where it gets weights from) that can be used now; makes the groups of
+        new pairs. `sizes` are the engines' numbers of ranks.
 
         Engines that cannot connect to each other are remembered, and get weights from the trainer, until one of them
         joins the trainer again (`forget`).
         """
-        pairs = set(sources.items())
-        stale = self._groups.keys() - pairs
-        self._leave({pair: self._groups.pop(pair) for pair in stale}, session)
-        new = sorted(pairs - self._groups.keys() - self._refused)
+        new = sorted(set(sources.items()) - self._groups.keys() - self._refused)
+        # An engine has one group with an engine before it, and one with an engine behind it: new ones replace others.
+        replaced = [
+            pair for pair in self._groups if any(pair[0] == engine or pair[1] == source for engine, source in new)
+        ]
+        self.drop(replaced)
+        silent: set[str] = set()
         # An engine that joins two groups joins one after the other; every second pair of a chain shares no engine.
-        depth = {pair: _depth(pair[0], sources) for pair in new}
         for turn in (0, 1):
-            self._join([pair for pair in new if depth[pair] % 2 == turn], sizes, session)
+            self._join([pair for pair in new if _depth(pair[0], sources) % 2 == turn], sizes, session, silent)
         return {engine: source for engine, source in sources.items() if (engine, source) in self._groups}
 
     def name(self, engine: str, source: str) -> str:
@@ -71,12 +72,16 @@ class Relays:
             del self._groups[pair]
         self._refused = {pair for pair in self._refused if not gone & set(pair)}
 
-    def _join(self, pairs: Iterable[tuple[str, str]], sizes: Mapping[str, int], session: UpdateCalls) -> None:
-        """Make the groups of pairs of which no two share an engine."""
+    def _join(
+        self, pairs: Iterable[tuple[str, str]], sizes: Mapping[str, int], session: UpdateCalls, silent: set[str]
+    ) -> None:
+        """Make the groups of pairs of which no two share an engine. Engines that do not answer are added to `silent`,
+        and not asked again."""
         names: dict[tuple[str, str], str] = {}
         for pair in pairs:
-            names[pair] = limited_group(relay_group(f"{self._run_id}-{self._num_made}"), self._limit_s)
-            self._num_made += 1
+            if not silent.intersection(pair):
+                names[pair] = limited_group(relay_group(f"{self._run_id}-{self._num_made}"), self._limit_s)
+                self._num_made += 1
         if not names:
             return
         roles = {url: (pair, offset) for pair in names for offset, url in ((1, pair[0]), (0, pair[1]))}
@@ -86,24 +91,32 @@ class Relays:
             if client.url not in roles:
                 return
             pair, offset = roles[client.url]
-            call = client.init_weights_update_group(
-                address=self._address,
-                port=self._port,
-                rank_offset=offset,
-                world_size=1 + sizes[pair[0]],
-                name=names[pair],
-                backend=self._backend,
-            )
-            if reason := await _failure_of(call, self._call_limit_s):
+            try:
+                async with asyncio.timeout(self._call_limit_s):
+                    await client.init_weights_update_group(
+                        address=self._address,
+                        port=self._port,
+                        rank_offset=offset,
+                        world_size=1 + sizes[pair[0]],
+                        name=names[pair],
+                        backend=self._backend,
+                    )
+            except (EngineError, TimeoutError) as error:  # Whether the engine can go on shows in its next call.
+                if not isinstance(error, EngineRefused):
+                    silent.add(client.url)
+                reason = error.reason if isinstance(error, EngineError) else "no answer"
                 failed.setdefault(pair, f"{client.url}: {reason}")
                 self._store.set(failure_key(names[pair]), "")  # The other one need not wait.
 
         session.call(join)
-        present = {target.url for target in session.targets}
         for pair, name in names.items():
-            if pair not in failed and present.issuperset(pair):
+            for rank in range(1 + sizes[pair[0]]):
+                self._store.delete_key(presence_key(name, rank))
+            if pair not in failed:
                 self._groups[pair] = name
-            elif present.issuperset(pair):
+                continue
+            self._store.delete_key(failure_key(name))
+            if not silent.intersection(pair):
                 self._refused.add(pair)
                 logger.warning(
                     "engine %s gets its weights from the trainer, not from engine %s, as these two cannot connect to "
@@ -112,33 +125,9 @@ class Relays:
                     failed[pair],
                 )
 
-    def _leave(self, groups: Mapping[tuple[str, str], str], session: UpdateCalls) -> None:
-        if not groups:
-            return
-
-        async def leave(client: EngineClient) -> None:
-            for pair, name in groups.items():
-                if client.url in pair:
-                    await _failure_of(client.destroy_weights_update_group(name), self._call_limit_s)
-
-        session.call(leave)
-
 
 def _depth(engine: str, sources: Mapping[str, str]) -> int:
     depth = 0
     while engine in sources:
         engine, depth = sources[engine], depth + 1
     return depth
-
-
-async def _failure_of(call: Awaitable[None], limit_s: float) -> str:
-    """Why the call failed, or did not end within the limit; empty if it succeeded. Whether the engine can go on shows
-    in its next call."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await call
-    except EngineError as error:
-        return error.reason
-    except TimeoutError:
-        return f"no answer within {limit_s:g} s"
-    return ""

@@ -52,7 +52,6 @@ class ReceivingEngine:
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
             "/init_weights_update_group": self._join,
-            "/destroy_weights_update_group": self._leave,
             "/update_weights_from_distributed": self._receive,
             "/cpu_s": lambda body: {"seconds": cpu_s()},
         }.items():
@@ -81,10 +80,6 @@ class ReceivingEngine:
         versions = {(value - value_of(name, 0)) % 251 for name, value in self._received.items()}
         is_right = len(versions) == 1 and not self._wrong
         return {"success": is_right, "message": f"wrong: {self._wrong}, {len(versions)} versions"}
-
-    def _leave(self, body: Any) -> dict[str, Any]:
-        self._relays.leave(body["group_name"])
-        return {}
 
     def _join(self, body: Any) -> dict[str, Any]:
         place = {"address": body["master_address"], "port": body["master_port"], "world_size": body["world_size"]}

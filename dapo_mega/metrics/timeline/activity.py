@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ class Activity:
         self.clock = clock
         self._since = clock()
         self._spans: deque[tuple[str, Span]] = deque(maxlen=_MAX_SPANS)
+        self._lock = threading.Lock()
         self._scoring = LoadHistory(self._since)
 
     @contextmanager
@@ -38,20 +40,26 @@ class Activity:
 
     @contextmanager
     def scoring(self, num_responses: int) -> Iterator[None]:
-        """In the block so many responses are scored. By one thread at a time."""
-        self._scoring.change(self.clock(), num_responses)
+        """In the block so many responses are scored."""
+        self._count_scored(num_responses)
         try:
             yield
         finally:
-            self._scoring.change(self.clock(), -num_responses)
+            self._count_scored(-num_responses)
+
+    def _count_scored(self, by: int) -> None:
+        with self._lock:  # Times must not fall.
+            self._scoring.change(self.clock(), by)
 
     def pop(self, step: int, engines: Mapping[str, Sequence[Load]]) -> StepTimeline:
         """What was done since the last call, as belonging to `step`; `engines` as `RolloutFleet.pop_loads` gives
-        them. Never while responses of training are scored."""
-        now = self.clock()
+        them."""
+        with self._lock:
+            now = self.clock()
+            scored = self._scoring.pop(now)
         spans: dict[str, list[Span]] = {}
         while self._spans:
             lane, span = self._spans.popleft()
             spans.setdefault(lane, []).append(span)
         started, self._since = self._since, now
-        return StepTimeline(step, started, now, spans, self._scoring.pop(now), engines)
+        return StepTimeline(step, started, now, spans, scored, engines)

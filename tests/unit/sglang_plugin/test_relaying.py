@@ -147,24 +147,63 @@ def test_an_engine_gets_what_the_one_before_it_gets(pair, store):
     assert len(works) == 3
 
 
-@pytest.mark.parametrize("reason", ["gone", "slow"])
-def test_an_engine_stops_waiting_for_one_that_is_gone_or_too_slow(pair, store, reason):
+class Silent:
+    """A store that does not answer."""
+
+    def __init__(self):
+        self.ends = threading.Event()
+
+    def check(self, keys):
+        self.ends.wait()
+        return False
+
+
+@pytest.mark.parametrize("reason", ["is gone", "has not answered"])
+def test_an_engine_waits_for_another_one_only_as_long_as_the_trainer_does(pair, store, reason):
     before, behind = pair
     source = behind.source(NAME)
-    if reason == "gone":
+    silent = Silent()
+    if reason == "is gone":
         threading.Timer(0.2, store.set, (failure_key(NAME), "")).start()
     else:
-        source._deadline = time.monotonic() + 0.2
+        source._store, source._limit_s = silent, 0.2
     weights = ArrivingWeights(source, "cpu", SPECS, PIECES)
-    with pytest.raises(RelayFailed, match="is gone" if reason == "gone" else "within 20 s"):
+    with pytest.raises(RelayFailed, match=reason):
         list(weights)
+    silent.ends.set()
     assert weights.is_broken
     assert ArrivingWeights(behind.source(NAME), "cpu", SPECS, PIECES).is_broken is False  # Until it is read.
     with pytest.raises(RelayFailed):
         list(ArrivingWeights(behind.source(NAME), "cpu", SPECS, PIECES))
-    assert behind.leave(NAME)
-    assert not behind.leave(NAME)
+    behind.settle()
+    assert behind.source(NAME) is None
     before.follower(PassedOn("bucket", NAME)).pass_on(torch.zeros(12, dtype=torch.uint8))  # Or freeing it takes 20 s.
+
+
+def test_a_new_neighbour_takes_the_place_of_the_old_one(pair, store):
+    """An engine has one group with each side, however often others leave and join."""
+    before, behind = pair
+    after = limited_group(relay_group("run-1"), 20.0)
+    with ThreadPoolExecutor(2) as threads:
+        place = {"address": ADDRESS, "port": store.port, "world_size": 2, "device": "cpu"}
+        joins = [
+            threads.submit(side.join, after, rank=rank, is_sender=rank == 0, **place)
+            for rank, side in enumerate((before, behind))
+        ]
+        assert [join.result() for join in joins] == [None, None]
+    assert list(before._followers) == list(behind._sources) == [after]
+
+
+def test_nothing_that_has_come_is_kept(pair):
+    before, behind = pair
+    source, follower = behind.source(NAME), before.follower(PassedOn("bucket", NAME))
+    for tensor in (torch.arange(3.0), torch.randn(2**20)):
+        for part in tensor.view(torch.uint8).split(2**21):
+            follower.pass_on(part)
+    assert len(list(ArrivingWeights(source, "cpu", SPECS, PIECES))) == 2
+    assert not source._arriving
+    before.settle()
+    assert not follower._works
 
 
 @pytest.mark.parametrize("reason", ["failed", "late"])

@@ -142,15 +142,12 @@ class ScriptedEngine:
 
     async def destroy_weights_update_group(self, name):
         await self._meet("destroy")
-        if is_relay_group(name):
-            self.relays.leave(name)
-            return
         if name not in self.groups:
             raise EngineRefused(self.url, 400, f"no group {name}")
         del self.groups[name]
 
     async def update_weights_from_distributed(
-        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format
+        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format, limit_s=None
     ):
         self.num_buckets += 1
         await self._meet(("update", self.num_buckets))

@@ -34,12 +34,11 @@ class Run:
         self.numbers = []
         self.received = {url: [] for urls in engines.values() for url in urls}
         self.relayed = []
-        self.ended = []
+        self.ended = set()
         self.together = []
         self.most_at_a_sender = 0
         self._max_kept = max_kept
         self._at = Counter()
-        self._timeout_s = timeout_s
         self._faults = dict(faults)
         self._rounds = rounds
         self._barrier = None
@@ -53,7 +52,7 @@ class Run:
 
     def _end(self, engine, source):
         """What the engine waits for does not come any more."""
-        self.ended.append((engine, source))
+        self.ended.add((engine, source))
         for (follower, _), passed in self._passed.items():
             if follower == engine and not passed.done():
                 passed.set_exception(EngineError(source, "gone"))
@@ -82,9 +81,8 @@ class Run:
         bucket = order.bucket
         if order.source:
             try:
-                async with asyncio.timeout(0.7 * self._timeout_s):  # Engines give up before the trainer does.
-                    await asyncio.shield(self._passed[url, order.name])
-            except (EngineError, TimeoutError) as error:
+                await asyncio.shield(self._passed[url, order.name])
+            except EngineError as error:
                 raise EngineRefused(url, 400, str(error)) from error
             self.relayed.append(url)
             return
@@ -197,11 +195,11 @@ def test_whoever_followed_an_engine_that_fails_gets_the_rest_from_the_trainer(fa
     run = Run(rounds_of(3, num_places=2), {0: list("abcd")}, {("a", num_received): fault}, limit_s, CHAIN)
     errors = run.go()
     assert list(errors) == ["a"]
-    assert run.ended == ([] if fault == "hang" else [("b", "a")]), "it need not wait for its limit"
+    assert run.ended == {("b", "a")}, "nobody else need ask the trainer"
     assert [len(run.received[url]) for url in "abcd"] == [num_received, 6, 6, 6]
     sent = Counter(urls for _, kind, urls in run.posted if kind == "send")
     assert sent["b",] == 6 - num_received
-    assert fault == "hang" or sent["d",] == 0, "those behind it go on with it"
+    assert sent["d",] == 0, "those behind it go on with it"
 
 
 def test_an_engine_that_does_not_get_what_is_passed_on_asks_the_trainer_once():
@@ -213,7 +211,7 @@ def test_an_engine_that_does_not_get_what_is_passed_on_asks_the_trainer_once():
     assert Counter(run.relayed) == {"b": 6, "c": 2, "d": 6}
     run = Run(rounds_of(3), {0: list("abcd")}, {("c", 1): "dies"}, sources=CHAIN)
     assert run.go() == {"c": "c: dies"}
-    assert run.delivery.broken == []
+    assert set(run.delivery.broken) <= {("d", "c")}
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -47,12 +47,14 @@ def test_an_engine_that_fails_as_a_relay_takes_nobody_with_it(relaying, fleet, c
     assert metrics["weight_sync/engines"] == 3 - len(fleet.away)
     if stays and call != "join a relay":
         assert metrics["weight_sync/relays_failed"] == 1
-    # It comes back, and there is a whole chain again. Two engines that could not connect do not try again.
+    # It comes back, and there is a whole chain again. Two engines that said they cannot connect do not try again.
     fleet.return_all()
     relaying.push_to_outdated(policy, 1)
     metrics = relaying.push(policy.advance(), 2)
     assert holders(fleet, policy) == URLS
-    assert metrics["weight_sync/relayed_share"] == pytest.approx((1 if call == "join a relay" else 2) / 3)
+    assert metrics["weight_sync/relayed_share"] == pytest.approx(
+        (1 if (call, fault) == ("join a relay", "refuse") else 2) / 3
+    )
 
 
 def test_engines_that_cannot_connect_to_each_other_are_tried_again_when_one_has_joined_anew(relaying, fleet, caplog):
