@@ -103,6 +103,7 @@ class Relays:
             if follower.unfinished():
                 self.leave(name)
         for name, source in list(self._sources.items()):
+            source.rest()
             if source.unfinished():
                 self.leave(name)
         self._free_given_up()
@@ -148,6 +149,10 @@ class Source:
         if self._failure:
             self.group.abort()  # NCCL waits for ever otherwise.
             raise RelayFailed(self._failure)
+
+    def rest(self) -> None:
+        """Nobody waits."""
+        self._wanted = 0.0
 
     def _ask(self) -> None:
         """Ask the trainer whether the engine is gone, as long as somebody waits for it."""

@@ -25,9 +25,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
@@ -57,17 +57,6 @@ class Order:
     follower: str | None
 
 
-@dataclass
-class _Progress:
-    """Of one engine: how many buckets it was told to receive, and has. `source` and `follower` as in `Order`."""
-
-    source: str | None
-    follower: str | None = None
-    num_told: int = 0
-    num_received: int = 0
-    is_gone: bool = False
-
-
 class _Changes:
     """Wakes up those who wait for a condition."""
 
@@ -81,6 +70,19 @@ class _Changes:
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
             await self._event.wait()
+
+
+@dataclass
+class _Progress:
+    """Of one engine: how many buckets it was told to receive, and has. `source` and `follower` as in `Order`. `changes`
+    are those of these two."""
+
+    source: str | None
+    follower: str | None = None
+    num_told: int = 0
+    num_received: int = 0
+    is_gone: bool = False
+    changes: _Changes = field(default_factory=_Changes)
 
 
 class Delivery:
@@ -115,7 +117,6 @@ class Delivery:
         self.num_delivered = self.num_relayed = 0
         self.broken: list[tuple[str, str]] = []
         sources = sources or {}
-        self._changes = _Changes()
         self._progress = {url: _Progress(sources.get(url)) for urls in engines.values() for url in urls}
         for url, source in sources.items():
             self._progress[source].follower = url
@@ -128,6 +129,8 @@ class Delivery:
         self._received: dict[tuple[int, Sender], list[str]] = {}
         self._is_passed: dict[tuple[int, Sender], asyncio.Event] = {}
         self._num_served: Counter[tuple[int, Sender]] = Counter()
+        self._num_direct = {replica: sum(url not in sources for url in urls) for replica, urls in engines.items()}
+        self._rooms: defaultdict[int, _Changes] = defaultdict(_Changes)  # By replica.
         self._num_unpassed = [len(buckets) * len(engines) for buckets in rounds]
         self._is_over = [asyncio.Event() for _ in rounds]
         for number, buckets in enumerate(rounds):
@@ -161,7 +164,7 @@ class Delivery:
                 self._received[key].append(client.url)
                 engine.num_received += 1
                 self.num_delivered += 1
-                self._changes.happened()
+                self._tell_neighbours(engine)
                 self._leave(key, client.url)
         finally:
             try:
@@ -175,11 +178,12 @@ class Delivery:
         """Have the engine receive a bucket from the engine before it or, if there is none or it fails, from its
         sender."""
         engine = self._progress[client.url]
-        await self._changes.until(lambda: self._follower_is_ready(engine))
+        await engine.changes.until(lambda: self._follower_is_ready(engine))
         if engine.source and await self._relay(client, bucket, key, is_last):
             return
         await self._turn(key)
-        await self._changes.until(lambda: self._num_served[key] < self._room(key))
+        room = self._rooms[key[1].replica]
+        await room.until(lambda: self._num_served[key] < self._room(key))
         self._num_served[key] += 1
         try:
             self._post(key[1], Message("send", (client.url,), key[0]))
@@ -187,17 +191,18 @@ class Delivery:
                 await self._tell_of(client, bucket, key, is_last)
         finally:
             self._num_served[key] -= 1
-            self._changes.happened()
+            room.happened()
 
     def _room(self, key: tuple[int, Sender]) -> int:
         """How many engines a sender serves at a time: as many as there are now for each sender of the round."""
         number, sender = key
-        direct = [
-            url
-            for url, (replica, _) in self._place_of.items()
-            if replica == sender.replica and not self._progress[url].source and not self._progress[url].is_gone
-        ]
-        return max(1, math.ceil(len(direct) / len(self._rounds[number])))
+        return max(1, math.ceil(self._num_direct[sender.replica] / len(self._rounds[number])))
+
+    def _tell_neighbours(self, engine: _Progress) -> None:
+        """The engines before and behind may wait for what has changed of this one."""
+        for url in (engine.source, engine.follower):
+            if url:
+                self._progress[url].changes.happened()
 
     def _follower_is_ready(self, engine: _Progress) -> bool:
         """Whether the engine behind lacks so few buckets that this one can keep one more for it."""
@@ -211,7 +216,7 @@ class Delivery:
         engine = self._progress[client.url]
         assert engine.source
         source = self._progress[engine.source]
-        await self._changes.until(lambda: source.is_gone or source.num_told > engine.num_received)
+        await engine.changes.until(lambda: source.is_gone or source.num_told > engine.num_received)
         if not source.is_gone:
             try:
                 await self._wait_for_source(client.url, self._tell_of(client, bucket, key, is_last))
@@ -225,20 +230,23 @@ class Delivery:
 
     def _detach(self, url: str) -> None:
         """The engine gets nothing from the one before it any more."""
-        engine = self._progress[url]
+        engine, (replica, _) = self._progress[url], self._place_of[url]
         if engine.source:
             self._progress[engine.source].follower = None
+            self._tell_neighbours(engine)
             engine.source = None
-            self._changes.happened()
+            self._num_direct[replica] += 1
+            self._rooms[replica].happened()
 
     def _give_up(self, url: str) -> None:
         """The engine has failed: nothing goes to it, and nothing comes from it."""
         engine = self._progress[url]
         engine.is_gone = True
+        self._tell_neighbours(engine)
+        self._detach(url)
+        self._num_direct[self._place_of[url][0]] -= 1
         if engine.follower and self._end:
             self._end(engine.follower, url)
-        self._detach(url)
-        self._changes.happened()
 
     async def _turn(self, key: tuple[int, Sender]) -> None:
         """Wait until the sender has, or is about to have, the bucket."""
@@ -255,7 +263,7 @@ class Delivery:
         assert engine.source
         source, number = self._progress[engine.source], engine.num_received
         told = asyncio.ensure_future(call)
-        came = asyncio.ensure_future(self._changes.until(lambda: source.is_gone or source.num_received > number))
+        came = asyncio.ensure_future(engine.changes.until(lambda: source.is_gone or source.num_received > number))
         try:
             await asyncio.wait([told, came], return_when=asyncio.FIRST_COMPLETED)
             if not source.is_gone:
@@ -283,7 +291,7 @@ class Delivery:
         engine = self._progress[client.url]
         name = f"{key[0]}-{bucket.stage}-{bucket.place}"
         engine.num_told = engine.num_received + 1
-        self._changes.happened()
+        self._tell_neighbours(engine)
         await self._tell(client, Order(bucket, name, is_last, engine.source, engine.follower))
 
     def _leave(self, key: tuple[int, Sender], url: str) -> None:
