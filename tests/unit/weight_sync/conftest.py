@@ -36,6 +36,7 @@ def sync(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
     yield sync
+    fleet.disconnect()
     sync.close()
 
 
@@ -51,4 +52,5 @@ def delta_sync(processes, fleet):
     sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
     fleet.without_plugin = set()
     yield sync
+    fleet.disconnect()
     sync.close()

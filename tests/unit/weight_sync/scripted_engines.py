@@ -97,6 +97,26 @@ class ScriptedEngine:
     async def _in_thread(self, function, *arguments):
         await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
+    def disconnect(self):
+        """Leave all groups, so that nobody waits for what this engine does not do. Those that still wait for others are
+        kept: freeing them would stop all threads of this process until their time limit."""
+        self.groups.clear()
+        for sides in (self.relays._followers, self.relays._sources):
+            for name in [name for name, side in sides.items() if not side.unfinished()]:
+                del sides[name]
+
+    def wait_for_groups(self):
+        """Until what is left in groups has ended, as it does when all other sides are disconnected."""
+        relays = self.relays
+        works = [work for _, given_up in relays._given_up for work in given_up]
+        works += [
+            work for sides in (relays._followers, relays._sources) for s in sides.values() for work in s.unfinished()
+        ]
+        deadline = time.monotonic() + 60
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     async def generate(self, payload, timeout_s):
         await self._meet("score")
         assert (payload["logprob_start_len"], payload["return_logprob"]) == (0, True)
@@ -255,5 +275,13 @@ class ScriptedFleet:
         self.outdated |= set(self.away)
         self.away.clear()
 
+    def disconnect(self):
+        """Before the trainer frees its groups."""
+        for engine in self.engines.values():
+            engine.disconnect()
+
     def close(self):
+        self.disconnect()
+        for engine in self.engines.values():
+            engine.wait_for_groups()
         self._thread.close()
