@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 # So many buckets of equal size per process keep the shares equal within their number's inverse.
-_FEWEST_BUCKETS = 10
+FEWEST_BUCKETS = 10
 # A smaller bucket takes an engine longer than its bytes do.
 _SMALLEST_BUCKET = 16 * 2**20
 
@@ -15,7 +15,7 @@ def share_limit(num_bytes: int, num_places: int, limit: int) -> int:
     have equal shares."""
     if num_places == 1:
         return limit
-    return min(limit, max(num_bytes // (num_places * _FEWEST_BUCKETS), _SMALLEST_BUCKET))
+    return min(limit, max(num_bytes // (num_places * FEWEST_BUCKETS), _SMALLEST_BUCKET))
 
 
 def rounds_of(sizes: Sequence[int], num_places: int) -> Iterator[list[tuple[int, int]]]:

@@ -13,8 +13,8 @@ from dapo_mega.planning.workload import Workload
 
 _WEIGHT_SYNC = "weight sync"
 # What an engine that passes weights on is behind the one before it, and the fewest buckets of processes that share.
-_CHUNK_BYTES = 2**21
-_FEWEST_ROUNDS = 10
+CHUNK_BYTES = 2**21
+FEWEST_BUCKETS = 10
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> T
         relays = config.weight_sync.relays
         by_process = share * (received + (min(engines, num_places) if relays else engines))
         num_before = math.ceil(engines / num_places) - 1 if relays else 0
-        rounds = max(math.ceil(share / (config.weight_sync.bucket_bytes / 2)), _FEWEST_ROUNDS if num_sharing > 1 else 1)
-        to_engine = size + num_before * rounds * min(_CHUNK_BYTES, share / rounds)
+        rounds = max(math.ceil(share / (config.weight_sync.bucket_bytes / 2)), FEWEST_BUCKETS if num_sharing > 1 else 1)
+        to_engine = size + num_before * rounds * min(CHUNK_BYTES, share / rounds)
         if by_process > to_engine:
             return Traffic(f"{_WEIGHT_SYNC} (by every process)", by_process, placement.world_size)
         chains = f", passed on in chains of {num_before + 1}" if num_before else ""

@@ -8,13 +8,10 @@ the policy trains, weights are sent and the rest of a step is done (`feed`).
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.algorithm import OTHER_FILTERS
@@ -25,39 +22,15 @@ from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
+from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
 from dapo_mega.rollout.latency import GroupLatency
-from dapo_mega.rollout.scoring import ResponseScorer, parts_of
+from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
 
 _NUM_RECENT = 32
-
-
-@dataclass
-class RolloutStats:
-    """What was generated for one step, before filtering; `started` is when that began, in seconds.
-
-    Every group ends in one of four ways. Complete groups are offered to the buffer. A group is `dropped` when one of
-    its requests failed, `unscored` when one of its responses could not be scored, and `expired` when its tokens became
-    too old before it was complete.
-    """
-
-    groups: list[Group] = field(default_factory=list)
-    scored: list[ScoredResponse] = field(default_factory=list)
-    greedy: list[ScoredResponse] = field(default_factory=list)
-    asked_prompts: int = 0
-    dropped_groups: int = 0
-    unscored: list[GroupFate] = field(default_factory=list)
-    expired_groups: int = 0
-    started: float | None = None
-    seconds: float = 0.0
-
-    def begin(self, now: float) -> None:
-        """Note the time, if nothing was done for the step before."""
-        if self.started is None:
-            self.started = now
 
 
 class Collector:
@@ -189,9 +162,9 @@ class Collector:
         self.sampler.end_step()
         groups = list(self.buffer.take(config.batch.groups_per_step))
         self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
-        latency = self._latency.metrics(groups)
+        metrics = self._metrics(stats, groups, version)
         self._latency.keep_only(self._first_request_ids())
-        return groups, {**self._rollout_metrics(stats), **self._group_metrics(groups, version), **latency}
+        return groups, metrics
 
     def _first_request_ids(self) -> list[int]:
         """The first request of every group that is held or in flight."""
@@ -253,16 +226,8 @@ class Collector:
         self._fed = list(groups)
         self._num_kept_of_fed = sum(map(self.buffer.keeps, groups))
 
-    @contextmanager
-    def _kept_in_flight_on_failure(self, complete: Sequence[CompleteGroup]) -> Iterator[None]:
-        """When the block fails, or the run is to stop, the groups are in flight again."""
-        try:
-            yield
-        except BaseException:
-            self._put_back(complete)
-            raise
-
     def _put_back(self, complete: Sequence[CompleteGroup]) -> None:
+        """The groups are in flight again, as scoring them failed, or the run is to stop."""
         for group in complete:
             self._in_flight.put_back(self._with_requests(group))
 
@@ -279,8 +244,11 @@ class Collector:
         group."""
         complete = [group for group in ended if group is not None]
         stats.dropped_groups += len(ended) - len(complete)
-        with self._kept_in_flight_on_failure(complete):
+        try:
             scored = self._score(complete, version)
+        except BaseException:
+            self._put_back(complete)
+            raise
         stats.unscored.extend(_unscored(c) for c, group in zip(complete, scored, strict=True) if group is None)
         self._offer([group for group in scored if group is not None], stats)
         self.buffer.evict_stale(version)
@@ -477,84 +445,21 @@ class Collector:
             return f"{counts.offered - counts.kept} with equal scores"
         return f"{counts.all_right} all right, {counts.all_wrong} all wrong"
 
-    def _rollout_metrics(self, stats: RolloutStats) -> dict[str, float]:
-        metrics = {
+    def _metrics(self, stats: RolloutStats, groups: Sequence[Group], version: int) -> dict[str, float]:
+        """Of a step that starts from weights of `version` and trains on `groups`."""
+        return {
             "rollout/generation_rounds": float(self._num_rounds(stats)),
-            "rollout/dropped_groups": float(stats.dropped_groups),
-            "rollout/unscored_groups": float(len(stats.unscored)),
             "rollout/groups_in_flight": float(self.num_in_flight()),
-            "rollout/groups_expired_in_flight": float(stats.expired_groups),
+            "buffer/size": float(len(self.buffer)),
             **self.sampler.metrics(),
             **metrics_of_sources(stats.groups, self._source_labels),
+            **stats.metrics(),
+            **scoring_metrics(self._scorer.pop_counts()),
+            **group_metrics(groups, version, self.buffer.pop_counts()),
+            **self._latency.metrics(groups),
         }
-        difficulties = [g.prompt.difficulty for g in stats.groups if g.prompt.difficulty is not None]
-        if difficulties:
-            metrics["sampling/difficulty_mean"] = float(np.mean(sorted(difficulties)))
-        counts = self._scorer.pop_counts()
-        for outcome in ("no_answer", "timeout", "crash", "refused"):
-            metrics[f"reward/num_{outcome}"] = float(counts.outcomes[outcome])
-        metrics["reward/num_failed"] = float(counts.failed)
-        metrics["reward/failed_share"] = counts.failed / max(counts.asked, 1)
-        if stats.greedy:
-            metrics["rollout/greedy_reward_mean"] = float(np.mean([s.reward for s in stats.greedy]))
-        if not stats.scored:
-            return metrics
-        # In the order of requests, because sums of floats depend on the order.
-        scored = sorted(stats.scored, key=lambda s: s.response.request_id)
-        lengths = np.array([len(s.response.token_ids) for s in scored])
-        logprobs = np.concatenate([s.response.logprobs for s in scored])
-        num_tokens = lengths.sum() + sum(len(s.response.token_ids) for s in stats.greedy)
-        verdicts = [s.correct for s in scored if s.correct is not None]
-        if verdicts:
-            metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
-        for name, values in parts_of(scored).items():
-            metrics[f"reward/part_{name}"] = float(np.mean(values))
-        return {
-            **metrics,
-            "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
-            "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in scored])),
-            "rollout/response_length_mean": float(lengths.mean()),
-            "rollout/response_length_std": float(lengths.std()),
-            "rollout/response_length_max": float(lengths.max()),
-            "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
-            "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
-            "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
-            "rollout/tokens": float(num_tokens),
-            "rollout/tokens_per_s": float(num_tokens / max(stats.seconds, 1e-9)),
-        }
-
-    def _group_metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        counts = self.buffer.pop_counts()
-        staleness = [version - group.weight_version for group in groups]
-        tokens = _tokens_by_age(groups, version)
-        metrics = {
-            **{f"buffer/token_share_age_{age}": tokens[age] / tokens.total() for age in sorted(tokens)},
-            "buffer/size": float(len(self.buffer)),
-            "buffer/staleness_mean": float(np.mean(staleness)),
-            "buffer/staleness_max": float(np.max(staleness)),
-            "buffer/stale_dropped": float(counts.stale),
-            "groups/offered": float(counts.offered),
-        }
-        if counts.offered:
-            metrics["groups/kept_share"] = counts.kept_share()
-        if counts.judged:
-            metrics["groups/all_right_share"] = counts.all_right / counts.judged
-            metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
-        return metrics
 
 
 def _unscored(complete: CompleteGroup) -> GroupFate:
     prompt, responses = complete
     return GroupFate("dropped", prompt, unscored=tuple(responses))
-
-
-def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
-    """The number of response tokens by the steps since the weights that sampled them, in the step that starts from
-    weights of `version`."""
-    tokens: Counter[int] = Counter()
-    for response in (scored.response for group in groups for scored in group.responses):
-        start = 0
-        for sampled_by, stop in response.version_spans or ((response.weight_version, len(response.token_ids)),):
-            tokens[version - sampled_by] += stop - start
-            start = stop
-    return tokens

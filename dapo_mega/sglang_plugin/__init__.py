@@ -127,14 +127,11 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
         _trace(updater).miss()
     if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    source = relays.source(request["group_name"])
-    group = source or updater._model_update_group[request["group_name"]]
+    group = relays.source(request["group_name"]) or updater._model_update_group[request["group_name"]]
     specs = weight_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
         return ChangedWeights(group, updater.device, specs, follower)
-    weights = ArrivingWeights(group, updater.device, specs, pieces, _trace(updater), follower)
-    weights.is_relayed = source is not None
-    return weights
+    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater), follower)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:

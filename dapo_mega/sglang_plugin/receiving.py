@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ from torch import Tensor
 from dapo_mega.engines.sglang.weight_protocol import Change, PiecesFormat, chunks, split_specs, unpack_changes, unpacked
 from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
-from dapo_mega.sglang_plugin.relaying import Follower, passing_on
+from dapo_mega.sglang_plugin.relaying import Follower, Source
 from dapo_mega.types import WeightSpec
 
 
@@ -42,11 +42,12 @@ def _receipts(group: Receiving, memory: Tensor) -> list[tuple[Tensor, _Waiting]]
     return [(chunk, group.broadcast(chunk, 0)) for chunk in chunks(memory)]
 
 
-def _wait_for(arriving: Sequence[tuple[Tensor, _Waiting]], pass_on: Callable[[Tensor], None]) -> None:
+def _wait_for(arriving: Sequence[tuple[Tensor, _Waiting]], follower: Follower | None) -> None:
     """Wait for the chunks, and pass on each as soon as it is there."""
     for chunk, receipt in arriving:
         receipt.wait()
-        pass_on(chunk)
+        if follower:
+            follower.pass_on(chunk)
 
 
 class ArrivingWeights:
@@ -62,12 +63,12 @@ class ArrivingWeights:
         follower: Follower | None = None,
     ) -> None:
         """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies; the
-        `follower` gets everything, too. Set `is_relayed` if the weights come from another engine."""
-        self.is_relayed = False
+        `follower` gets everything, too. `is_relayed`: the weights come from another engine."""
+        self.is_relayed = isinstance(group, Source)
         self._group = group
         self._device = device
         self._trace = trace
-        self._pass_on = passing_on(follower)
+        self._follower = follower
         self._expected = deque(split_specs(specs, pieces.lengths))
         self._arriving: deque[_Piece] = deque()
         self._free_bytes = pieces.window_bytes
@@ -93,7 +94,7 @@ class ArrivingWeights:
             if not self._arriving:
                 return None
             piece = self._arriving.popleft()
-            _wait_for(piece.arriving, self._pass_on)
+            _wait_for(piece.arriving, self._follower)
         except RuntimeError:
             self.is_broken = True
             raise
@@ -128,7 +129,7 @@ class ChangedWeights:
         self._writes: list[Write] = []
         self._failure: RuntimeError | None = None
         try:
-            self._changes = list(unpack_changes(_received_changes(group, device, passing_on(follower)), specs))
+            self._changes = list(unpack_changes(_received_changes(group, device, follower), specs))
         except RuntimeError as error:
             self._failure = error
 
@@ -170,10 +171,10 @@ class ChangedWeights:
         return sorted(missing) + differing
 
 
-def _received_changes(group: Receiving, device: str, pass_on: Callable[[Tensor], None]) -> Tensor:
+def _received_changes(group: Receiving, device: str, follower: Follower | None) -> Tensor:
     """The packed changes [bytes] uint8."""
     length = torch.empty(1, dtype=torch.int64, device=device)
-    _wait_for(_receipts(group, length.view(torch.uint8)), pass_on)
+    _wait_for(_receipts(group, length.view(torch.uint8)), follower)
     packed = torch.empty(int(length), dtype=torch.uint8, device=device)
-    _wait_for(_receipts(group, packed), pass_on)
+    _wait_for(_receipts(group, packed), follower)
     return packed

@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,12 +39,12 @@ class RelayFailed(RuntimeError):
 
 
 class Relays:
-    """What one rank of an engine shares with the engines before and behind it: it has at most one of each."""
+    """What one rank of an engine shares with the engine before it and with the one behind it."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, Source] = {}
-        self._followers: dict[str, Follower] = {}
-        self._given_up: list[tuple[EngineGroup, list[dist.Work]]] = []
+        self._source: Source | None = None
+        self._follower: Follower | None = None
+        self._given_up: list[Side] = []
 
     def join(
         self, name: str, *, address: str, port: int, rank: int, world_size: int, device: str, is_sender: bool
@@ -53,8 +52,8 @@ class Relays:
         """Join the relay's group `name`, as its rank 0 if `is_sender`; returns when all ranks are there. It takes the
         place of an earlier one. The group's store is the trainer's, at `address`. Raises RuntimeError or TimeoutError
         if the others do not come."""
-        for earlier in list(self._followers if is_sender else self._sources):
-            self.leave(earlier)
+        if earlier := self._follower if is_sender else self._source:
+            self.leave(earlier.name)
         limit_s = limit_of_group(name) or _JOINING_LIMIT_S
         joining_s = min(_JOINING_LIMIT_S, _JOINING_SHARE * limit_s)
 
@@ -66,75 +65,105 @@ class Relays:
 
         store, group = call_within(joining_s, meet, f"the other side of {name}")
         if is_sender:
-            self._followers[name] = Follower(group)
+            self._follower = Follower(name, group)
         else:
-            self._sources[name] = Source(name, store, group, limit_s, torch.device(device))
+            self._source = Source(name, group, store, limit_s, is_on_gpu=device != "cpu")
 
     def leave(self, name: str) -> None:
         """Give up the group, if this rank is in it."""
-        self._free_given_up()
-        left: Source | Follower | None = self._sources.pop(name, None) or self._followers.pop(name, None)
-        if left and (unfinished := left.unfinished()):
-            left.group.abort()
-            self._given_up.append((left.group, unfinished))
+        if self._source and self._source.name == name:
+            self._give_up(self._source)
+            self._source = None
+        if self._follower and self._follower.name == name:
+            self._give_up(self._follower)
+            self._follower = None
 
     def source(self, name: str) -> Source | None:
         """The engine before this one, if it is in the group `name`."""
-        return self._sources.get(name)
+        return self._source if self._source and self._source.name == name else None
 
     def follower(self, order: PassedOn | None) -> Follower | None:
         """Who gets the next bucket on this rank's part: nobody without an order, and then nobody gets any more of what
         is still on its way."""
-        follower = self._followers.get(order.group) if order else None
-        for name, other in list(self._followers.items()):
-            if other is not follower and other.unfinished():
-                self.leave(name)
-        if order and follower:
+        follower = self._follower
+        if follower and order and follower.name == order.group:
             follower.begin(order.bucket)
-        return follower
+            return follower
+        if follower and follower.is_open():
+            self.leave(follower.name)
+        return None
 
     def settle(self) -> None:
         """At the end of an update: free what has been passed on. An engine that has not taken it is given up, and so
         is one from which something has not come."""
         deadline = time.monotonic() + _LAST_MOMENTS_S
-        for name, follower in list(self._followers.items()):
-            while follower.unfinished() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            if follower.unfinished():
-                self.leave(name)
-        for name, source in list(self._sources.items()):
-            source.rest()
-            if source.unfinished():
-                self.leave(name)
+        while self._follower and self._follower.is_open() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if self._source:
+            self._source.rest()
+        for side in (self._source, self._follower):
+            if side and side.is_open():
+                self.leave(side.name)
         self._free_given_up()
+
+    def _give_up(self, side: Side) -> None:
+        self._free_given_up()
+        if side.is_open():
+            side.group.abort()
+            self._given_up.append(side)
 
     def _free_given_up(self) -> None:
         # A group that is freed waits for what it still does, and gloo does not give up before its time limit.
-        self._given_up = [(group, works) for group, works in self._given_up if any(not w.is_completed() for w in works)]
+        self._given_up = [side for side in self._given_up if side.is_open()]
 
 
-class Source:
+class Side:
+    """A group with another engine, and its broadcasts, which end in the order in which they began."""
+
+    def __init__(self, name: str, group: EngineGroup) -> None:
+        self.name = name
+        self.group = group
+        self.is_broken = False
+        self._works: deque[dist.Work] = deque()
+
+    def begin_broadcast(self, tensor: Tensor) -> dist.Work:
+        """Begin a broadcast of the group's first rank. Raises RuntimeError if the group is broken."""
+        work = self.group.broadcast(tensor, 0)
+        self._works.append(work)
+        return work
+
+    def free_ended(self) -> None:
+        """Free the memory of what has ended."""
+        while self._works and self._works[0].is_completed():
+            try:
+                self._works.popleft().wait()
+            except RuntimeError:
+                self.is_broken = True
+
+    def is_open(self) -> bool:
+        """Whether a broadcast has not ended."""
+        self.free_ended()
+        return bool(self._works)
+
+
+class Source(Side):
     """The engine before this one, as a group whose broadcasts end with RelayFailed when the trainer says that it is
     gone, or does not answer for `limit_s` itself."""
 
-    def __init__(self, name: str, store: dist.Store, group: EngineGroup, limit_s: float, device: torch.device) -> None:
-        self.group = group
-        self.is_on_gpu = device.type != "cpu"
-        self._name = name
+    def __init__(self, name: str, group: EngineGroup, store: dist.Store, limit_s: float, *, is_on_gpu: bool) -> None:
+        super().__init__(name, group)
+        self.is_on_gpu = is_on_gpu
         self._store = store
         self._limit_s = limit_s
         self._heard = self._wanted = 0.0
         self._watch: threading.Thread | None = None
-        self._arriving: list[dist.Work] = []
         self._failure: str | None = None
 
     def broadcast(self, tensor: Tensor, root: int) -> Arrival:
         """Receive into the tensor; the wait for it raises RuntimeError when it does not come."""
         if self._failure:
             raise RelayFailed(self._failure)
-        work = self.group.broadcast(tensor, root)
-        self._arriving.append(work)
-        return Arrival(work, self)
+        return Arrival(self.begin_broadcast(tensor), self)
 
     def check(self) -> None:
         """Raise RelayFailed if the engine before this one is gone. To be called again and again during a wait."""
@@ -158,17 +187,12 @@ class Source:
         """Ask the trainer whether the engine is gone, as long as somebody waits for it."""
         while self._failure is None and time.monotonic() - self._wanted < _WATCHING_S:
             try:
-                if _is_set(self._store, failure_key(self._name)):
-                    self._failure = f"the trainer says that the engine before this one is gone ({self._name})"
+                if _is_set(self._store, failure_key(self.name)):
+                    self._failure = f"the trainer says that the engine before this one is gone ({self.name})"
             except RuntimeError as error:
                 self._failure = f"the trainer is gone: {error}"
             self._heard = time.monotonic()
             time.sleep(_STORE_POLL_S)
-
-    def unfinished(self) -> list[dist.Work]:
-        """Receipts that have not ended; the others are freed."""
-        self._arriving = [work for work in self._arriving if not work.is_completed()]
-        return list(self._arriving)
 
 
 class Arrival:
@@ -187,20 +211,18 @@ class Arrival:
             else:
                 with contextlib.suppress(RuntimeError):  # It is raised below, if it is not just the time.
                     self._work.wait(timedelta(seconds=_STORE_POLL_S))
-        self._source.unfinished()  # What has come is kept by nobody else.
+        self._source.free_ended()
         return self._work.wait()
 
 
-class Follower:
+class Follower(Side):
     """The engine behind this one. It gets each bucket's chunks in order and once, also when this engine must receive
     the bucket again."""
 
-    def __init__(self, group: EngineGroup) -> None:
-        self.group = group
-        self._works: deque[dist.Work] = deque()
+    def __init__(self, name: str, group: EngineGroup) -> None:
+        super().__init__(name, group)
         self._bucket = ""
         self._num_passed = self._position = 0
-        self._is_broken = False
 
     def begin(self, bucket: str) -> None:
         """The bucket of this name is about to be received, from its first chunk on."""
@@ -211,23 +233,14 @@ class Follower:
     def pass_on(self, chunk: Tensor) -> None:
         """Start to send the chunk, which has arrived; does not raise and does not wait."""
         self._position += 1
-        self.unfinished()
-        if self._is_broken or self._position <= self._num_passed:
+        self.free_ended()
+        if self.is_broken or self._position <= self._num_passed:
             return
         self._num_passed = self._position
         try:
-            self._works.append(self.group.broadcast(chunk, 0))
+            self.begin_broadcast(chunk)
         except RuntimeError:  # The trainer hears of it from the engine behind.
-            self._is_broken = True
-
-    def unfinished(self) -> list[dist.Work]:
-        """Sendings that have not ended; the others are freed."""
-        while self._works and self._works[0].is_completed():
-            try:
-                self._works.popleft().wait()
-            except RuntimeError:
-                self._is_broken = True
-        return list(self._works)
+            self.is_broken = True
 
 
 def _wait_for_all(store: dist.Store, name: str, rank: int, world_size: int, limit_s: float) -> None:
@@ -247,8 +260,3 @@ def _wait_for_all(store: dist.Store, name: str, rank: int, world_size: int, limi
 def _is_set(store: dist.Store, *keys: str) -> bool:
     answer: Any = store.check(list(keys))
     return bool(answer)
-
-
-def passing_on(follower: Follower | None) -> Callable[[Tensor], None]:
-    """What to call with every chunk that has arrived."""
-    return follower.pass_on if follower else lambda chunk: None

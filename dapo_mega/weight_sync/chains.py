@@ -6,7 +6,7 @@ one before. A tree would be shallower, but an engine that sends to two halves it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 
@@ -26,3 +26,12 @@ def sources_of(urls: Sequence[str], num_chains: int) -> dict[str, str]:
             sources[after] = before
         start = stop
     return sources
+
+
+def before(url: str, sources: Mapping[str, str]) -> list[str]:
+    """The engines through which the weights come to this one, the nearest first; empty at the beginning of a chain."""
+    passed = []
+    while url in sources:
+        url = sources[url]
+        passed.append(url)
+    return passed

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.weight_sync.buckets import EncodedBucket
+from dapo_mega.weight_sync.chains import before
 from dapo_mega.weight_sync.mail import Message
 
 _LAST_WORD_S = 30.0  # For an engine to answer that what it waits for does not come.
@@ -124,7 +125,8 @@ class Delivery:
         for replica, urls in engines.items():
             heads = [url for url in urls if url not in sources]
             for url in urls:
-                self._place_of[url] = replica, heads.index(_head(url, sources))
+                head = [url, *before(url, sources)][-1]
+                self._place_of[url] = replica, heads.index(head)
         self._missing: dict[tuple[int, Sender], set[str]] = {}
         self._received: dict[tuple[int, Sender], list[str]] = {}
         self._is_passed: dict[tuple[int, Sender], asyncio.Event] = {}
@@ -336,10 +338,3 @@ class Delivery:
 
 def _rotated(buckets: Sequence[EncodedBucket], start: int) -> list[EncodedBucket]:
     return [*buckets[start:], *buckets[:start]]
-
-
-def _head(url: str, sources: Mapping[str, str]) -> str:
-    """The engine at the beginning of this one's chain."""
-    while url in sources:
-        url = sources[url]
-    return url

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.weight_protocol import failure_key, limited_group, presence_key, relay_group
+from dapo_mega.weight_sync.chains import before
 from dapo_mega.weight_sync.update import UpdateCalls
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Relays:
         silent: set[str] = set()
         # An engine that joins two groups joins one after the other; every second pair of a chain shares no engine.
         for turn in (0, 1):
-            self._join([pair for pair in new if _depth(pair[0], sources) % 2 == turn], sizes, session, silent)
+            self._join([pair for pair in new if len(before(pair[0], sources)) % 2 == turn], sizes, session, silent)
         return {engine: source for engine, source in sources.items() if (engine, source) in self._groups}
 
     def name(self, engine: str, source: str) -> str:
@@ -124,10 +125,3 @@ class Relays:
                     *pair,
                     failed[pair],
                 )
-
-
-def _depth(engine: str, sources: Mapping[str, str]) -> int:
-    depth = 0
-    while engine in sources:
-        engine, depth = sources[engine], depth + 1
-    return depth

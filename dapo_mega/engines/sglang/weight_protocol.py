@@ -32,7 +32,7 @@ CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _PASSED_ON = "|passed_on:"
 _RELAY = "dapo-mega-relay-"
-_CHUNK_BYTES = 2**21
+CHUNK_BYTES = 2**21
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
 _ALIGNMENT = 8
@@ -71,7 +71,7 @@ def failure_key(group: str) -> str:
 
 def chunks(piece: Tensor) -> Sequence[Tensor]:
     """The parts [at most 2 MiB] in which a piece [bytes] uint8 is broadcast, as views of it."""
-    return piece.split(_CHUNK_BYTES)
+    return piece.split(CHUNK_BYTES)
 
 
 @dataclass(frozen=True)

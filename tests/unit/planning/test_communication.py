@@ -3,6 +3,9 @@ from dataclasses import replace
 import pytest
 
 from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang import weight_protocol
+from dapo_mega.megatron import shares
+from dapo_mega.planning import communication
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
@@ -110,7 +113,7 @@ def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
     assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
 
 
-CHUNK = 2**21
+CHUNK = communication.CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,11 @@ def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, nu
         work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
         traffic = step_traffic(work, "local", num_parameters=2**29, num_engines=num_engines)
         assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == expected
+
+
+def test_what_the_plan_says_of_weights_is_what_engines_and_trainer_do():
+    assert communication.CHUNK_BYTES == weight_protocol.CHUNK_BYTES
+    assert communication.FEWEST_BUCKETS == shares.FEWEST_BUCKETS
 
 
 def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():

@@ -54,7 +54,7 @@ def chunk(number):
 
 
 def test_a_bucket_that_must_be_received_again_is_passed_on_from_where_it_stopped():
-    follower = Follower(Sending())
+    follower = Follower(NAME, Sending())
     follower.begin("update 7, bucket 0")
     for number in range(3):
         follower.pass_on(chunk(number))
@@ -67,7 +67,7 @@ def test_a_bucket_that_must_be_received_again_is_passed_on_from_where_it_stopped
 
 
 def test_nothing_more_goes_to_an_engine_that_is_gone():
-    follower = Follower(Sending(breaks=True))
+    follower = Follower(NAME, Sending(breaks=True))
     follower.begin("bucket")
     for number in range(3):
         follower.pass_on(chunk(number))
@@ -78,7 +78,7 @@ def test_nothing_more_goes_to_an_engine_that_is_gone():
 def chain():
     """This engine's side, with an engine behind it that has taken nothing yet."""
     relays = Relays()
-    follower = relays._followers[NAME] = Follower(Sending())
+    follower = relays._follower = Follower(NAME, Sending())
     relays.follower(PassedOn("bucket 0", NAME))
     follower.pass_on(chunk(0))
     follower.group.is_over = False
@@ -191,7 +191,7 @@ def test_a_new_neighbour_takes_the_place_of_the_old_one(pair, store):
             for rank, side in enumerate((before, behind))
         ]
         assert [join.result() for join in joins] == [None, None]
-    assert list(before._followers) == list(behind._sources) == [after]
+    assert before._follower.name == behind._source.name == after
 
 
 def test_nothing_that_has_come_is_kept(pair):
@@ -201,7 +201,7 @@ def test_nothing_that_has_come_is_kept(pair):
         for part in tensor.view(torch.uint8).split(2**21):
             follower.pass_on(part)
     assert len(list(ArrivingWeights(source, "cpu", SPECS, PIECES))) == 2
-    assert not source._arriving
+    assert not source._works
     before.settle()
     assert not follower._works
 

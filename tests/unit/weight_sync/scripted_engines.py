@@ -101,19 +101,15 @@ class ScriptedEngine:
         """Leave all groups, so that nobody waits for what this engine does not do. Those that still wait for others are
         kept: freeing them would stop all threads of this process until their time limit."""
         self.groups.clear()
-        for sides in (self.relays._followers, self.relays._sources):
-            for name in [name for name, side in sides.items() if not side.unfinished()]:
-                del sides[name]
+        for side in (self.relays._follower, self.relays._source):
+            if side and not side.is_open():
+                self.relays.leave(side.name)
 
     def wait_for_groups(self):
         """Until what is left in groups has ended, as it does when all other sides are disconnected."""
-        relays = self.relays
-        works = [work for _, given_up in relays._given_up for work in given_up]
-        works += [
-            work for sides in (relays._followers, relays._sources) for s in sides.values() for work in s.unfinished()
-        ]
+        sides = [self.relays._follower, self.relays._source, *self.relays._given_up]
         deadline = time.monotonic() + 60
-        while not all(work.is_completed() for work in works):
+        while any(side and side.is_open() for side in sides):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -1,0 +1,116 @@
+"""What was collected for one step, and its metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dapo_mega.rollout.buffer import GroupCounts
+from dapo_mega.rollout.scoring import ScoringCounts, parts_of
+from dapo_mega.types import Group, GroupFate, ScoredResponse
+
+
+@dataclass
+class RolloutStats:
+    """What was generated for one step, before filtering; `started` is when that began, in seconds.
+
+    Every group ends in one of four ways. Complete groups are offered to the buffer. A group is `dropped` when one of
+    its requests failed, `unscored` when one of its responses could not be scored, and `expired` when its tokens became
+    too old before it was complete.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    scored: list[ScoredResponse] = field(default_factory=list)
+    greedy: list[ScoredResponse] = field(default_factory=list)
+    asked_prompts: int = 0
+    dropped_groups: int = 0
+    unscored: list[GroupFate] = field(default_factory=list)
+    expired_groups: int = 0
+    started: float | None = None
+    seconds: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Note the time, if nothing was done for the step before."""
+        if self.started is None:
+            self.started = now
+
+    def metrics(self) -> dict[str, float]:
+        """How groups ended, and what the scored responses are like."""
+        metrics = {
+            "rollout/dropped_groups": float(self.dropped_groups),
+            "rollout/unscored_groups": float(len(self.unscored)),
+            "rollout/groups_expired_in_flight": float(self.expired_groups),
+        }
+        difficulties = [g.prompt.difficulty for g in self.groups if g.prompt.difficulty is not None]
+        if difficulties:
+            metrics["sampling/difficulty_mean"] = float(np.mean(sorted(difficulties)))
+        if self.greedy:
+            metrics["rollout/greedy_reward_mean"] = float(np.mean([s.reward for s in self.greedy]))
+        return {**metrics, **self._response_metrics()} if self.scored else metrics
+
+    def _response_metrics(self) -> dict[str, float]:
+        # In the order of requests, because sums of floats depend on the order.
+        scored = sorted(self.scored, key=lambda s: s.response.request_id)
+        lengths = np.array([len(s.response.token_ids) for s in scored])
+        logprobs = np.concatenate([s.response.logprobs for s in scored])
+        num_tokens = lengths.sum() + sum(len(s.response.token_ids) for s in self.greedy)
+        metrics = {f"reward/part_{name}": float(np.mean(values)) for name, values in parts_of(scored).items()}
+        verdicts = [s.correct for s in scored if s.correct is not None]
+        if verdicts:
+            metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
+        return {
+            **metrics,
+            "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
+            "rollout/accuracy_reward_mean": float(np.mean([s.accuracy_reward for s in scored])),
+            "rollout/response_length_mean": float(lengths.mean()),
+            "rollout/response_length_std": float(lengths.std()),
+            "rollout/response_length_max": float(lengths.max()),
+            "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
+            "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
+            "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
+            "rollout/tokens": float(num_tokens),
+            "rollout/tokens_per_s": float(num_tokens / max(self.seconds, 1e-9)),
+        }
+
+
+def scoring_metrics(counts: ScoringCounts) -> dict[str, float]:
+    """How scoring went."""
+    metrics = {f"reward/num_{o}": float(counts.outcomes[o]) for o in ("no_answer", "timeout", "crash", "refused")}
+    metrics["reward/num_failed"] = float(counts.failed)
+    metrics["reward/failed_share"] = counts.failed / max(counts.asked, 1)
+    return metrics
+
+
+def group_metrics(groups: Sequence[Group], version: int, counts: GroupCounts) -> dict[str, float]:
+    """How old the groups are on which a step that starts from weights of `version` trains, and what was offered to the
+    buffer."""
+    staleness = [version - group.weight_version for group in groups]
+    tokens = _tokens_by_age(groups, version)
+    metrics = {
+        **{f"buffer/token_share_age_{age}": tokens[age] / tokens.total() for age in sorted(tokens)},
+        "buffer/staleness_mean": float(np.mean(staleness)),
+        "buffer/staleness_max": float(np.max(staleness)),
+        "buffer/stale_dropped": float(counts.stale),
+        "groups/offered": float(counts.offered),
+    }
+    if counts.offered:
+        metrics["groups/kept_share"] = counts.kept_share()
+    if counts.judged:
+        metrics["groups/all_right_share"] = counts.all_right / counts.judged
+        metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
+    return metrics
+
+
+def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
+    """The number of response tokens by the steps since the weights that sampled them, in the step that starts from
+    weights of `version`."""
+    tokens: Counter[int] = Counter()
+    for response in (scored.response for group in groups for scored in group.responses):
+        start = 0
+        for sampled_by, stop in response.version_spans or ((response.weight_version, len(response.token_ids)),):
+            tokens[version - sampled_by] += stop - start
+            start = stop
+    return tokens
