@@ -40,7 +40,6 @@ from dapo_mega.megatron.repairs.optimizer_checkpoints import (
     allocate_adam_state,
     keep_adam_step,
     keep_bucket_padding,
-    separate_adam_steps,
 )
 from dapo_mega.megatron.repairs.restricted_loading import load_restricted
 from dapo_mega.megatron.trained_model import TrainedModel
@@ -289,7 +288,7 @@ def _sharded_content(model: TrainedModel) -> dict[str, Any]:
     content = {
         **chunks,
         "optimizer": model.optimizer.sharded_state_dict(chunks, metadata=_METADATA),
-        "scheduler": model.scheduler.state_dict(),
+        "scheduler": model.schedule_state(),
     }
     # FP8 parameters have no storage that can be written. Their float32 weights are among the optimizer's tensors.
     force_all_tensors_to_non_fp8(content)
@@ -315,9 +314,7 @@ def _as_critic(content: dict[str, Any]) -> dict[str, Any]:
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
         unwrapped(chunk).load_state_dict(loaded[name])
-    model.optimizer.load_state_dict(loaded["optimizer"])
-    separate_adam_steps(model.optimizer)
-    model.scheduler.load_state_dict(loaded["scheduler"])
+    model.load_optimizer(loaded["optimizer"], loaded["scheduler"])
 
 
 def _storages(content: Mapping[str, Any]) -> frozenset[int]:

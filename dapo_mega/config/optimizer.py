@@ -32,5 +32,6 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="Learning rate after warm-up: constant, or falling to 0 at num_steps, linearly or as a cosine.",
+        description="Learning rate after warm-up: constant, or falling, linearly or as a cosine, so that the "
+        "update after the last one of num_steps would have 0: the last one still trains.",
     )

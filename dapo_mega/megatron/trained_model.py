@@ -22,6 +22,7 @@ from dapo_mega.megatron.gathering import WeightGatherer
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
 from dapo_mega.megatron.model import unwrapped, with_gradients
 from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import WeightBucket
 
@@ -64,14 +65,16 @@ class TrainedModel(MegatronModel):
         self.chunks = with_gradients(self.chunks, self.config, compute)
         self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
-        warmup = optimizer.warmup_steps * updates_per_step
+        self.updates_per_step = updates_per_step
+        # The first update has the full rate without a warm-up, and the one after the last would have 0.
+        warmup = max(optimizer.warmup_steps * updates_per_step, 1)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=optimizer.learning_rate,
             min_lr=optimizer.learning_rate if optimizer.schedule == "constant" else 0.0,
             lr_warmup_steps=warmup,
-            lr_decay_steps=max(num_steps * updates_per_step, warmup + 1),
+            lr_decay_steps=max(num_steps * updates_per_step, warmup) + 1,
             lr_decay_style=optimizer.schedule,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
@@ -81,6 +84,22 @@ class TrainedModel(MegatronModel):
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
+
+    def load_optimizer(self, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+        """Continue from the state of a checkpoint. Settings, such as learning rates and betas, stay those of the
+        configuration; `schedule` is what `schedule_state` returned, its place counted in steps of this run's size."""
+        settings = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(optimizer)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        separate_adam_steps(self.optimizer)
+        updates_per_step = schedule.get("updates_per_step", self.updates_per_step)  # Earlier versions saved none.
+        place = schedule["num_steps"] * self.updates_per_step // updates_per_step
+        self.scheduler.load_state_dict({**schedule, "num_steps": place})
+
+    def schedule_state(self) -> dict[str, Any]:
+        """The schedule's place, and updates per step, for a checkpoint."""
+        return {**self.scheduler.state_dict(), "updates_per_step": self.updates_per_step}
 
     def _step(
         self, batches: Sequence[Batch], make_loss: MakeLoss, make_labels: MakeLabels, sum_names: Sequence[str]

@@ -37,15 +37,15 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def policy(model, processes, dtype="fp32"):
+def policy(model, processes, dtype="fp32", *, updates_per_step=1, num_steps=10, **changes):
     return MegatronPolicy(
         ModelConfig(path=str(model), dtype=dtype),
         ParallelConfig(),
-        OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+        OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 3, **changes}),
         processes,
         temperature=1.0,
-        updates_per_step=1,
-        num_steps=10,
+        updates_per_step=updates_per_step,
+        num_steps=num_steps,
     )
 
 
@@ -90,6 +90,59 @@ def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dty
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
     assert (loaded.step, loaded.values["collector"]) == (2, {"position": 7})
     assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+# The optimizer's keys -> changed values, with the learning rate of the next update, the third, if it changes.
+CHANGES = {
+    "learning_rate": (1e-3, 1e-3),
+    "warmup_steps": (6, 1e-2 * 3 / 6),
+    "schedule": ("linear", None),  # Its warm-up ends with this update.
+    "weight_decay": (0.5, None),
+    "beta1": (0.5, None),
+    "beta2": (0.9, None),
+    "epsilon": (1e-2, None),
+    "clip_grad": (1e-3, None),
+}
+
+
+def test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume(model, processes, tmp_path):
+    """Each alone, after two of three updates of warm-up; what a checkpoint brings back is state, never a setting."""
+    assert set(CHANGES) == set(OptimizerConfig.model_fields), "say here what a new key changes"
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    subject = policy(model, processes)
+    for seed in (1, 2):
+        update(subject, seed)
+    store.save(subject, lambda: state(2), 2)
+
+    def continued(num_updates=2, **changes):
+        again = policy(model, processes, **changes)
+        fresh = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in again.optimizer.param_groups]
+        store.load(again, store.latest())
+        groups = [
+            {k: v for k, v in g.items() if k not in ("params", "lr", "step")} for g in again.optimizer.param_groups
+        ]
+        assert groups == fresh
+        rates = [update(again, 3 + i)["policy/learning_rate"] for i in range(num_updates)]
+        return rates, {name: tensor.clone() for bucket in again.weights(1 << 20) for name, tensor in bucket}
+
+    rates, weights = continued()
+    assert rates == pytest.approx([1e-2, 1e-2])
+    for key, (value, rate) in CHANGES.items():
+        changed_rates, changed = continued(**{key: value})
+        assert any(not torch.equal(changed[name], weights[name]) for name in weights), key
+        assert changed_rates[0] == pytest.approx(rate or 1e-2), key
+    # Two updates a step instead of one: two steps are four of the six updates of warm-up.
+    assert continued(1, updates_per_step=2)[0] == pytest.approx([1e-2 * 5 / 6])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_every_update_of_a_falling_schedule_trains(model, processes, schedule):
+    """From the whole rate on: that of one step is the whole one, of four it would be 0 in the fifth."""
+    shares = {"linear": [1, 0.75, 0.5, 0.25], "cosine": [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]}[schedule]
+    for num_steps, warmup, expected in ((1, 0, [1]), (4, 0, shares), (5, 2, [0.5, *shares])):
+        subject = policy(model, processes, schedule=schedule, warmup_steps=warmup, num_steps=num_steps)
+        rates = [update(subject, i)["policy/learning_rate"] for i in range(num_steps)]
+        assert rates == pytest.approx([1e-2 * share for share in expected])
 
 
 def test_tensors_outside_of_megatrons_buffers_are_copied_too(model, processes, tmp_path, writer_released):
