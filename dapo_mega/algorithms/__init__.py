@@ -3,7 +3,7 @@
 No processes, no model, no state: every number can be computed by hand.
 """
 
-from dapo_mega.algorithms.advantages import group_advantages, whitened
+from dapo_mega.algorithms.advantages import VARIANCE_FLOOR, are_equal, group_advantages, whitened
 from dapo_mega.algorithms.aggregation import response_weight
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.algorithms.ratios import (
@@ -11,6 +11,7 @@ from dapo_mega.algorithms.ratios import (
     importance_weights,
     kl_estimate,
     mean_over,
+    means_over,
     segment_sums,
     sequence_importance_weights,
     within_bounds,
@@ -18,13 +19,16 @@ from dapo_mega.algorithms.ratios import (
 from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 
 __all__ = [
+    "VARIANCE_FLOOR",
     "EntropyControl",
+    "are_equal",
     "effective_share",
     "explained_variance",
     "group_advantages",
     "importance_weights",
     "kl_estimate",
     "mean_over",
+    "means_over",
     "response_weight",
     "segment_sums",
     "sequence_importance_weights",

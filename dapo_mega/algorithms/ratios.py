@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -47,16 +49,23 @@ def effective_share(weight: float, squared_weight: float, count: float) -> float
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> Tensor:
     """Estimate of KL(pi_theta || pi_ref) per token [T], in nats, from tokens sampled by the policy.
 
-    With d = log pi_ref - log pi_theta: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (GRPO's choice).
+    With d = log pi_ref - log pi_theta: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (GRPO's choice). k3 takes d as at
+    most 20: beyond, it has no gradient instead of one that overflows.
     """
     d = reference_logprobs - logprobs
     if kind == "k1":
         return -d
     if kind == "k2":
         return 0.5 * d.square()
-    return d.clamp(max=MAX_LOG_RATIO).exp() - d - 1
+    d = d.clamp(max=MAX_LOG_RATIO)  # In both terms: of the second alone the gradient would push the other way.
+    return d.expm1() - d
 
 
 def mean_over(total: float, count: float) -> float:
     """`total` / `count`, or 0 if `count` is 0."""
     return total / count if count else 0.0
+
+
+def means_over(count: float, totals: Mapping[str, float]) -> dict[str, float]:
+    """`totals` / `count` by name; none if `count` is 0, as a 0 would dilute means of these means."""
+    return {name: total / count for name, total in totals.items()} if count else {}

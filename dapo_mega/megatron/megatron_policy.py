@@ -141,8 +141,9 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         """One optimizer step on a mini-batch given as this rank's micro-batches; returns its metrics.
 
         Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they do not
-        depend on how the mini-batch was split. A mini-batch without tokens in the loss changes no weight and is
-        counted. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
+        depend on how the mini-batch was split. A mini-batch without tokens in the loss changes no weight, is
+        counted, and has no metrics that would dilute those of the step's other updates. Megatron raises RuntimeError
+        for a gradient that is not finite, before any weight changes.
 
         `scores`, an empty list if given, gets the scores of each micro-batch's response tokens under the weights
         before the step; without `score_entropy` their entropies are 0 unless the objective needs them.
@@ -164,9 +165,11 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         metrics = {
             **objective.metrics(update.sums),
             "policy/empty_update_share": float(update.is_empty),
-            "policy/grad_norm": update.grad_norm,
             "policy/learning_rate": update.learning_rate,
         }
+        if update.is_empty:
+            return metrics
+        metrics["policy/grad_norm"] = update.grad_norm
         if "load_balancing_loss" in update.router_losses:
             metrics["policy/load_balancing_loss"] = update.router_losses["load_balancing_loss"]
         if "z_loss" in update.router_losses:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dapo_mega.algorithms import explained_variance, mean_over, value_loss
+from dapo_mega.algorithms import explained_variance, means_over, value_loss
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.megatron.objectives import LossTerm
 
@@ -39,17 +39,20 @@ class ValueLoss:
         assert batch.returns is not None
         targets = batch.micro_batch.targets
         in_loss = targets.loss_mask[targets.response_mask].to(values.device)
-        old_values, returns = batch.old_values.to(values.device), batch.returns.to(values.device)
+        # Taken out before anything is computed, since 0 times what is no number would be none either.
+        values, old_values, returns = (
+            of_tokens.to(values.device)[in_loss] for of_tokens in (values, batch.old_values, batch.returns)
+        )
         losses = value_loss(values, old_values, returns, self.clip)
-        total = (losses.loss * in_loss).sum()
+        total = losses.loss.sum()
         with torch.no_grad():
-            counted = returns.double()[in_loss]
-            error = counted - old_values.double()[in_loss]
+            counted = returns.double()
+            error = counted - old_values.double()
             sums = {
                 "loss": total.detach().double(),
                 "denominator": in_loss.sum().double(),
-                "clipped": (losses.clipped & in_loss).sum().double(),
-                "value": values.double()[in_loss].sum(),
+                "clipped": losses.clipped.sum().double(),
+                "value": values.double().sum(),
                 "return": counted.sum(),
                 "return_squares": counted.square().sum(),
                 "error": error.sum(),
@@ -58,14 +61,17 @@ class ValueLoss:
         return LossTerm(total, in_loss.sum().int(), sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks."""
+        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks; none without tokens."""
         count = sums["denominator"]
-        return {
-            "critic/value_loss": mean_over(sums["loss"], count),
-            "critic/clip_share": mean_over(sums["clipped"], count),
-            "critic/value_mean": mean_over(sums["value"], count),
-            "critic/return_mean": mean_over(sums["return"], count),
-            "critic/explained_variance": explained_variance(
-                count, sums["return"], sums["return_squares"], sums["error"], sums["error_squares"]
-            ),
+        if not count:
+            return {}
+        totals = {
+            "critic/value_loss": sums["loss"],
+            "critic/clip_share": sums["clipped"],
+            "critic/value_mean": sums["value"],
+            "critic/return_mean": sums["return"],
         }
+        explained = explained_variance(
+            count, sums["return"], sums["return_squares"], sums["error"], sums["error_squares"]
+        )
+        return {**means_over(count, totals), "critic/explained_variance": explained}

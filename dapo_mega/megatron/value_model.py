@@ -80,11 +80,10 @@ class ValueModel(TrainedModel):
             return evaluate
 
         update = self._step(batches, make_loss, response_rows, loss.sum_names)
-        metrics = {
-            **loss.metrics(update.sums),
-            "critic/grad_norm": update.grad_norm,
-            "critic/learning_rate": update.learning_rate,
-        }
+        metrics = {**loss.metrics(update.sums), "critic/learning_rate": update.learning_rate}
+        if update.is_empty:
+            return metrics
+        metrics["critic/grad_norm"] = update.grad_norm
         if "load_balancing_loss" in update.router_losses:
             metrics["critic/load_balancing_loss"] = update.router_losses["load_balancing_loss"]
         if "z_loss" in update.router_losses:

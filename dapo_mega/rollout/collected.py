@@ -80,7 +80,8 @@ def scoring_metrics(counts: ScoringCounts) -> dict[str, float]:
     """How scoring went."""
     metrics = {f"reward/num_{o}": float(counts.outcomes[o]) for o in ("no_answer", "timeout", "crash", "refused")}
     metrics["reward/num_failed"] = float(counts.failed)
-    metrics["reward/failed_share"] = counts.failed / max(counts.asked, 1)
+    if counts.asked:
+        metrics["reward/failed_share"] = counts.failed / counts.asked
     return metrics
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
-from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, mean_over
+from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
 from dapo_mega.config import LossSettings
 
 
@@ -79,13 +79,14 @@ class ClippedLoss:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
         tokens = sums["loss_tokens"]
-        return {
-            "policy/clip_low_share": mean_over(sums["clipped_low"], tokens),
-            "policy/clip_high_share": mean_over(sums["clipped_high"], tokens),
-            "policy/dual_clip_share": mean_over(sums["clipped_dual"], tokens),
-            "policy/ratio_mean": mean_over(sums["ratio"], tokens),
-            "policy/up_clipped_probability": mean_over(sums["up_clipped_probability"], sums["clipped_high"]),
+        shares = {
+            "policy/clip_low_share": sums["clipped_low"],
+            "policy/clip_high_share": sums["clipped_high"],
+            "policy/dual_clip_share": sums["clipped_dual"],
+            "policy/ratio_mean": sums["ratio"],
         }
+        up_clipped = {"policy/up_clipped_probability": sums["up_clipped_probability"]}
+        return {**means_over(tokens, shares), **means_over(sums["clipped_high"], up_clipped)}
 
 
 def clip_with_sums(tokens: LossInputs, logprobs: Tensor, old_logprobs: Tensor, settings: LossSettings) -> TokenLosses:

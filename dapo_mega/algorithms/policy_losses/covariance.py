@@ -12,7 +12,7 @@ import torch
 
 from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
-from dapo_mega.algorithms.ratios import mean_over
+from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.config import LossSettings
 
 
@@ -31,8 +31,8 @@ class ClipCovLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        share = mean_over(sums["chosen"], sums["loss_tokens"])
-        return {**ClippedLoss().metrics(sums), "policy/covariance_share": share}
+        share = {"policy/covariance_share": sums["chosen"]}
+        return {**ClippedLoss().metrics(sums), **means_over(sums["loss_tokens"], share)}
 
 
 class KlCovLoss:
@@ -51,8 +51,5 @@ class KlCovLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        tokens = sums["loss_tokens"]
-        return {
-            "policy/ratio_mean": mean_over(sums["ratio"], tokens),
-            "policy/covariance_share": mean_over(sums["chosen"], tokens),
-        }
+        totals = {"policy/ratio_mean": sums["ratio"], "policy/covariance_share": sums["chosen"]}
+        return means_over(sums["loss_tokens"], totals)

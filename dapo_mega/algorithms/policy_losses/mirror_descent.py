@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
-from dapo_mega.algorithms.ratios import mean_over
+from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.config import LossSettings
 
 
@@ -33,4 +33,4 @@ class MirrorDescentLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        return {"policy/squared_log_ratio": mean_over(sums["squared_log_ratios"], sums["responses"])}
+        return means_over(sums["responses"], {"policy/squared_log_ratio": sums["squared_log_ratios"]})

@@ -80,4 +80,5 @@ class PolicyLoss(Protocol):
         """The loss of every token. Raises ValueError for inputs of different shapes."""
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a mini-batch from the sums over all its tokens and from `loss_tokens`, their number."""
+        """Metrics of a mini-batch from the sums over all its tokens and from `loss_tokens`, their number. A mean over
+        nothing is left out."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
-from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, mean_over
+from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
 from dapo_mega.config import LossSettings
 
 
@@ -53,12 +53,12 @@ class ClippedImportanceLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        tokens = sums["loss_tokens"]
-        return {
-            "policy/clip_low_share": mean_over(sums["clipped_low"], tokens),
-            "policy/clip_high_share": mean_over(sums["clipped_high"], tokens),
-            "policy/ratio_mean": mean_over(sums["ratio"], tokens),
+        totals = {
+            "policy/clip_low_share": sums["clipped_low"],
+            "policy/clip_high_share": sums["clipped_high"],
+            "policy/ratio_mean": sums["ratio"],
         }
+        return means_over(sums["loss_tokens"], totals)
 
 
 class TaperedLoss:
@@ -81,4 +81,4 @@ class TaperedLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        return {"policy/clip_low_share": mean_over(sums["tapered"], sums["loss_tokens"])}
+        return means_over(sums["loss_tokens"], {"policy/clip_low_share": sums["tapered"]})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
-from dapo_mega.algorithms.ratios import mean_over
+from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.config import LossSettings
 
 
@@ -36,8 +36,4 @@ class SoftGateLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `PolicyLoss`."""
-        tokens = sums["loss_tokens"]
-        return {
-            "policy/gate_mean": mean_over(sums["gate"], tokens),
-            "policy/ratio_mean": mean_over(sums["ratio"], tokens),
-        }
+        return means_over(sums["loss_tokens"], {"policy/gate_mean": sums["gate"], "policy/ratio_mean": sums["ratio"]})

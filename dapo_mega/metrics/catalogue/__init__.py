@@ -36,7 +36,8 @@ PREFIXES: Mapping[str, str] = {
     "also those sampled from older weights. A token's importance weight is the trainer's probability, with the weights "
     "that the step starts from, over the engine's probability at sampling.",
     "policy": "The policy update. Unless stated otherwise a value is the mean over the step's optimizer updates, and "
-    "each update's value is a mean over the tokens that count in its loss. Supervised training records `loss`, "
+    "each update's value is a mean over the tokens that count in its loss. What an update has no token for is left out "
+    "of the step's mean. Supervised training records `loss`, "
     "`grad_norm`, `learning_rate`, `empty_update_share`, `tokens_per_s`, the router losses and `time/step_s`.",
     "critic": "The update of the value model. Only with `algorithm.advantage=gae`. Means are as those of `policy`.",
     "batch": "How well the step's samples fill the micro-batches.",

@@ -193,7 +193,7 @@ UPDATES: tuple[Metric, ...] = (
         "Weight of the entropy bonus in this step. Only with `algorithm.entropy_target`.",
         "0 while the entropy is above the target",
         "grows while the entropy stays below the target",
-        "raise `algorithm.entropy_step`, or look for the cause of the collapse",
+        "raise `algorithm.entropy_step` or `algorithm.entropy_max`, or look for the cause of the collapse",
     ),
     Metric(
         "policy/clip_low_share",
@@ -222,8 +222,7 @@ UPDATES: tuple[Metric, ...] = (
     Metric(
         "policy/up_clipped_probability",
         "probability",
-        "Mean probability of the tokens that the upper bound clips; updates without such tokens enter the step's mean "
-        "as 0.",
+        "Mean probability of the tokens that the upper bound clips; missing where it clips none.",
         "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
         "near 1: likely tokens are held back",
         "read `policy/kl_to_old`; lower `optimizer.learning_rate`",

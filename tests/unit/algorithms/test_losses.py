@@ -97,6 +97,17 @@ def test_kl_estimators(kind, expected):
     assert estimate.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_gradient_of_a_kl_never_pushes_away_from_the_reference():
+    """However far it is: a token below the reference is pushed up by every estimate but k1, and one above it down."""
+    d = torch.tensor([-90.0, -21.0, -1.0, -1e-4, 1e-4, 1.0, 19.9, 20.1, 90.0])
+    for kind in ("k2", "k3"):
+        logprobs = (-d).requires_grad_()
+        values = kl_estimate(logprobs, torch.zeros_like(d), kind)
+        values.sum().backward()
+        assert (logprobs.grad * d.sign() <= 0).all(), (kind, logprobs.grad)
+        assert values[3:5].tolist() == pytest.approx([5e-9, 5e-9], rel=1e-2), kind
+
+
 def test_k1_and_k3_are_unbiased_for_a_known_pair_of_distributions():
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
