@@ -7,6 +7,18 @@ import numpy.typing as npt
 
 from dapo_mega.config import GROUP_BASELINES, AdvantageKind
 
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance before its root divides, as in the public code of PPO's relatives: rounding must not become a
+signal of full strength."""
+_TOLERANCE = 4 * float(np.finfo(np.float32).eps)
+
+
+def are_equal(scores: npt.ArrayLike) -> bool:
+    """Whether scores, of which there is at least one, differ by no more than rounding in float32: by 5e-7, relative to
+    the largest one if that is above 1."""
+    values = np.asarray(scores, dtype=np.float64)
+    return bool(np.ptp(values) <= _TOLERANCE * max(1.0, float(np.abs(values).max())))
+
 
 def group_advantages(
     rewards: npt.ArrayLike, kind: AdvantageKind, greedy_reward: float | None = None
@@ -19,8 +31,8 @@ def group_advantages(
     - `greedy_baseline`: R_i - `greedy_reward`, that of a greedy response to the prompt (ReMax).
     - `reward`: R_i (REINFORCE), also for `gae`, which makes advantages of it with a critic's values.
 
-    Equal rewards give exact zeros where the group is the baseline. Raises ValueError for non-finite rewards, and for
-    fewer than two where responses are compared.
+    Rewards that are equal up to rounding give exact zeros where the group is the baseline. Raises ValueError for
+    non-finite rewards, and for fewer than two where responses are compared.
     """
     values = np.asarray(rewards, dtype=np.float64)
     fewest = 2 if kind in GROUP_BASELINES else 1
@@ -34,9 +46,7 @@ def group_advantages(
         if greedy_reward is None or not np.isfinite(greedy_reward):
             raise ValueError(f"greedy_baseline needs the finite reward of a greedy response, got {greedy_reward}")
         return values - greedy_reward
-    # The mean of equal rewards may differ from them in the last bit, and the division by 1e-6 would turn that
-    # into an advantage.
-    if (values == values[0]).all():
+    if are_equal(values):
         return np.zeros_like(values)
     centred = values - values.mean()
     if kind == "group_norm":
@@ -51,11 +61,11 @@ def whitened(advantages: npt.ArrayLike, num_tokens: npt.ArrayLike) -> npt.NDArra
     (REINFORCE++, arXiv 2501.03262, eq. 10).
 
     A response counts with its `num_tokens` [S] in the loss, as if every token had the advantage; the deviation is the
-    population's. Advantages that are all equal, and those of a step without tokens, become 0.
+    root of the population's variance + 1e-8. Equal advantages, and those of a step without tokens, become 0.
     """
     values, weights = np.asarray(advantages, dtype=np.float64), np.asarray(num_tokens, dtype=np.float64)
     counted = values[weights > 0]
-    if counted.size == 0 or (counted == counted[0]).all():
+    if counted.size == 0 or are_equal(counted):
         return np.zeros_like(values)
     centred = values - np.average(values, weights=weights)
-    return np.asarray(centred / np.sqrt(np.average(centred**2, weights=weights)))
+    return np.asarray(centred / np.sqrt(np.average(centred**2, weights=weights) + VARIANCE_FLOOR))

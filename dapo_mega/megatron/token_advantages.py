@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dapo_mega.algorithms import VARIANCE_FLOOR
 from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
 from dapo_mega.batching.microbatch import MicroBatch, context_positions
 from dapo_mega.distributed.processes import Processes
@@ -89,8 +90,8 @@ def advantages_of_responses(
 
 
 def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[MicroBatch]:
-    """Advantages of all tokens in the loss of the step minus their mean, over their population standard deviation.
-    Collective. Equal advantages become 0."""
+    """Advantages of all tokens in the loss of the step minus their mean, over the root of their population variance
+    + 1e-8. Collective. Equal advantages become 0."""
     counted = torch.empty(0, dtype=torch.float64)
     if processes.counts_outputs:
         counted = torch.cat([counted, *(_in_loss(micro).double().cpu() for micro in batches)])
@@ -99,8 +100,7 @@ def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[Micr
     mean = float(sums[1] / sums[0]) if sums[0] else 0.0
     squares = (counted - mean).square().sum()
     dist.all_reduce(squares, group=processes.control)
-    deviation = float(squares / sums[0]) ** 0.5 if sums[0] else 0.0
-    scale = 1 / deviation if deviation else 0.0  # Sums of equal float32 values are exact in float64.
+    scale = (float(squares / sums[0]) + VARIANCE_FLOOR) ** -0.5 if sums[0] else 0.0
     return [
         _with_advantages(micro, (micro.targets.advantages[micro.targets.response_mask].double() - mean) * scale)
         for micro in batches

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dapo_mega.algorithms import are_equal
 from dapo_mega.config.algorithm import OTHER_FILTERS, DynamicSamplingOn
 from dapo_mega.errors import InputError
 from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredResponse
@@ -72,7 +73,7 @@ class GroupBuffer:
         if not self.dynamic_sampling:
             return True
         if self.dynamic_sampling_on == "unequal_scores":
-            return len({scored.accuracy_reward for scored in group.responses}) > 1
+            return not are_equal([scored.accuracy_reward for scored in group.responses])
         passed = self._passed(group)
         if None in passed:
             raise InputError(
@@ -87,7 +88,8 @@ class GroupBuffer:
     def passes(self, scored: ScoredResponse) -> bool | None:
         """Whether a response is right by itself; None where nothing says so."""
         if self.dynamic_sampling_on == "score_threshold" and self.score_threshold is not None:
-            return scored.accuracy_reward >= self.score_threshold
+            score, threshold = scored.accuracy_reward, self.score_threshold
+            return score >= threshold or are_equal([score, threshold])
         return scored.correct
 
     def evict_stale(self, current_version: int) -> int:

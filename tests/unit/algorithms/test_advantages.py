@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.algorithms import group_advantages
+from dapo_mega.algorithms import are_equal, group_advantages
 
 KINDS = ("group_norm", "group_mean", "leave_one_out")
 
@@ -35,6 +35,21 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
 @given(value=st.floats(-1e6, 1e6), size=st.integers(2, 64))
 def test_equal_rewards_give_exact_zeros(kind, value, size):
     assert group_advantages([value] * size, kind).tolist() == [0.0] * size
+
+
+def test_rewards_that_are_equal_up_to_rounding_are_equal():
+    for rewards in (
+        [0.1 + 0.2, 0.3],
+        [0.7 + 0.1, 0.8, 0.8],
+        [0.1 + 0.2 - 0.3, 0.0],
+        [np.float32(0.3), 0.3],
+        [1e9 + 1e-7, 1e9],
+    ):
+        assert are_equal(rewards), rewards
+        for kind in KINDS:
+            assert group_advantages(rewards, kind).tolist() == [0.0] * len(rewards), (kind, rewards)
+    for rewards in ([0.3, 0.30001], [0.0, 1e-6], [-1.0, 1.0], [1e6, 1e6 + 1]):
+        assert not are_equal(rewards), rewards
 
 
 @pytest.mark.parametrize("kind", KINDS)

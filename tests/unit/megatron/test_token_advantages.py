@@ -73,6 +73,9 @@ def test_advantages_are_normalized_over_the_tokens_in_the_loss(processes):
 def test_equal_advantages_become_zero_and_not_noise(processes):
     micro = pack(flatten([single_turn([1], np.arange(7), advantage=0.1)] * 3), max_response_tokens=8)
     assert advantages(normalized([micro], processes)) == [[0.0] * 21]
+    # The root of a variance of 1e-12 + 1e-8 divides.
+    noise = pack(flatten([single_turn([1], [2], advantage=a) for a in (1e-6, -1e-6)]), max_response_tokens=8)
+    assert advantages(normalized([noise], processes))[0] == pytest.approx([0.01, -0.01], rel=1e-3)
 
 
 def test_values_make_advantages_and_returns(processes):

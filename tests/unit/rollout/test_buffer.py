@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,6 +33,16 @@ def test_the_filter_looks_at_correctness_and_not_at_the_shaped_reward():
     assert not buffer.offer(group(1, [True, True], rewards=[1.0, 0.2]))
     assert buffer.offer(group(2, [True, False], rewards=[0.0, 0.0]))
     assert len(buffer) == 1
+
+
+def test_scores_that_differ_by_rounding_are_no_signal():
+    for scores, keeps in (([0.1 + 0.2, 0.3], False), ([0.3, 0.3001], True), ([0.3, 0.5], True)):
+        members = group(0, [True] * len(scores)).responses
+        scored = tuple(replace(m, accuracy_reward=score) for m, score in zip(members, scores, strict=True))
+        of_scores = Group(PROMPTS[0], scored, 0)
+        assert GroupBuffer(dynamic_sampling_on="unequal_scores").keeps(of_scores) == keeps, scores
+        at_threshold = GroupBuffer(dynamic_sampling_on="score_threshold", score_threshold=max(scores))
+        assert at_threshold.keeps(of_scores) == keeps, scores
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=5), max_size=20))
