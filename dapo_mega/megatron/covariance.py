@@ -19,14 +19,17 @@ from dapo_mega.config import LossSettings
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.objectives import TokenBatch
 
+_NO_COVARIANCE = 1e-12
+
 
 def choose_tokens(
     batches: Sequence[TokenBatch], settings: LossSettings, processes: Processes, seed: int
 ) -> list[TokenBatch]:
     """The micro-batches of one update with `chosen` set. Collective.
 
-    KL-Cov chooses the `covariance_share` of the tokens in the loss with the highest covariance, at least one. Clip-Cov
-    draws as many, on average, from those within `covariance_bounds`; `seed` and a token's place decide the draw.
+    Both choose `covariance_share` of the tokens in the loss, at least one: KL-Cov those with the highest covariance,
+    Clip-Cov a draw from those within `covariance_bounds`. `seed` and a token's place decide the draw, and between equal
+    covariances. Where no token has a covariance, as with equal advantages, nothing costs entropy and none is chosen.
     """
     tokens = [_tokens(batch) for batch in batches] if processes.is_last_stage else []
     counted = torch.empty(2, 0, dtype=torch.float64)
@@ -34,23 +37,14 @@ def choose_tokens(
         counted = torch.cat([counted, *(values[:, in_loss] for values, in_loss in tokens)], dim=1)
     sums = torch.stack([torch.tensor(float(counted.shape[1]), dtype=torch.float64), *counted.sum(1)])
     dist.all_reduce(sums, group=processes.control)
-    number = int(sums[0])
-    means = sums[1:, None] / max(number, 1)
-    own = (counted - means).prod(0)
-    wanted = settings.covariance_share * number
-    if settings.kind == "kl_cov":
-        low, high, probability = _highest(own, max(1, int(wanted)), processes), float("inf"), 1.0
-    else:
-        low, high = settings.covariance_bounds
-        within = ((own >= low) & (own <= high)).sum().double()
-        dist.all_reduce(within, group=processes.control)
-        probability = min(1.0, wanted / float(within)) if within else 0.0
-    chosen = []
-    for batch, (values, in_loss) in zip(batches, tokens, strict=False):
-        covariance = (values - means).prod(0)
-        drawn = torch.from_numpy(_uniform(batch, seed) < probability)
-        mask = in_loss & drawn & (covariance >= low) & (covariance <= high)
-        chosen.append(replace(batch, chosen=mask.to(processes.device)))
+    means = sums[1:, None] / max(float(sums[0]), 1.0)
+    ranks = [_ranks(batch, *columns, means, settings, seed) for batch, columns in zip(batches, tokens, strict=False)]
+    own = torch.cat([torch.empty(2, 0, dtype=torch.float64), *(ranks if processes.counts_outputs else [])], dim=1)
+    last = _last_chosen(own, max(1, int(settings.covariance_share * float(sums[0]))), processes)
+    chosen = [
+        replace(batch, chosen=_at_least_as_high(rank, last).to(processes.device))
+        for batch, rank in zip(batches, ranks, strict=False)
+    ]
     return chosen or list(batches)
 
 
@@ -63,12 +57,38 @@ def _tokens(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return values, targets.loss_mask[mask].cpu()
 
 
-def _highest(own: Tensor, number: int, processes: Processes) -> float:
-    """The `number`-th highest value over all processes."""
+def _ranks(
+    batch: TokenBatch, values: Tensor, in_loss: Tensor, means: Tensor, settings: LossSettings, seed: int
+) -> Tensor:
+    """Two numbers for every response token [2, N]: tokens are chosen from the highest first one downwards, and of equal
+    ones from the highest second one; -inf if the token cannot be."""
+    covariance = (values - means).prod(0)
+    if settings.kind == "kl_cov":
+        # In one mini-batch tokens have covariances of about 1; the noise of equal log-probs or advantages is no rank.
+        first, eligible = covariance, covariance.abs() > _NO_COVARIANCE
+    else:
+        low, high = settings.covariance_bounds
+        first, eligible = torch.zeros_like(covariance), (covariance >= low) & (covariance <= high)
+    first = torch.where(in_loss & eligible, first, -torch.inf)
+    return torch.stack([first, torch.from_numpy(_uniform(batch, seed))])
+
+
+def _last_chosen(own: Tensor, number: int, processes: Processes) -> Tensor:
+    """The `number`-th highest rank [2] over all processes, or the lowest if there are fewer."""
     found: list[Any] = [None] * processes.world_size
-    dist.all_gather_object(found, own.topk(min(number, len(own))).values, group=processes.control)
-    values = torch.cat(found)
-    return float(values.topk(min(number, len(values))).values[-1]) if len(values) else 0.0
+    dist.all_gather_object(found, _sorted(own)[:, :number], group=processes.control)
+    highest = _sorted(torch.cat(found, dim=1))[:, :number]
+    return highest[:, -1] if highest.shape[1] else torch.full((2,), torch.inf, dtype=torch.float64)
+
+
+def _sorted(ranks: Tensor) -> Tensor:
+    """Those that can be chosen, from the highest down."""
+    ranks = ranks[:, ranks[0] > -torch.inf]
+    return ranks[:, np.lexsort((-ranks[1].numpy(), -ranks[0].numpy())).copy()]
+
+
+def _at_least_as_high(ranks: Tensor, last: Tensor) -> Tensor:
+    return (ranks[0] > last[0]) | ((ranks[0] == last[0]) & (ranks[1] >= last[1]))
 
 
 def _uniform(batch: TokenBatch, seed: int) -> npt.NDArray[np.float64]:
