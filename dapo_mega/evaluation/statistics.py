@@ -121,7 +121,8 @@ def paired_p_value(differences: npt.ArrayLike) -> float:
     moved = data[data != 0]
     if not len(moved):
         return 1.0
-    observed = abs(float(moved.sum())) * (1 - 1e-12)
+    # Patterns whose sums are equal but for rounding are equally far, also where the sum is 0.
+    observed = abs(float(moved.sum())) - 1e-12 * float(np.abs(moved).sum())
     if len(moved) <= _MAX_ENUMERATED:
         patterns = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
         return float(np.mean(np.abs((2 * patterns - 1) @ moved) >= observed))

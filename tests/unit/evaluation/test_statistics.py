@@ -78,6 +78,8 @@ def test_the_paired_test_counts_sign_patterns_exactly_where_few_problems_differ(
     # 3 - 1: the patterns that sum to 2 or more in magnitude are all but those that sum to 0, 10 of 16.
     assert paired_p_value([1, 1, 1, -1]) == pytest.approx(10 / 16)
     assert paired_p_value([0.0, 0.0]) == 1.0
+    # They sum to 0, which floats of thirtieths do not.
+    assert paired_p_value(np.array([0, -30, 10, 28, -8]) / 30) == 1.0
 
 
 def test_the_paired_test_of_many_problems_is_the_binomial_one():
