@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -10,14 +12,18 @@ class EntropyControl:
     """The coefficient of the entropy bonus, step by step.
 
     Without a `target` it is constant. With one it rises by `increment` after every step whose entropy (mean per token,
-    in nats) was below the target, falls by as much otherwise, but not below 0, and applies only while the last measured
-    entropy was at most the target.
+    in nats) was below the target, but not above `maximum`, falls by as much otherwise, but not below 0, and applies
+    only while the last measured entropy was at most the target.
     """
 
     coefficient: float
     target: float | None
     increment: float
     last_entropy: float | None = None
+    maximum: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._start = self.coefficient
 
     def current(self) -> float:
         """The coefficient for the next step."""
@@ -31,14 +37,17 @@ class EntropyControl:
         if self.target is None:
             return
         change = self.increment if entropy < self.target else -self.increment
-        self.coefficient = max(0.0, self.coefficient + change)
+        self.coefficient = min(max(0.0, self.coefficient + change), self.maximum)
         self.last_entropy = entropy
 
-    def state(self) -> tuple[float, float | None]:
+    def state(self) -> tuple[float | None, ...]:
         """For a checkpoint; `load_state` takes it."""
-        return self.coefficient, self.last_entropy
+        return self.coefficient, self.last_entropy, self._start
 
-    def load_state(self, state: tuple[float, float | None]) -> None:
-        """Continue from `state`. A constant coefficient stays the configuration's."""
-        if self.target is not None:
-            self.coefficient, self.last_entropy = state
+    def load_state(self, state: Sequence[float | None]) -> None:
+        """Continue from `state`. A constant coefficient, and one that began with another, stay the configuration's."""
+        if self.target is None:
+            return
+        coefficient, self.last_entropy, start = (*state, self._start)[:3]  # Earlier versions saved no start.
+        if start == self._start and coefficient is not None:
+            self.coefficient = min(coefficient, self.maximum)

@@ -22,7 +22,12 @@ class EvaluationConfig(Section):
         description="Responses per problem: the k of avg@k, pass@k and maj@k. Small data sets need more for a steady "
         "score.",
     )
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of evaluation. 0: greedy.")
+    temperature: float = Field(
+        default=1.0,
+        ge=0,
+        description="Sampling temperature of evaluation. 0: greedy, and one response per problem whatever "
+        "samples_per_prompt says, as all would be equal.",
+    )
     top_p: float = Field(
         default=0.7,
         gt=0,
@@ -47,6 +52,11 @@ class EvaluationConfig(Section):
         description="With beside_training: seconds after which an evaluation ends; responses that are unfinished then "
         "are left out and counted. The next evaluation, and the end of the run, wait for it no longer than that.",
     )
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """The k of avg@k: 1 if the evaluation is greedy."""
+        return self.samples_per_prompt if self.temperature > 0 else 1
 
 
 def check_beside_training(evaluation: EvaluationConfig, rollout: RolloutConfig) -> None:

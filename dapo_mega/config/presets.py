@@ -18,7 +18,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # arXiv 2503.20783.
     "dr_grpo": {**_PLAIN, "advantage": "group_mean", "aggregation": "sequence_mean_constant"},
-    # arXiv 2402.14740, with PPO's clipping as in public code.
+    # The advantage of arXiv 2402.14740, with PPO's ratio and clipping as in public code.
     "rloo": {**_PLAIN, "advantage": "leave_one_out"},
     # Williams 1992.
     "reinforce": {
@@ -65,20 +65,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 4e-4,
         "aggregation": "sequence_mean_token_mean",
     },
-    # arXiv 2506.13585: no lower bound; the upper one as in ScaleRL (arXiv 2510.13786).
-    "cispo": {**_PLAIN, "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # arXiv 2506.13585: no lower bound, DAPO's dynamic sampling; the upper bound as in ScaleRL (arXiv 2510.13786).
+    "cispo": {**_PLAIN, "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dynamic_sampling": True},
     # arXiv 2511.20347.
     "sapo": {**_PLAIN, "policy_loss": "sapo", "aggregation": "sequence_mean_token_mean"},
-    # arXiv 2503.14286: rewards +1 and -1 without a baseline.
+    # arXiv 2503.14286: rewards +1 and -1 without a baseline; ratios to the policy that sampled.
     "topr": {
         **_PLAIN,
         "advantage": "reward",
         "policy_loss": "topr",
+        "old_policy": "engine",
         "aggregation": "sequence_mean_token_sum",
     },
-    # arXiv 2505.22617, section 4.2.
-    "clip_cov": {**_PLAIN, "policy_loss": "clip_cov"},
-    "kl_cov": {**_PLAIN, "policy_loss": "kl_cov"},
+    # arXiv 2505.22617, section 4.2, with the settings of its authors' scripts; the share of kl_cov is that for 7B.
+    "clip_cov": {**_PLAIN, "policy_loss": "clip_cov", "clip_low": 1.0, "clip_high": 1.0, "dynamic_sampling": True},
+    "kl_cov": {**_PLAIN, "policy_loss": "kl_cov", "covariance_share": 2e-3, "dynamic_sampling": True},
     # AReaL, arXiv 2505.24298, eq. 5, with its code's bound on the weight between proximal and behaviour policy.
     "decoupled": {
         **_PLAIN,

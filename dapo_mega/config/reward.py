@@ -46,7 +46,8 @@ class RewardConfig(Section):
     source: Literal["verifier", "random"] = Field(
         default="verifier",
         description="What judges a response. verifier: compares its answer with the ground truth; random: a fair "
-        "coin, a control experiment that must not learn. Without function and components only, as the next four.",
+        "coin, a control that must not learn; set overlong_punishment=false, as the punished length would be. Without "
+        "function and components only, as the next four.",
     )
     extraction: Extraction = Field(
         default="dapo",

@@ -111,7 +111,7 @@ def record(
         "num_problems": len(prompts),
         "problems_sha256": _digest([(prompt.problem, prompt.ground_truth) for prompt in prompts]),
         "prompts_sha256": _digest([prompt.token_ids.tolist() for prompt in prompts]),
-        "k": config.evaluation.samples_per_prompt,
+        "k": config.evaluation.responses_per_prompt,
         **evaluation_settings(config),
         "model": str(model.path),
         "model_sha256": model_sha256,

@@ -85,7 +85,7 @@ class Evaluator:
     @property
     def requests(self) -> list[GenerationRequest]:
         """k requests per prompt, those of a prompt one after the other. Their seeds depend on the run's seed only."""
-        k = self._config.samples_per_prompt
+        k = self._config.responses_per_prompt
         return [
             GenerationRequest(request_id, prompt.token_ids, (self._seed << 64) | request_id, self._sampling)
             for i, prompt in enumerate(self._prompts)
@@ -128,7 +128,7 @@ class Evaluator:
 
     def _place(self, response: Response) -> int:
         """The number of the prompt that was asked."""
-        return (response.request_id - _FIRST_REQUEST_ID) // self._config.samples_per_prompt
+        return (response.request_id - _FIRST_REQUEST_ID) // self._config.responses_per_prompt
 
     def _examples(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> list[Example]:
         """Of prompts all over the data set, the same ones in every evaluation."""
@@ -162,7 +162,7 @@ class Evaluator:
         return metrics
 
     def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
-        metrics = {"evaluation/k": float(self._config.samples_per_prompt)}
+        metrics = {"evaluation/k": float(self._config.responses_per_prompt)}
         if not by_prompt:
             return metrics
         everything = [response for responses in by_prompt for response in responses]

@@ -141,7 +141,7 @@ def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler:
     """The file with the responses to all requests of a benchmark, after asking those that are missing."""
     with contextlib.closing(make_reward(task.config, for_evaluation=True)) as reward:
         evaluator = make_evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
-        k = task.config.evaluation.samples_per_prompt
+        k = task.config.evaluation.responses_per_prompt
         store = ResponseStore(task.folder, evaluator.requests, k, part_size, tokenizer)
         if missing := store.missing():
             task.folder.mkdir(exist_ok=True)

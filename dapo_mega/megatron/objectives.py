@@ -18,7 +18,7 @@ from torch import Tensor
 from dapo_mega.algorithms import (
     importance_weights,
     kl_estimate,
-    mean_over,
+    means_over,
     sequence_importance_weights,
     within_bounds,
 )
@@ -80,7 +80,8 @@ class Objective(Protocol):
         """The micro-batch's part of the loss."""
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks."""
+        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks. A mean over nothing is left
+        out."""
 
 
 @dataclass(frozen=True)
@@ -110,27 +111,33 @@ class PolicyGradient:
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
-        settings, micro, logprobs = self.settings, batch.micro_batch, outputs.logprobs
-        targets = micro.targets
-        chosen = targets.response_mask
-        in_loss = targets.loss_mask[chosen].to(logprobs.device)
-        start_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        old_logprobs = start_logprobs if settings.old_policy == "step_start" else _rollout_logprobs(micro, logprobs)
-        advantages = targets.advantages[chosen].to(logprobs.device)
+        settings, micro = self.settings, batch.micro_batch
+        targets, device = micro.targets, outputs.logprobs.device
+        in_loss = targets.loss_mask[targets.response_mask].to(device)
+        start_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        importance, weights = self._corrections(micro, start_logprobs)
+
+        def used(values: Tensor) -> Tensor:
+            """0 for what is no number and has no weight, because 0 times it would be none either."""
+            return torch.where((weights != 0) | values.isfinite(), values, 0)
+
+        logprobs = used(outputs.logprobs)
+        old_policy = start_logprobs if settings.old_policy == "step_start" else _rollout_logprobs(micro, logprobs)
+        old_logprobs = used(old_policy)
         policy_loss = POLICY_LOSSES[settings.kind]
+        advantages = used(targets.advantages[targets.response_mask].to(device))
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if policy_loss.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
         losses = policy_loss.token_losses(tokens, settings)
-        importance, weights = self._corrections(micro, start_logprobs)
-        token_loss = losses.loss if importance is None else losses.loss * importance
+        token_loss = losses.loss if importance is None else losses.loss * used(importance)
         kl = torch.zeros_like(logprobs)
         if settings.kl_coefficient > 0:
             assert batch.reference_logprobs is not None
-            kl = kl_estimate(logprobs, batch.reference_logprobs, settings.kl_estimator)
+            kl = kl_estimate(logprobs, used(batch.reference_logprobs), settings.kl_estimator)
             token_loss = token_loss + settings.kl_coefficient * kl
         if settings.entropy_coefficient > 0:
-            token_loss = token_loss - settings.entropy_coefficient * outputs.entropy
+            token_loss = token_loss - settings.entropy_coefficient * used(outputs.entropy)
         total = (token_loss * weights).sum()
         if self.ratios is not None:
             self.ratios.add(logprobs - old_logprobs, in_loss)
@@ -174,15 +181,15 @@ class PolicyGradient:
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `Objective`."""
         tokens = sums["loss_tokens"]
-        metrics = {
-            "policy/loss": mean_over(sums["loss"], sums["denominator"]),
-            "policy/kl_to_old": mean_over(sums["kl_to_old"], tokens),
+        of_tokens = {"policy/kl_to_old": sums["kl_to_old"]}
+        if self.settings.kl_coefficient > 0:
+            of_tokens["policy/kl_to_reference"] = sums["kl_to_reference"]
+        return {
+            **means_over(sums["denominator"], {"policy/loss": sums["loss"]}),
+            **means_over(tokens, of_tokens),
             "policy/loss_tokens": tokens,
             **POLICY_LOSSES[self.settings.kind].metrics(sums),
         }
-        if self.settings.kl_coefficient > 0:
-            metrics["policy/kl_to_reference"] = mean_over(sums["kl_to_reference"], tokens)
-        return metrics
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ class SupervisedLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """See `Objective`."""
-        return {"policy/loss": mean_over(sums["loss"], sums["denominator"])}
+        return means_over(sums["denominator"], {"policy/loss": sums["loss"]})
 
 
 def _rollout_logprobs(micro: MicroBatch, like: Tensor) -> Tensor:

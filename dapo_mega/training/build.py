@@ -249,7 +249,12 @@ def build_models(
 def entropy_control(config: RunConfig) -> EntropyControl:
     """The entropy bonus of a run that begins."""
     algorithm = config.algorithm
-    return EntropyControl(algorithm.entropy_coefficient, algorithm.entropy_target, algorithm.entropy_step)
+    return EntropyControl(
+        algorithm.entropy_coefficient,
+        algorithm.entropy_target,
+        algorithm.entropy_step,
+        maximum=algorithm.entropy_max,
+    )
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:

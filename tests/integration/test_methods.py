@@ -101,7 +101,7 @@ def test_what_only_a_method_has_survives_a_kill(task, monkeypatch, preset):
         assert decisive(after) == decisive(before), f"step {before['step']}"
     if preset == "ppo":
         assert "policy/loss" not in expected[0], "the critic learns alone at first"
-        assert {0.0, 0.005} <= {record["policy/entropy_coefficient"] for record in expected}
+        assert {0.0, 0.0001} <= {record["policy/entropy_coefficient"] for record in expected}
     exports = {"hf", *(["hf_critic"] if preset == "ppo" else [])}
     assert exports == {path.name for path in whole.iterdir() if path.name.startswith("hf")}
     for export in exports:

@@ -37,7 +37,7 @@ def draws():
 
     old = [-1.0 - d.abs() for d in draw(1.0)]
     new = [o + d for o, d in zip(old, draw(0.5), strict=True)]
-    engine = [o + d for o, d in zip(old, draw(1.0), strict=True)]
+    engine = [o + sign * d for o, d, sign in zip(old, draw(1.0), (1, -1, 1, -1), strict=True)]
     return new, old, engine
 
 
@@ -114,13 +114,13 @@ def sapo(new, old, engine, advantages, algorithm):
 
 
 def topr(new, old, engine, advantages, algorithm):
-    """TOPR: R log pi(y) for positive R; for the others with the weight min(pi(y) / pi_old(y), 1)."""
+    """TOPR: R log pi(y) for positive R; for the others with the weight min(pi(y) / mu(y), 1), where mu sampled y."""
 
-    def term(n, o, a):
-        weight = 1.0 if a >= 0 else (n.sum() - o.sum()).exp().detach().clamp(max=1)
+    def term(n, e, a):
+        weight = 1.0 if a >= 0 else (n.sum() - e.sum()).exp().detach().clamp(max=1)
         return weight * a * n.sum()
 
-    return -mean_over_responses([term(n, o, a) for n, o, a in zip(new, old, advantages, strict=True)])
+    return -mean_over_responses([term(n, e, a) for n, e, a in zip(new, engine, advantages, strict=True)])
 
 
 def kimi(new, old, engine, advantages, algorithm):
@@ -191,14 +191,14 @@ def test_the_bounds_of_the_equations_are_in_play():
 
 
 def one_response(preset, ratios, advantage, **changes):
-    """Loss of one response with these ratios, pi_old = 1/2."""
+    """Loss of one response with these ratios, pi_old = 1/2, of the trainer and of the engine."""
     algorithm = settings_of(preset, **changes)
+    old = torch.full((len(ratios),), math.log(0.5))
     micro = pack(
-        flatten([single_turn(np.arange(2), np.arange(len(ratios)), advantage=advantage)]),
+        flatten([single_turn(np.arange(2), np.arange(len(ratios)), old.numpy(), advantage=advantage)]),
         aggregation=algorithm.aggregation,
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
-    old = torch.full((len(ratios),), math.log(0.5))
     new = (old + torch.tensor(ratios).log()).requires_grad_()
     term = PolicyGradient(algorithm.loss_settings(engine_differs=False)).evaluate(
         TokenOutputs(new, torch.zeros_like(new)), TokenBatch(micro, old)
@@ -252,7 +252,7 @@ def test_chosen_tokens_are_held_back():
     # Ratios 1, 2 and 1/2, A = 2; the last two are chosen. Clip-Cov: no gradient of theirs. KL-Cov: -r A, and |log r|
     # more for them, whose slope is the sign of log r. One response of three tokens: divided by 3.
     slopes = {"clip_cov": [-2, 0, 0], "kl_cov": [-2, -4 + 1, -1 - 1]}
-    losses = {"clip_cov": -2 - 1.2 * 2 - 1, "kl_cov": -2 - 4 - 1 + 2 * math.log(2)}
+    losses = {"clip_cov": -2 - 4 - 1, "kl_cov": -2 - 4 - 1 + 2 * math.log(2)}
     for preset, expected in slopes.items():
         old = torch.zeros(3)
         new = torch.tensor([1.0, 2.0, 0.5]).log().requires_grad_()
@@ -292,12 +292,46 @@ def test_corrections_for_the_engine_weigh_tokens(changes, weights):
     assert old.grad.tolist() == pytest.approx([-float(w) for w in weights], rel=1e-5)
 
 
+@pytest.mark.parametrize("preset", EQUATIONS)
+def test_what_is_left_out_of_the_loss_need_not_be_a_number(preset):
+    """The second response has no token in the loss, and its numbers are NaN: loss, gradients and metrics are as if they
+    were others."""
+    algorithm = settings_of(preset, importance_level="sequence", kl={"coefficient": 0.1}, entropy_coefficient=0.1)
+    objective = PolicyGradient(algorithm.loss_settings(engine_differs=True))
+    found = []
+    for filling in (0.5, math.nan):
+        left_out = torch.tensor([0.0] * 3 + [filling] * 2)
+        samples = [
+            single_turn([1], np.arange(n), part.numpy() - 1, advantage=1 + float(part[0]), in_loss=not part.any())
+            for n, part in ((3, left_out[:3]), (2, left_out[3:]))
+        ]
+        micro = pack(flatten(samples), aggregation=algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
+        leaf = torch.full((5,), -1.1, requires_grad=True)
+        new = leaf + left_out
+        batch = TokenBatch(micro, left_out - 1.2, left_out - 1.3)
+        term = objective.evaluate(TokenOutputs(new, left_out + 1), batch)
+        term.total.backward()
+        found.append((float(term.total.detach()), leaf.grad.tolist(), [float(s) for s in term.sums.values()]))
+    assert found[1] == found[0]
+    assert found[0][1][0] != 0
+    assert found[0][1][3:] == [0, 0]
+
+
+def test_an_update_without_tokens_has_no_means():
+    for preset in PRESETS:
+        objective = PolicyGradient(settings_of(preset, kl={"coefficient": 0.1}).loss_settings(engine_differs=False))
+        assert objective.metrics(dict.fromkeys(objective.sum_names, 0.0)) == {"policy/loss_tokens": 0}, preset
+
+
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
     # Advantages 1 and -1 with 3 and 1 tokens: mean 1/2, deviation sqrt((3 x 1/4 + 9/4) / 4) = sqrt(3) / 2.
     values = whitened([1.0, -1.0], [3, 1])
     assert values.tolist() == pytest.approx([1 / math.sqrt(3), -math.sqrt(3)])
     assert whitened([0.1, 0.1, 7.0], [3, 1, 0]).tolist() == [0, 0, 0], "equal advantages, and one outside the loss"
     assert whitened([1.0, 2.0], [0, 0]).tolist() == [0, 0]
+    # The root of a variance of 1e-12 + 1e-8: noise does not become a signal.
+    assert whitened([1e-6, -1e-6], [1, 1]).tolist() == pytest.approx([0.01, -0.01], rel=1e-3)
+    assert whitened([0.1 + 0.2, 0.3], [1, 1]).tolist() == [0, 0]
 
 
 def test_baselines():

@@ -71,3 +71,27 @@ def test_the_entropy_bonus_follows_its_target():
         continued.observe(0.3)
     continued.observe(0.1)
     assert continued.current() == pytest.approx(0.005), "it never falls below 0"
+
+
+def test_the_entropy_bonus_has_an_upper_bound():
+    control = EntropyControl(0.0, 0.2, 0.005, maximum=0.012)
+    for expected in (0.005, 0.01, 0.012, 0.012):
+        control.observe(0.1)
+        assert control.current() == pytest.approx(expected)
+    continued = EntropyControl(0.0, 0.2, 0.005, maximum=0.003)
+    continued.load_state(control.state())
+    assert continued.current() == 0.003
+
+
+def test_an_entropy_bonus_that_is_to_begin_anew_does():
+    """Also from a checkpoint of an earlier version, which has two values, the place is taken up."""
+    control = EntropyControl(0.0, 0.2, 0.005)
+    control.observe(0.1)
+    for state, start, expected in (
+        (control.state(), 0.0, 0.005),
+        (control.state(), 0.1, 0.1),
+        ((0.02, 0.1), 0.1, 0.02),
+    ):
+        continued = EntropyControl(start, 0.2, 0.005)
+        continued.load_state(state)
+        assert continued.current() == expected
