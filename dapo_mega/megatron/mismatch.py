@@ -105,9 +105,9 @@ def _count_responses(
     sums = sum_engine_ratios(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
-    bounds = settings.sequence_mask
+    sums, bounds = sums.cpu(), settings.sequence_mask
     masked = ~within_bounds(sums, bounds) if bounds is not None else torch.zeros(())
-    return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double().cpu()
+    return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double()
 
 
 def measure_engines(

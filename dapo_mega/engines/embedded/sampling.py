@@ -67,21 +67,23 @@ def _filter(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
     else:
         weights, candidates = probs.sort(dim=-1, descending=True, stable=True)
     if top_p < 1:
-        mass = weights.cumsum(dim=-1, dtype=torch.float64)
+        shares = _fixed_point(weights)
+        mass = shares.cumsum(dim=-1)
         # A candidate stays while the mass before it falls short of top_p, so the first one always does.
-        weights = weights.masked_fill(mass - weights >= top_p * mass[:, -1:], 0.0)
+        weights = weights.masked_fill((mass - shares).double() >= top_p * mass[:, -1:].double(), 0.0)
     return weights, candidates
+
+
+def _fixed_point(weights: Tensor) -> Tensor:
+    """Probabilities as int64 multiples of 2**-62. Their sums are exact, so a parallel scan (GPU) never falls and is
+    deterministic; torch refuses to scan floats there under `compute.deterministic`."""
+    return (weights.double() * 2.0**62).long()
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Per row the first index [B, 1] whose cumulative weight exceeds uniform * total; never one of weight 0."""
-    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    cdf = _fixed_point(weights).cumsum(dim=-1)
     total = cdf[:, -1]
     # Below the total even when the uniform is 1 or rounds to 1, so the index found has positive weight.
-    target = torch.minimum(uniforms.to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    indices = torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)
-    empty = weights.gather(1, indices) <= 0
-    if bool(empty.any()):
-        # A parallel scan (GPU) need not be monotonic in the last bit, so the index can have weight 0.
-        indices = torch.where(empty, weights.argmax(dim=-1, keepdim=True), indices)
-    return indices
+    target = torch.minimum((uniforms.to(total.device, torch.float64) * total.double()).long(), total - 1)
+    return torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)
