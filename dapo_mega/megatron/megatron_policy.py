@@ -66,7 +66,8 @@ class TokenScoring(MegatronModel):
             for module in chunk.modules()
             if hasattr(module, "fp8_meta")
         ]
-        return not any(state is not None and bool(state.amax_history.any()) for state in states)
+        # Of input, weight and output of each product: FP8 parameters have scales from the start, outputs never have.
+        return not any(state is not None and bool((state.scale[::3] != 1).any()) for state in states)
 
     @contextlib.contextmanager
     def _at_temperature(self, temperature: float | None) -> Iterator[None]:

@@ -1,7 +1,12 @@
 """Processes that only rank 0 speaks for: they join engines, send to their own ones and hear at once of a failure."""
 
 import asyncio
+import base64
+import os
+import pickle
+import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from tests.te_cpu.engines import gpu_stand_ins
 from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
 
 from .launching import run_distributed
@@ -24,7 +31,7 @@ STAGES = (0, 1, 1, 0)
 FAULTS = ["none", "refuse", "none", "die", "none"]
 
 
-def sync_of_two(fleet, timeout_s, parallel="pipeline", **settings):
+def sync_of_two(fleet, timeout_s, parallel="pipeline", transport=BroadcastTransport, device="cpu", **settings):
     """Collective, in a group of two processes, which are parallel in one way. `fleet` is rank 0's."""
     rank, group = dist.get_rank(), dist.group.WORLD
     kinds = ("data", "tensor", "pipeline", "context", "expert")
@@ -32,10 +39,10 @@ def sync_of_two(fleet, timeout_s, parallel="pipeline", **settings):
     ranks = {f"{kind}_rank": rank if kind == parallel else 0 for kind in kinds}
     processes = Processes(
         rank=rank, world_size=2, **sizes, **ranks,
-        device=torch.device("cpu"), control=group, leaders=group, replica=group,
+        device=torch.device(device), control=group, leaders=group, replica=group,
     )  # fmt: skip
     config = WeightSyncConfig(timeout_s=timeout_s, **settings)
-    return FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    return FleetWeightSync(processes, fleet, config, transport(processes, config))
 
 
 class Policy(OneSenderPerStage):
@@ -85,6 +92,54 @@ def test_every_stage_reaches_all_engines_but_the_one_that_fails():
             assert outcome == (URLS, [], 4 * 6 * 4)
         else:
             assert outcome == (["http://e0", "http://e2"], ["http://e1"], 4 * 6 * 4)
+
+
+class BusyEngine(ScriptedEngine):
+    """It has a GPU for each of two processes, and reads what is sent only when the sender has gone on, if that does."""
+
+    went_on = None
+
+    async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
+        self.num_buckets += 1
+        own_handles = set(serialized)  # A handle counts the readers of the memory, and each is for one.
+        assert len(own_handles) == self.tp_size
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline and not (self.went_on / f"{self.num_buckets}").exists():
+            await asyncio.sleep(0.01)
+        for handle, weights in zip(serialized, self.rank_weights, strict=True):
+            weights |= {name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(handle))}
+        self.versions.append((version, flush_cache))
+
+
+class GoingOn(Policy):
+    """It notes which buckets have been sent."""
+
+    def stage_weights(self, bucket_bytes):
+        for number, bucket in enumerate(super().stage_weights(bucket_bytes), start=1):
+            yield bucket
+            (self.folder / f"{number}").touch()
+
+
+def push_through_memory_of_gpus(folder):
+    """Two pipeline stages bring weights to an engine of two processes; whether both have them."""
+    rank = dist.get_rank()
+    os.environ[gpu_stand_ins.EVENTS] = str(folder / f"events_{rank}")
+    gpu_stand_ins.send_from_a_gpu(pytest.MonkeyPatch())
+    gpu_stand_ins.receive_from_a_gpu()
+    url = "http://127.0.0.1:30000"
+    fleet = ScriptedFleet(0, TIMEOUT_S) if rank == 0 else None
+    if fleet:
+        fleet.engines = {url: BusyEngine(url, TIMEOUT_S, tp_size=2)}
+        fleet.engines[url].went_on = folder
+        fleet.outdated = {url}
+    policy = GoingOn(rank, 1)
+    policy.folder = folder
+    sync_of_two(fleet, TIMEOUT_S, transport=SharedMemoryTransport, device="cuda").push(policy, 1)
+    return fleet and [policy.is_held_by(SimpleNamespace(weights=w)) for w in fleet.engines[url].rank_weights]
+
+
+def test_every_process_of_an_engine_reads_each_bucket_before_its_memory_is_freed(tmp_path):
+    assert run_distributed(push_through_memory_of_gpus, 2, tmp_path, timeout_s=100)[0] == [True, True]
 
 
 URLS = ["http://e0", "http://e1", "http://e2"]

@@ -48,6 +48,9 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(case.tokens, 8, generator=generator) * case.scale
     weight = torch.randn(case.padded, 8, generator=generator)
     targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator)
+    # Both ends of each rank's slice.
+    ends = torch.tensor([0, case.padded // 2 - 1, case.padded // 2, case.vocab - 1]).clamp(max=case.vocab - 1)
+    targets[:4] = ends[: case.tokens]
     return hidden.to(case.dtype), weight.to(case.dtype), targets
 
 

@@ -21,8 +21,9 @@ from tests import te_cpu
 from .launching import run_distributed
 from .tiny import make_samples
 
-NUM_UPDATES = 3
-SAMPLES_PER_UPDATE = 17
+SAMPLES = (17, 26, 14)
+"""Of each update, so that the number of micro-batches varies, as packing makes it vary."""
+NUM_UPDATES = len(SAMPLES)
 
 
 def three_updates(world_size, cases, models, checkpoints):
@@ -69,7 +70,7 @@ def _three_updates(name, case, model, checkpoints):
         store = CheckpointStore(checkpoints / case["resume"], keep_last=1)
         done = store.load(policy, store.latest()).step
     for update in range(done, NUM_UPDATES):
-        samples = flatten(make_samples(SAMPLES_PER_UPDATE, seed=update))
+        samples = flatten(make_samples(SAMPLES[update], seed=update, vocab_size=policy.arch.vocab_size))
         (micro_batches,) = policy.pack(
             samples, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
         ).mini_batches

@@ -217,14 +217,16 @@ def make_value_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def make_samples(num_samples: int, seed: int = 0, *, all_in_loss: bool = False) -> list[Sample]:
+def make_samples(
+    num_samples: int, seed: int = 0, *, all_in_loss: bool = False, vocab_size: int = VOCAB_SIZE
+) -> list[Sample]:
     """Responses of unequal lengths with advantages of both signs; some truncated ones are out of the loss, unless
     `all_in_loss`."""
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(num_samples):
         prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, 40))
-        token_ids = rng.integers(1, VOCAB_SIZE, prompt + response).astype(np.int32)
+        token_ids = rng.integers(1, vocab_size, prompt + response).astype(np.int32)
         advantage = float(rng.normal())
         samples.append(
             single_turn(

@@ -73,7 +73,8 @@ def test_fp8_agrees_with_bf16_within_its_precision(model_path, processes, local,
     assert_agrees(score_and_update(subject), local, 0.1, 0.25)
 
 
-def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes):
+@pytest.mark.parametrize("params", [False, True])
+def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes, params):
     """With a scale of 1 weights as small as these would be rounded to 0 or a few values."""
     pytest.importorskip("transformer_engine")
     if accelerator.capability() < (9, 0):
@@ -84,7 +85,7 @@ def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes)
     model = Qwen2ForCausalLM(Qwen2Config(**DEVICE_SIZES, initializer_range=0.001))
     torch.nn.init.normal_(model.lm_head.weight, std=3.0 / 16)  # Logits of standard deviation 3.
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    fp8 = {"scaling": "delayed", "amax_history": 16}
+    fp8 = {"scaling": "delayed", "amax_history": 16, "params": params}
     of_local, of_delayed = (
         score_and_update(device_policy(tmp_path, processes, name, **compute))[0]
         for name, compute in (("local", {}), ("transformer_engine", {"fp8": fp8}))

@@ -64,6 +64,7 @@ RECIPES = {
     for scaling in ("delayed", "tensorwise", "blockwise")
     for params in (False, True)
 }
+RESUMED = (*RECIPES, "delayed_params_last")
 PRECISIONS = {"bf16": BF16} | {
     name: {**BF16, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
     for name, (scaling, params) in RECIPES.items()
@@ -97,6 +98,12 @@ def rounded():
         }
     for name in RECIPES:
         table["dense"][1][f"{name}_resumed"] = {**PRECISIONS[name], "resume": name}
+    # The last update's largest values alone.
+    last = {**BF16, "compute": {"fp8": {"scaling": "delayed", "params": True, "amax_history": 1}}}
+    table["dense"][1] |= {
+        "delayed_params_last": {**last, "save_after": 2},
+        "delayed_params_last_resumed": {**last, "resume": "delayed_params_last"},
+    }
     for name in ("bf16", "blockwise"):
         case = PRECISIONS[name]
         for model in DENSE_FAMILIES:
@@ -113,7 +120,8 @@ ROUNDED = rounded()
 # What stands here runs with the gate, each property once; `--whole-table` runs the rest too.
 IN_GATE = {
     "dense": """one tp2_sp_recompute dp2_overlap tp2_apex dp2_overlap_apex_local
-        delayed delayed_resumed tensorwise_params tensorwise_params_resumed blockwise blockwise_params
+        delayed delayed_resumed delayed_params_last delayed_params_last_resumed tensorwise_params
+        tensorwise_params_resumed blockwise blockwise_params
         blockwise_params_resumed bf16_cp2_overlap_recompute delayed_params_tp2 tensorwise_tp2 blockwise_params_tp2
         tensorwise_params_cp2_overlap_recompute blockwise_cp2_overlap_recompute""",
     "deep": "vpp2x2 tp2_from_vpp2x2",
@@ -241,7 +249,7 @@ def test_in_float32_nothing_differs_but_the_order_of_sums(exact, model, name):
     of_learnt, of_losses, of_norms = deviation(exact, model, name, change_from_the_start)
     assert of_learnt < 2e-5
     assert of_losses < 1e-5
-    assert of_norms < 1e-5
+    assert of_norms < 2e-5
 
 
 @pytest.mark.parametrize(("model", "name"), parameters(ROUNDED))
@@ -266,7 +274,7 @@ def test_tokens_are_scored_within_fp8s_precision_before_the_first_update(roundin
     assert rounding[model, name]["scores"] == pytest.approx(rounding[model, "local"]["scores"], rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "name"), parameters(ROUNDED, needed=[("dense", f"{r}_resumed") for r in RECIPES]))
+@pytest.mark.parametrize(("model", "name"), parameters(ROUNDED, needed=[("dense", f"{r}_resumed") for r in RESUMED]))
 def test_a_resumed_fp8_run_continues_bit_for_bit(rounding, model, name):
     whole, resumed = rounding[model, name.removesuffix("_resumed")], rounding[model, name]
     assert resumed["metrics"] == whole["metrics"][2:]
