@@ -1,0 +1,423 @@
+"""What each section of the configuration makes of Megatron's settings, compared as a whole: nothing else may change."""
+
+import contextlib
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig, transformer_config
+
+from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.distributed import accelerator
+from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model
+from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
+from dapo_mega.models.rope import YarnScaling
+
+from .test_compute_checks import DENSE
+
+EXPERTS = Experts(number=4, per_token=2, ffn_hidden_size=8, normalised=True)
+LATENT = LatentAttention(6, 5, unrotated_head_dim=2, rotated_head_dim=2, value_head_dim=3)
+
+
+class Made:
+    """Constructors of Megatron's that only note their arguments."""
+
+    def __init__(self, patch):
+        self.settings = {}
+        for place, name, make in (
+            (megatron_policy, "PolicyStage", self.stage),
+            (model, "Float16Module", lambda config, stage: stage),
+            (model, "DistributedDataParallel", self.wrapped),
+            (trained_model, "get_megatron_optimizer", self.optimizer),
+            (trained_model, "OptimizerParamScheduler", self.schedule),
+        ):
+            patch.setattr(place, name, make)
+
+    def stage(self, config, spec, **arguments):
+        self.note("transformer", fields(config))
+        self.note("stage", {name: value for name, value in arguments.items() if name != "inverse_frequencies"})
+        return torch.nn.Module()
+
+    def wrapped(self, config, ddp, chunk, disable_bucketing):
+        in_buckets = self.settings.get("ddp.in_buckets", [])
+        self.note("ddp", {**fields(ddp), "in_buckets": [*in_buckets, not disable_bucketing]})
+        self.config = config
+        return SimpleNamespace(no_sync=f"chunk {len(in_buckets)}")
+
+    def optimizer(self, config, chunks):
+        self.note("optimizer", fields(config))
+        self.note("transformer", {"no_sync_func": self.config.no_sync_func})
+
+    def schedule(self, optimizer, **arguments):
+        self.note("schedule", arguments)
+
+    def note(self, kind, values):
+        self.settings |= {f"{kind}.{name}": value for name, value in values.items()}
+
+
+def fields(config):
+    made = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: getattr(value, "__name__", None) if callable(value) else value for name, value in made.items()}
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """A function: the settings of a policy whose configuration has these sections."""
+    made = Made(monkeypatch)
+    ends = {f"is_pipeline_{end}_stage": lambda **_: True for end in ("first", "last")}
+    monkeypatch.setattr(model, "parallel_state", SimpleNamespace(**ends))
+    monkeypatch.setattr(model, "block_spec", lambda *_: None)
+    monkeypatch.setattr(megatron_policy, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
+    monkeypatch.setattr(megatron_model, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
+    monkeypatch.setattr(megatron_model, "load_weights", lambda *_: None)
+    monkeypatch.setattr(megatron_model, "get_forward_backward_func", lambda: None)
+    monkeypatch.setattr(megatron_model, "unwrapped", lambda chunk: chunk)
+    monkeypatch.setattr(trained_model, "unwrapped", lambda chunk: chunk)
+    monkeypatch.setattr(trained_model, "WeightGatherer", lambda *_: None)
+    use_deterministic = partial(made.note, "torch", {"deterministic": True})
+    monkeypatch.setattr(megatron_model, "use_deterministic_algorithms", use_deterministic)
+    monkeypatch.setattr(accelerator, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
+    monkeypatch.setattr(accelerator, "cuda_version", lambda: (12, 9))
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+
+    def settings_of(*, arch=None, model=None, parallel=None, compute=None, optimizer=None, machine="gpu te"):
+        monkeypatch.setattr(accelerator, "has_gpu", lambda: "gpu" in machine)
+        found = {"transformer_engine": "te" in machine, "fused_weight_gradient_mlp_cuda": "apex" in machine}
+        monkeypatch.setattr(layer_specs.importlib.util, "find_spec", lambda name: found.get(name) or None)
+        architecture = dataclasses.replace(DENSE, **(arch or {}))
+        stored = SimpleNamespace(arch=architecture, family=None, config=None, source=None)
+        monkeypatch.setattr(megatron_policy, "open_policy", lambda path: stored)
+        made.settings = {}
+        megatron_policy.MegatronPolicy(
+            ModelConfig(path="model", **(model or {})),
+            ParallelConfig(**(parallel or {})),
+            OptimizerConfig(**(optimizer or {})),
+            SimpleNamespace(control=None),
+            temperature=0.7,
+            updates_per_step=3,
+            num_steps=50,
+            compute=ComputeConfig(**(compute or {})),
+        )
+        return made.settings
+
+    return settings_of
+
+
+def differences(got, base):
+    return {name: value for name, value in got.items() if name not in base or base[name] != value}
+
+
+# What a bf16 policy on a GPU with Transformer Engine has otherwise than Megatron by default.
+OTHERWISE_THAN_MEGATRON = {
+    "ddp.check_for_nan_in_grad": True,
+    "ddp.grad_reduce_in_fp32": True,
+    "ddp.in_buckets": [True],
+    "ddp.use_distributed_optimizer": True,
+    "optimizer.bf16": True,
+    "optimizer.lr": 1e-06,
+    "optimizer.min_lr": 1e-06,
+    "optimizer.params_dtype": torch.bfloat16,
+    "optimizer.use_distributed_optimizer": True,
+    "optimizer.weight_decay": 0.1,
+    "schedule.end_wd": 0.1,
+    "schedule.init_lr": 0.0,
+    "schedule.lr_decay_steps": 151,
+    "schedule.lr_decay_style": "constant",
+    "schedule.lr_warmup_steps": 60,
+    "schedule.max_lr": 1e-06,
+    "schedule.min_lr": 1e-06,
+    "schedule.override_opt_param_scheduler": True,
+    "schedule.start_wd": 0.1,
+    "schedule.use_checkpoint_opt_param_scheduler": False,
+    "schedule.wd_incr_steps": 0,
+    "schedule.wd_incr_style": "constant",
+    "stage.fused": True,
+    "stage.max_sequence_length": 64,
+    "stage.parallel_output": True,
+    "stage.position_embedding_type": "rope",
+    "stage.post_process": True,
+    "stage.pre_process": True,
+    "stage.rotary_base": 10000.0,
+    "stage.share_embeddings_and_output_weights": True,
+    "stage.temperature": 0.7,
+    "stage.true_vocab_size": 11,
+    "stage.vocab_size": 11,
+    "stage.vp_stage": None,
+    "transformer.activation_func": "silu",
+    "transformer.add_bias_linear": False,
+    "transformer.add_qkv_bias": True,
+    "transformer.apply_rope_fusion": True,
+    "transformer.attention_dropout": 0.0,
+    "transformer.autocast_dtype": torch.bfloat16,
+    "transformer.bf16": True,
+    "transformer.bias_activation_fusion": True,
+    "transformer.bias_dropout_fusion": True,
+    "transformer.calculate_per_token_loss": True,
+    "transformer.ffn_hidden_size": 12,
+    "transformer.finalize_model_grads_func": "finalize_model_grads",
+    "transformer.gated_linear_unit": True,
+    "transformer.hidden_dropout": 0.0,
+    "transformer.kv_channels": 4,
+    "transformer.layernorm_epsilon": 1e-06,
+    "transformer.moe_token_dispatcher_type": "alltoall",
+    "transformer.normalization": "RMSNorm",
+    "transformer.num_query_groups": 2,
+    "transformer.params_dtype": torch.bfloat16,
+    "transformer.pipeline_dtype": torch.bfloat16,
+    "transformer.variable_seq_lengths": True,
+}
+
+
+def test_a_policy_has_of_megatrons_settings_what_it_needs_and_no_other(settings):
+    made = {
+        "transformer": TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=4),
+        "ddp": DistributedDataParallelConfig(),
+        "optimizer": MegatronOptimizerConfig(),
+    }
+    defaults = {f"{kind}.{name}": value for kind, config in made.items() for name, value in fields(config).items()}
+    assert differences(settings(), defaults) == OTHERWISE_THAN_MEGATRON
+
+
+def experts(**changes):
+    return {"experts": dataclasses.replace(EXPERTS, **changes)}
+
+
+def of(kind, **values):
+    return {f"{kind}.{name}": value for name, value in values.items()}
+
+
+transformer = partial(of, "transformer")
+OF_EXPERTS = transformer(
+    num_moe_experts=4,
+    moe_ffn_hidden_size=8,
+    moe_grouped_gemm=True,
+    moe_router_bias_update_rate=0.0,
+    moe_router_dtype="fp32",
+    moe_router_load_balancing_type="none",
+    moe_router_topk_scaling_factor=1.0,
+)
+OF_FP8 = transformer(
+    fp8="hybrid",
+    fp8_amax_compute_algo="max",
+    fp8_amax_history_len=1024,
+    num_layers_at_start_in_bf16=0,
+    num_layers_at_end_in_bf16=0,
+)
+OF_LATENT = transformer(
+    apply_rope_fusion=False,
+    beta_fast=32,
+    beta_slow=1,
+    cache_mla_latents=False,
+    kv_lora_rank=5,
+    mscale=1.0,
+    mscale_all_dim=0.0,
+    multi_latent_attention=True,
+    original_max_position_embeddings=4096,
+    q_lora_rank=6,
+    qk_head_dim=2,
+    qk_layernorm=True,
+    qk_pos_emb_head_dim=2,
+    rope_type="rope",
+    rotary_base=10000.0,
+    rotary_percent=1.0,
+    rotary_scaling_factor=1.0,
+    v_head_dim=3,
+)
+YARN = YarnScaling(4.0, 16.0, 2.0, original_positions=32, truncate=True, attention_factor=1.0)
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OF_OVERLAP = of("ddp", overlap_grad_reduce=True) | transformer(no_sync_func="chunk 0")
+RARE = experts(
+    scores="sigmoid",
+    scaling=2.5,
+    has_router_bias=True,
+    groups=ExpertGroups(2, 1, "sum"),
+    shared_ffn_hidden_size=6,
+    gates_shared=True,
+    dense_layers=frozenset({0}),
+)
+SIGMOID = experts(scores="sigmoid")
+OF_SIGMOID = {**OF_EXPERTS, **transformer(moe_router_score_function="sigmoid")}
+MOE_TP2 = {"tensor": 2, "sequence": True, "expert_tensor": 2}
+# (sections, what they change).
+CHANGES = [
+    (
+        {"machine": "cpu"},
+        transformer(
+            apply_rope_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            use_cpu_initialization=True,
+            use_te_activation_func=True,
+        ),
+    ),
+    ({"machine": "gpu te apex"}, transformer(gradient_accumulation_fusion=True)),
+    ({"machine": "gpu"}, transformer(apply_rope_fusion=False)),
+    ({"model": {"layer_implementation": "local"}}, transformer(apply_rope_fusion=False)),
+    (
+        {"model": {"dtype": "fp32"}},
+        of("optimizer", bf16=False, params_dtype=torch.float32)
+        | transformer(bf16=False, **dict.fromkeys(["autocast_dtype", "params_dtype", "pipeline_dtype"], torch.float32)),
+    ),
+    ({"arch": {"tied_embeddings": False}}, of("stage", share_embeddings_and_output_weights=False)),
+    ({"arch": {"qkv_bias": False}}, transformer(add_qkv_bias=False)),
+    ({"arch": {"sliding_window": 5}}, transformer(window_size=(4, 0))),
+    ({"arch": {"qk_norm": True}}, transformer(qk_layernorm=True)),
+    ({"arch": {"rope_theta": 5e5}}, of("stage", rotary_base=5e5)),
+    ({"arch": experts()}, OF_EXPERTS),
+    ({"arch": experts(normalised=False)}, {**OF_EXPERTS, **transformer(moe_router_pre_softmax=True)}),
+    (
+        {"arch": RARE, "model": {"layer_implementation": "local"}},
+        OF_SIGMOID
+        | transformer(
+            apply_rope_fusion=False,
+            moe_grouped_gemm=False,
+            moe_layer_freq=[0, 1, 1, 1],
+            moe_router_enable_expert_bias=True,
+            moe_router_group_topk=1,
+            moe_router_num_groups=2,
+            moe_router_topk_scaling_factor=2.5,
+            moe_shared_expert_gate=True,
+            moe_shared_expert_intermediate_size=6,
+        ),
+    ),
+    ({"arch": {"latent_attention": LATENT}}, OF_LATENT),
+    (
+        {"arch": {"latent_attention": dataclasses.replace(LATENT, yarn_weights=(0.8, 0.6)), "rope_scaling": YARN}},
+        OF_LATENT
+        | transformer(
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=0.8,
+            mscale_all_dim=0.6,
+            original_max_position_embeddings=32,
+            rope_type="yarn",
+            rotary_scaling_factor=4.0,
+        ),
+    ),
+    ({"parallel": {"tensor": 2}}, of("stage", vocab_size=12) | transformer(tensor_model_parallel_size=2)),
+    (
+        {"parallel": {"tensor": 2, "sequence": True}},
+        of("stage", vocab_size=12) | transformer(tensor_model_parallel_size=2, sequence_parallel=True),
+    ),
+    (
+        {"parallel": {"pipeline": 2}},
+        transformer(pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=2),
+    ),
+    (
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "compute": OVERLAP},
+        of("ddp", in_buckets=[True, False], overlap_grad_reduce=True, overlap_param_gather=True)
+        | of("optimizer", overlap_param_gather=True)
+        | of("stage", vp_stage=1)
+        | transformer(
+            batch_p2p_comm=False,
+            overlap_p2p_comm=True,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            microbatch_group_size_per_vp_stage=2,
+            no_sync_func=["chunk 0", "chunk 1"],
+        ),
+    ),
+    ({"parallel": {"context": 2}}, transformer(context_parallel_size=2)),
+    (
+        {"parallel": {"expert": 2}, "arch": experts()},
+        {**OF_EXPERTS, **transformer(expert_model_parallel_size=2)},
+    ),
+    (
+        {"parallel": MOE_TP2, "arch": experts()},
+        OF_EXPERTS
+        | of("stage", vocab_size=12)
+        | transformer(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2),
+    ),
+    ({"compute": {"fused_output_layer": False}}, of("stage", fused=False)),
+    (
+        {"compute": {"recompute": "selective", "recompute_modules": ["layernorm", "mlp"]}},
+        transformer(recompute_granularity="selective", recompute_modules=["layernorm", "mlp"]),
+    ),
+    (
+        {"compute": {"recompute": "full", "recompute_layers": 2}},
+        transformer(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    ),
+    ({"compute": {"overlap_grad_reduce": True}}, OF_OVERLAP),
+    (
+        {"compute": OVERLAP},
+        OF_OVERLAP | of("ddp", overlap_param_gather=True) | of("optimizer", overlap_param_gather=True),
+    ),
+    (
+        {"compute": {"optimizer_offload": 0.5}},
+        of("optimizer", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, overlap_cpu_optimizer_d2h_h2d=True),
+    ),
+    ({"compute": {"deterministic": True}}, of("torch", deterministic=True) | transformer(deterministic_mode=True)),
+    (
+        {"compute": {"fp8": {"scaling": "delayed", "amax_history": 7}}},
+        {**OF_FP8, **transformer(fp8_amax_history_len=7)},
+    ),
+    (
+        {"compute": {"fp8": {"scaling": "tensorwise", "bf16_layers_at_ends": 2}}},
+        OF_FP8
+        | transformer(
+            fp8_recipe="tensorwise",
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=2,
+            num_layers_at_end_in_bf16=2,
+        ),
+    ),
+    (
+        {"compute": {"fp8": {"scaling": "blockwise", "params": True, "format": "e4m3"}}},
+        {**OF_FP8, **transformer(fp8="e4m3", fp8_recipe="blockwise", fp8_param=True)}
+        | of("ddp", fp8_param_gather=True),
+    ),
+    (
+        {"compute": {"fp8": {"scaling": "delayed"}}, "arch": experts()},
+        {**OF_EXPERTS, **OF_FP8, **transformer(moe_router_padding_for_quantization=True)},
+    ),
+    (
+        {"compute": {"moe": {"aux_loss_coefficient": 0.1}}, "arch": experts()},
+        {**OF_EXPERTS, **transformer(moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")},
+    ),
+    (
+        {"compute": {"moe": {"z_loss_coefficient": 0.1}}, "arch": experts()},
+        {**OF_EXPERTS, **transformer(moe_z_loss_coeff=0.1)},
+    ),
+    (
+        {"compute": {"moe": {"router_bias_update_rate": 0.1}}, "arch": SIGMOID},
+        {**OF_SIGMOID, **transformer(moe_router_bias_update_rate=0.1, moe_router_enable_expert_bias=True)},
+    ),
+    (
+        {"optimizer": {"learning_rate": 0.5}},
+        of("optimizer", lr=0.5, min_lr=0.5) | of("schedule", max_lr=0.5, min_lr=0.5),
+    ),
+    ({"optimizer": {"warmup_steps": 0}}, of("schedule", lr_warmup_steps=1)),
+    ({"optimizer": {"warmup_steps": 70}}, of("schedule", lr_warmup_steps=210, lr_decay_steps=211)),
+    (
+        {"optimizer": {"weight_decay": 0.5}},
+        of("optimizer", weight_decay=0.5) | of("schedule", start_wd=0.5, end_wd=0.5),
+    ),
+    (
+        {"optimizer": {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.25}},
+        of("optimizer", adam_beta1=0.5, adam_beta2=0.6, adam_eps=0.25),
+    ),
+    ({"optimizer": {"clip_grad": 0.5}}, of("optimizer", clip_grad=0.5)),
+    *(
+        (
+            {"optimizer": {"schedule": schedule}},
+            of("optimizer", min_lr=0.0) | of("schedule", lr_decay_style=schedule, min_lr=0.0),
+        )
+        for schedule in ("linear", "cosine")
+    ),
+]
+
+
+def test_a_section_changes_what_it_names_and_nothing_else(settings):
+    base = settings()
+    wrong = []
+    for sections, expected in CHANGES:
+        got, wanted = settings(**sections), {**base, **expected}
+        wrong += [(sections, name, got.get(name)) for name in wanted.keys() | got if got.get(name) != wanted.get(name)]
+    assert not wrong
