@@ -1,6 +1,7 @@
 """Log-probs and entropy, fused with the output layer and from logits: against float64, against each other, and in how
 little memory."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dapo_mega.megatron import fused_logprobs, logprobs
+from dapo_mega.megatron import fused_logprobs, logprob_kernels, logprobs
 from dapo_mega.megatron.fused_logprobs import output_logprobs
 from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
 
@@ -152,6 +153,46 @@ def test_many_small_bf16_gradients_of_a_weight_are_summed_in_float32(group):
         for n in (1, 512)
     )
     torch.testing.assert_close(many, 512 * single, rtol=0, atol=0)
+
+
+def test_on_a_gpu_kernels_and_products_in_float32_give_the_same(group, monkeypatch):
+    """As far as a CPU can show it: what is chosen there, with stand-ins for the kernels and for the product."""
+    hidden, weight, targets = inputs(hidden=64, dtype=torch.bfloat16)
+    settings = {"temperature": 0.6, "vocab_size": VOCAB, "group": group, "chunk_positions": 16}
+
+    def learnt():
+        weight.main_grad = torch.ones(weight.shape)
+        weight.grad_added_to_main_grad = False
+        logprobs, entropy = output_logprobs(hidden, weight, targets, **settings, accumulate_into_main_grad=True)
+        gradient = gradients([hidden], logprobs, entropy)[0]
+        return logprobs, entropy, gradient, weight.main_grad - 1
+
+    expected = learnt()
+    calls = Counter()
+
+    def by_kernel(name, function, *arguments):
+        calls[name] += 1
+        with monkeypatch.context() as on_a_cpu:
+            on_a_cpu.setattr(logprobs, "_kernels_for", lambda logits: None)
+            function(*arguments)
+
+    def product(left, right, *, out=None, out_dtype=None):
+        calls[out_dtype] += 1
+        if out_dtype:
+            return multiply(left.to(out_dtype), right.to(out_dtype))
+        return multiply(left, right, out=out)
+
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    kernels = {"chunk_statistics": logprobs.chunk_statistics_, "chunk_gradient_": logprobs.chunk_gradient_}
+    for name, function in kernels.items():
+        monkeypatch.setattr(logprob_kernels, name, partial(by_kernel, name, function))
+    monkeypatch.setattr(logprob_kernels, "IS_AVAILABLE", True)
+    for got, wanted in zip(learnt(), expected, strict=True):
+        assert_near(got, wanted, 2**-7)
+    num_chunks = -(-TOKENS // 16)
+    assert calls == {**dict.fromkeys(kernels, num_chunks), torch.float32: num_chunks, None: 3 * num_chunks}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.01, 100.0])

@@ -147,7 +147,8 @@ FLEET = ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1]}"]
 def test_changes_alone_go_to_engines_in_bf16_by_broadcast(file):
     delta = ["weight_sync.full_every=5", "rollout.dtype=bf16"]
     assert load_config(RunConfig, file, [*FLEET, *delta]).weight_sync.full_every == 5
-    for override in ("rollout.dtype=fp32", "weight_sync.transport=disk", "rollout.placement=colocated"):
+    dtypes = "rollout.dtype=fp32", "rollout.dtype=fp8"
+    for override in (*dtypes, "weight_sync.transport=disk", "rollout.placement=colocated"):
         with pytest.raises(InputError, match=r"or weight_sync\.full_every=1"):
             load_config(RunConfig, file, [*FLEET, *delta, override])
 

@@ -1,4 +1,4 @@
-"""A policy in FP8 learns with a real SGLang engine in bf16, by the ways of a GPU machine: CUDA IPC and sleep, NCCL.
+"""A policy in FP8 or bf16 learns with a real SGLang engine in bf16, by the ways of a GPU machine: CUDA IPC and sleep, NCCL.
 
 SGLang runs as it is; `engines/` stands in for the calls of CUDA, NCCL and torch_memory_saver alone, on both sides. The
 task: demonstrations answer a digit, each as often; rewards then want a certain one.
@@ -94,9 +94,10 @@ def test_supervised_training_learns_what_can_be_known(tuned, scaling):
 
 
 @pytest.mark.parametrize(
-    ("placement", "scaling", "params"), [("fleet", "delayed", False), ("colocated", "blockwise", True)]
+    ("placement", "scaling", "params"),
+    [("fleet", "delayed", False), ("colocated", "blockwise", True), ("colocated", "none", False)],
 )
-def test_an_fp8_policy_learns_from_an_engine_that_has_its_weights(
+def test_a_policy_learns_from_an_engine_that_has_its_weights(
     tmp_path, monkeypatch, engine, tuned, calls, on_a_gpu, placement, scaling, params
 ):
     monkeypatch.setenv("DAPO_MEGA_API_KEY", API_KEY)
@@ -148,7 +149,8 @@ def check_groups(events, num_bytes, longest_s):
     assert longest_s < 600
     assert {event["what"] for event in events} == {"joined"}
     assert sorted((event["rank"], event["size"]) for event in events) == [(0, 2), (1, 2)]
-    assert all(0 < event["timeout_s"] <= longest_s for event in events)
+    # torch ends the process at its limit, so it is above the one at which the trainer gives up.
+    assert all(longest_s / 4 < event["timeout_s"] <= longest_s for event in events)
 
 
 def check_memory(events, num_bytes, longest_s):

@@ -1,9 +1,10 @@
-"""Nothing of a trainer listens where only this machine has to reach it."""
+"""Where a trainer's process computes and listens, and what its groups carry."""
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from dapo_mega.config import ParallelConfig
 from dapo_mega.megatron import processes
 
 
@@ -18,6 +19,28 @@ def test_a_single_process_listens_on_this_machine_only(monkeypatch):
     finally:
         dist.destroy_process_group()
     assert addresses == {"127.0.0.1"}
+
+
+def test_each_process_has_a_gpu_and_groups_for_data_of_the_host(monkeypatch):
+    """NCCL refuses tensors of the host."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    chosen, backends, new_group = [], {}, dist.new_group
+
+    def noted(*arguments, **options):
+        group = new_group(*arguments, **options)
+        backends[group] = options.get("backend")
+        return group
+
+    monkeypatch.setattr(processes.accelerator, "select", chosen.append)
+    monkeypatch.setattr(dist, "new_group", noted)
+    try:
+        mine = processes.start_processes(ParallelConfig(), 0)
+        assert chosen == [3]
+        assert [backends.get(group) for group in (mine.control, mine.leaders, mine.replica)] == ["gloo"] * 3
+    finally:
+        processes.stop_processes()
 
 
 def listening():

@@ -4,7 +4,9 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 
+from dapo_mega.distributed import accelerator
 from dapo_mega.engines.sglang.weight_protocol import limit_of_group, limited_group
 from dapo_mega.sglang_plugin.joining import join_within_limit
 
@@ -36,6 +38,15 @@ def test_the_caller_gets_the_group_or_the_error():
 
     with pytest.raises(RuntimeError, match="connection refused"):
         join_within_limit(refuse, group_name=name)
+
+
+def test_who_joins_has_this_engines_gpu_for_its_own(monkeypatch):
+    """The current device is a thread's own."""
+    chosen = []
+    monkeypatch.setattr(accelerator, "device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(accelerator, "select", lambda number: chosen.append((number, threading.current_thread())))
+    joining = join_within_limit(lambda **_: threading.current_thread(), group_name=limited_group("group", 30.0))
+    assert chosen == [(3, joining)]
 
 
 def test_a_store_that_never_answers_is_given_up_at_the_limit():

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from dapo_mega.engines.sglang.weight_protocol import (
 )
 from dapo_mega.sglang_plugin import relaying
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.sglang_plugin.relaying import Follower, RelayFailed, Relays
+from dapo_mega.sglang_plugin.relaying import Arrival, Follower, RelayFailed, Relays
 from dapo_mega.weight_sync.engine_groups import join_group
+from tests.te_cpu.engines import gpu_stand_ins
 
 ADDRESS = "127.0.0.1"
 NAME = limited_group(relay_group("run-0"), 20.0)
@@ -112,9 +114,9 @@ def store():
     return open_store(ADDRESS, 30)
 
 
-def joined(relays, store, rank, size=2):
+def joined(relays, store, rank, size=2, device="cpu"):
     place = {"address": ADDRESS, "port": store.port, "rank": rank, "world_size": size}
-    return relays.join(NAME, **place, device="cpu", is_sender=rank == 0)
+    return relays.join(NAME, **place, device=device, is_sender=rank == 0)
 
 
 @pytest.fixture
@@ -124,6 +126,33 @@ def pair(store):
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(joined, sides, [store] * 2, range(2)))
     return sides
+
+
+def test_what_comes_to_a_gpu_is_there_when_the_wait_for_it_ends(store, monkeypatch):
+    """The wait of NCCL's works makes the stream wait, not the thread, which could not hear then that the engine is
+    gone."""
+    gpu_stand_ins.have_nccl(monkeypatch)
+    sides = Relays(), Relays()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda side, rank: joined(side, store, rank, device="cuda"), sides, range(2)))
+
+    class Coming:
+        questions = 0
+
+        def is_completed(self):
+            self.questions += 1
+            return self.questions > 3
+
+        def wait(self, timeout=None):
+            assert self.questions > 3
+            return True
+
+    source = sides[1].source(NAME)
+    assert Arrival(Coming(), source).wait()
+    source._limit_s = 0.0
+    source._watch = SimpleNamespace(is_alive=lambda: True)
+    with pytest.raises(RelayFailed, match="has not answered"):
+        Arrival(SimpleNamespace(is_completed=lambda: False), source).wait()
 
 
 SPECS = weight_specs("ab", ["float32"] * 2, [(3,), (2**20,)])  # Two pieces, of which the second has two chunks.

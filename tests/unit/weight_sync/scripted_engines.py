@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -62,16 +63,19 @@ class ScriptedEngine:
     """`faults` map the name of a call, or ("update", n) for the n-th bucket of an update, to what goes wrong in it:
     `die`, `hang` or `refuse`, or `refuse twice`, again when it is called again."""
 
-    def __init__(self, url, timeout_s):
+    def __init__(self, url, timeout_s, tp_size=1):
         self.url = url
+        self.tp_size = tp_size
         self.faults = {}
         self.is_dead = False
-        self.weights = {}
+        self.rank_weights = [{} for _ in range(tp_size)]
+        self.weights = self.rank_weights[0]
         self.versions = []
         self.calls = []
         self.load_formats = []
         self.sources = []  # Of the buckets: trainer or engine.
-        self.groups = {}
+        self.groups = {}  # Those of the first rank.
+        self.other_groups = {}  # Name -> those of the other ranks.
         self.relays = Relays()
         self.is_open = False
         self.num_buckets = 0
@@ -80,7 +84,7 @@ class ScriptedEngine:
         self.says_version = None  # Instead of the one that it was given.
         self.scores = []
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(tp_size)
 
     async def _meet(self, call):
         self.calls.append(call)
@@ -101,6 +105,7 @@ class ScriptedEngine:
         """Leave all groups, so that nobody waits for what this engine does not do. Those that still wait for others are
         kept: freeing them would stop all threads of this process until their time limit."""
         self.groups.clear()
+        self.other_groups.clear()
         for side in (self.relays._follower, self.relays._source):
             if side and not side.is_open():
                 self.relays.leave(side.name)
@@ -136,7 +141,7 @@ class ScriptedEngine:
 
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
         await self._meet("join a relay" if is_relay_group(name) else "init")
-        assert (world_size, backend) == (2, "gloo")
+        assert (world_size, backend) == (2 if is_relay_group(name) else 1 + self.tp_size, "gloo")
         assert 0 < limit_of_group(name) < self._timeout_s
         if is_relay_group(name):
             await self._in_thread(self._join_relay, address, port, name, rank_offset)
@@ -153,14 +158,19 @@ class ScriptedEngine:
             raise EngineRefused(self.url, 400, str(error)) from error
 
     def _join(self, address, port, name):
-        store = connect_store(address, port, self._timeout_s)
-        self.groups[name] = join_group(store, name, 2, torch.device("cpu"), address, self._timeout_s, rank=1)
+        def join(rank):
+            store = connect_store(address, port, self._timeout_s)
+            size = 1 + self.tp_size
+            return join_group(store, name, size, torch.device("cpu"), address, self._timeout_s, rank=rank)
+
+        with ThreadPoolExecutor(self.tp_size) as ranks:
+            self.groups[name], *self.other_groups[name] = ranks.map(join, range(1, 1 + self.tp_size))
 
     async def destroy_weights_update_group(self, name):
         await self._meet("destroy")
         if name not in self.groups:
             raise EngineRefused(self.url, 400, f"no group {name}")
-        del self.groups[name]
+        del self.groups[name], self.other_groups[name]
 
     async def update_weights_from_distributed(
         self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format, limit_s=None
@@ -175,7 +185,10 @@ class ScriptedEngine:
         self.sources.append("engine" if is_relay_group(group_name) else "trainer")
         follower = self.relays.follower(passed_on)
         try:
-            await self._in_thread(self._receive, weight_specs(names, dtypes, shapes), group, load_format, follower)
+            specs, groups = weight_specs(names, dtypes, shapes), [group, *self.other_groups.get(group_name, [])]
+            receive = partial(self._in_thread, self._receive, specs, load_format)
+            followers = [follower, *[None] * (self.tp_size - 1)]
+            await asyncio.gather(*map(receive, groups, followers, self.rank_weights))
         except RuntimeError as error:
             raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
         self.versions.append((version, flush_cache))
@@ -198,17 +211,17 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, specs, group, load_format, follower):
+    def _receive(self, specs, load_format, group, follower, weights):
         if load_format == CHANGES_FORMAT:
             changes = ChangedWeights(group, "cpu", specs, follower)
             for spec, (name, tensor) in zip(specs, changes, strict=True):
-                self.weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
+                weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
         is_flat = load_format == "flattened_bucket"
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
         for name, tensor in ArrivingWeights(group, "cpu", specs, pieces, None, follower):
-            self.weights[name] = tensor.clone()
+            weights[name] = tensor.clone()
             time.sleep(self.load_s)
 
 
@@ -228,7 +241,12 @@ class ScriptedFleet:
 
     def targets(self, only_outdated):
         present = [
-            Target(url, is_outdated=url in self.outdated, has_plugin=url not in self.without_plugin)
+            Target(
+                url,
+                self.engines[url].tp_size,
+                is_outdated=url in self.outdated,
+                has_plugin=url not in self.without_plugin,
+            )
             for url in self.engines
             if url not in self.away
         ]

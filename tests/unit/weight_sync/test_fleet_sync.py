@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from dapo_mega.config import WeightSyncConfig
@@ -54,6 +55,15 @@ def test_every_engine_gets_the_exact_weights_and_the_version_last(sync, fleet):
     for engine in fleet.engines.values():
         assert engine.versions == [(None, False), (None, False), ("7", True)]
         assert engine.calls == ["begin", "init", ("update", 1), ("update", 2), ("update", 3), "end"]
+
+
+def test_all_processes_of_an_engine_get_the_weights(sync, fleet):
+    fleet.engines[URLS[1]] = engine = ScriptedEngine(URLS[1], TIMEOUT_S, tp_size=2)
+    policy = Policy().advance()
+    sync.push(policy, 7)
+    assert holders(fleet, policy) == URLS
+    engine.weights = engine.rank_weights[1]
+    assert holders(fleet, policy) == URLS
 
 
 class Agreement:
@@ -212,6 +222,16 @@ def test_between_full_updates_engines_get_only_what_has_changed(delta_sync, flee
     assert shares == [None, 0.01, 0.01, None, 0.01, 0.01, None]
     assert [size > FULL for size in sizes] == [True, False, False, True, False, False, True]
     assert all(DELTA <= size < DELTA + 100 for size in sizes if size < FULL)
+
+
+def test_changes_are_those_since_the_weights_that_were_sent_last(delta_sync, fleet):
+    """Also after most values have changed, which are sent whole then; and changed back."""
+    policy = SlowlyChanging()
+    first = policy.tensors["w"].clone()
+    for version, weights in enumerate((first, first + 1, first.index_fill(0, torch.tensor([3]), 2.0)), start=1):
+        policy.tensors["w"] = weights
+        delta_sync.push(policy, version)
+        assert holders(fleet, policy) == URLS
 
 
 @pytest.mark.parametrize("call", [("update", 1), "end"])
