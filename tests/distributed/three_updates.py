@@ -22,7 +22,7 @@ from .launching import run_distributed
 from .tiny import make_samples
 
 SAMPLES = (17, 26, 14)
-"""Of each update, so that the number of micro-batches varies, as packing makes it vary."""
+"""Of each update. The number of micro-batches varies, as packing makes it vary."""
 NUM_UPDATES = len(SAMPLES)
 
 
@@ -30,7 +30,7 @@ def three_updates(world_size, cases, models, checkpoints):
     """{name: what the case left behind}, from one start of so many processes.
 
     A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
-    given. With `save_after` a checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of
+    given; `samples`, the number of each update's. With `save_after` a checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of
     an earlier case) the updates after its checkpoint are done. `within` is a function that makes a context for it.
     `models` has each case's checkpoint.
     """
@@ -70,7 +70,8 @@ def _three_updates(name, case, model, checkpoints):
         store = CheckpointStore(checkpoints / case["resume"], keep_last=1)
         done = store.load(policy, store.latest()).step
     for update in range(done, NUM_UPDATES):
-        samples = flatten(make_samples(SAMPLES[update], seed=update, vocab_size=policy.arch.vocab_size))
+        samples = case.get("samples", SAMPLES)[update]
+        samples = flatten(make_samples(samples, seed=update, vocab_size=policy.arch.vocab_size))
         (micro_batches,) = policy.pack(
             samples, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
         ).mini_batches

@@ -1,4 +1,4 @@
-"""A policy in FP8 or bf16 learns with a real SGLang engine in bf16, as on a GPU machine: by CUDA IPC and sleep, by NCCL.
+"""A policy in FP8 or bf16 learns with a real SGLang engine in bf16 as on a GPU machine: by CUDA IPC and sleep, by NCCL.
 
 SGLang runs as it is; `engines/` stands in for the calls of CUDA, NCCL and torch_memory_saver alone, on both sides. The
 task: demonstrations answer a digit, each as often; rewards then want a certain one.
