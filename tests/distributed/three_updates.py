@@ -30,9 +30,9 @@ def three_updates(world_size, cases, models, checkpoints):
     """{name: what the case left behind}, from one start of so many processes.
 
     A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
-    given; `samples`, the number of each update's. With `save_after` a checkpoint is written to `checkpoints` after so many updates; with `resume` (the name of
-    an earlier case) the updates after its checkpoint are done. `within` is a function that makes a context for it.
-    `models` has each case's checkpoint.
+    given; `samples`, the numbers of the updates, SAMPLES if none are given. With `save_after` a checkpoint is written
+    to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the updates after its checkpoint
+    are done. `within` is a function that makes a context for it. `models` has each case's checkpoint.
     """
     return run_distributed(_run_cases, world_size, cases, models, checkpoints, timeout_s=600)[0]
 
