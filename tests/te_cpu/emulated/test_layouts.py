@@ -258,10 +258,10 @@ def test_in_float32_nothing_differs_but_the_order_of_sums(exact, model, name):
 def test_with_rounding_the_same_is_learnt_within_its_precision(rounding, model, name):
     of_weights, of_losses, of_norms = deviation(rounding, model, name, lambda got, local: got["after"])
     assert of_weights < (0.04 if "_params" in name else 0.005)
-    # Some tokens go to other experts, and the last loss is small: the local layers in bf16 miss it by 4 %, too.
-    looser = 3 if model.startswith("deepseek") else 1
-    assert of_losses < looser * (0.02 if "bf16" in name else 0.12)
-    assert of_norms < looser * (0.05 if "bf16" in name else 0.2)
+    # Where there are experts, some tokens go to others.
+    is_dense = model in ("dense", "deep", *DENSE_FAMILIES)
+    assert of_losses < (0.03 if "bf16" in name else 0.08)
+    assert of_norms < (0.25 if not is_dense else 0.05 if "bf16" in name else 0.12)
 
 
 @pytest.mark.parametrize(("model", "name"), [p for p in parameters(ROUNDED) if not p.values[1].endswith("_resumed")])
