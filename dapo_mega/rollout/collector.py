@@ -349,7 +349,8 @@ class Collector:
         return values, {**arrays, **in_flight_arrays, **sampler_arrays}
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises InputError for groups in flight if this run's schedule leaves none."""
+        """Continue from `state`, but for groups that other settings would not have made. Raises InputError for groups
+        in flight if this run's schedule leaves none."""
         self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
@@ -361,6 +362,8 @@ class Collector:
                 "greedy_baseline needs; resume with the algorithm of the checkpoint, or start a new run from the "
                 "trained weights"
             )
+        self.buffer.groups = [group for group in self.buffer.groups if self._fits(group) and self.buffer.keeps(group)]
+        self._hold_fed([group for group in self._fed if self._fits(group)])  # The next step filters them.
         in_flight = values.get("in_flight")
         if not in_flight:
             return
@@ -370,7 +373,14 @@ class Collector:
                 f"asynchronous can continue, and with algorithm.max_staleness of at least 1; set them, or start a new "
                 f"run from the trained weights"
             )
-        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests)
+        size = self._config.batch.group_size + self._has_greedy
+        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests, size)
+
+    def _fits(self, group: Group) -> bool:
+        """Whether a held group is one that this run could have made."""
+        longest = max(len(scored.response.token_ids) for scored in group.responses)
+        is_of_size = len(group.responses) == self._config.batch.group_size
+        return is_of_size and longest <= self._config.rollout.max_response_tokens
 
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:
         return [self.prompts[i] for i in self.sampler.next(num_prompts)]

@@ -132,8 +132,10 @@ class GroupsInFlight:
         arrays: Mapping[str, Any],
         prompts: Sequence[Prompt],
         make_requests: Callable[[Sequence[int], Prompt], Sequence[GenerationRequest]],
+        group_size: int,
     ) -> None:
-        """Continue with the groups of `state`; `submit_missing` submits their missing requests with the same ids."""
+        """Continue with those groups of `state` that have so many requests; `submit_missing` submits their missing ones
+        with the same ids."""
         saved = [response for record in records for response in record["responses"]]
         responses = iter(unpack_responses(saved, arrays, "in_flight"))
         for record in records:
@@ -141,7 +143,8 @@ class GroupsInFlight:
             requests = tuple(make_requests(record["request_ids"], prompt))
             present = {saved["request_id"]: next(responses) for saved in record["responses"]}
             group = PendingGroup(prompt, requests, present)
-            (self._ended if group.complete() else self._groups).append(group)
+            if len(requests) == group_size:
+                (self._ended if group.complete() else self._groups).append(group)
 
     def _submit(self, group: PendingGroup) -> None:
         missing = [

@@ -1,6 +1,7 @@
 """Every key of a configuration is read by a run, or it is listed here with what reads it instead."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 
 import dapo_mega
 from dapo_mega.config import RunConfig, Section, SftConfig, load_config
+from dapo_mega.config.base import differences
+from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
 from dapo_mega.training.run import run_training
 from dapo_mega.training.sft import run_sft
@@ -72,6 +75,65 @@ NOT_READ_BY_FINE_TUNING = {
     "tracking.histograms_every": "by a run: they are of responses",
     "tracking.samples_per_evaluation": "by a run: fine-tuning evaluates nothing",
     "tracking.timeline": "by a run: fine-tuning has no engines",
+}
+
+
+# Another value of every key that a resume may change, by itself (FREE) or with accept_changes, and that this run reads.
+CHANGED = {
+    "num_steps": 3, "silence_limit_s": 70, "model.layer_implementation": "local",
+    "compute.fused_output_layer": False, "compute.recompute": "full", "compute.recompute_layers": 2,
+    "compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True, "optimizer.learning_rate": 2e-3,
+    "optimizer.warmup_steps": 2, "optimizer.weight_decay": 0.2, "optimizer.beta1": 0.8, "optimizer.beta2": 0.99,
+    "optimizer.epsilon": 1e-7, "optimizer.clip_grad": 0.5, "optimizer.schedule": "linear", "checkpoint.every": 3,
+    "checkpoint.keep_last": 1, "checkpoint.keep_every": 3, "checkpoint.asynchronous": False,
+    "checkpoint.hf_every": 2, "checkpoint.grace_s": 20, "checkpoint.save_hf_at_end": False,
+    "tracking.histograms_every": 2, "tracking.timeline": False, "tracking.samples_per_evaluation": 1,
+    "data.sampling.order": "prioritised", "data.sampling.floor": 0.2, "data.sampling.retire_after": 5,
+    "data.evaluation.max_rows": 4, "data.max_prompt_tokens": 17, "data.long_prompts": "drop",
+    "rollout.temperature": 0.9, "rollout.top_p": 0.99, "rollout.top_k": 50, "rollout.max_response_tokens": 11,
+    "rollout.max_batch_rows": 8, "rollout.mismatch_warning": 0.3, "rollout.mismatch_stop": 5.0,
+    "reward.correct": 0.9, "reward.incorrect": -0.9, "reward.overlong_cache_tokens": 3,
+    "reward.overlong_filtering": True, "reward.length_weight": 0.2, "reward.length_phase_in": [0, 2],
+    "reward.max_failed_share": 0.2, "algorithm.advantage": "group_mean", "algorithm.normalize_advantages": True,
+    "algorithm.aggregation": "sequence_mean_token_mean", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3,
+    "algorithm.dual_clip": 5.0, "algorithm.max_generation_rounds": 9, "algorithm.max_staleness": 1,
+    "algorithm.entropy_coefficient": 0.001, "algorithm.entropy_target": 9.0, "algorithm.entropy_step": 0.001,
+    "algorithm.entropy_max": 0.004, "algorithm.importance_cap": 3.0, "algorithm.importance_level": "sequence",
+    "algorithm.token_mask": [0.1, 5.0], "algorithm.sequence_mask": [0.1, 5.0], "algorithm.kl.coefficient": 0.02,
+    "algorithm.kl.estimator": "k2", "batch.groups_per_step": 4, "batch.group_size": 6, "batch.generation_groups": 5,
+    "batch.mini_batch_groups": 2, "batch.epochs": 2, "batch.tokens_per_microbatch": 96, "evaluation.every": 2,
+    "evaluation.at_end": True, "evaluation.samples_per_prompt": 3, "evaluation.temperature": 0.8,
+    "evaluation.top_p": 0.9, "evaluation.top_k": 40, "weight_sync.bucket_mib": 1.0, "samples.groups_per_step": 2,
+    "samples.max_gib": 1.0,
+}  # fmt: skip
+# The others -> why they are not among these, beside what this run does not read.
+NOT_CHANGED = {
+    "compute.deterministic": "set for the whole process",
+    "threads_per_process": "set for the whole process",
+    "algorithm.covariance_": "with algorithm.policy_loss=clip_cov or kl_cov",
+    "algorithm.dynamic_sampling": "in unit/rollout/test_collector.py, with the groups that are held",
+    "algorithm.score_threshold": "the same",
+    "algorithm.kl.placement": "with a coefficient alone; distributed/test_methods.py",
+    "algorithm.mirror_temperature": "with algorithm.policy_loss=mirror_descent",
+    "algorithm.old_policy": "not with algorithm.importance_cap",
+    "algorithm.policy_loss": "distributed/test_methods.py has all of them",
+    "algorithm.soft_gate": "with algorithm.policy_loss=sapo",
+    "compute.fp8.": "with FP8",
+    "compute.recompute_modules": "with compute.recompute=selective",
+    "data.evaluation.": "the problems: read anew at each start",
+    "data.mixture": "the names of the datasets are in the checkpoint: refused",
+    "data.train": "other prompts are refused",
+    "evaluation.at_start": "before the first step alone",
+    "evaluation.beside_training": "with engines of a fleet",
+    "model.dtype": "a checkpoint holds float32 copies, which any format is made of",
+    "model.path": "weights come from the checkpoint: says where tokenizer and sizes are",
+    "output_dir": "says where the checkpoint is",
+    "parallel.": "distributed/test_converted_checkpoints.py and integration/test_resume.py",
+    "reward.": "read anew for each response",
+    "rollout.": "placement, dtype and schedule: with engines of a fleet",
+    "samples.enabled": "unit/samples",
+    "seed": "refused",
+    "tracking.backends": "integration/test_trackers.py",
 }
 
 
@@ -141,6 +203,32 @@ def test_a_run_reads_every_key(tmp_path, reads):
     print_dry_run(config)
     run_training(config)
     assert_all_read(config, seen, NOT_READ_BY_A_RUN)
+
+
+def test_a_resume_reads_every_changed_key(tmp_path, reads):
+    """Configurations are immutable: what is read after the start is the new value. What a checkpoint could put in its
+    place is held by optimizer, schedule, entropy bonus, sampler and buffer, whose unit tests change it."""
+    file = prepare(tmp_path)
+    before = distinct(load_config(RunConfig, file, ["num_steps=1", "algorithm.kl.coefficient=0.01"]))
+    listed = (*NOT_CHANGED, *NOT_READ_BY_A_RUN)
+    unknown = [key for key in keys_of(before) if key not in CHANGED and not key.startswith(listed)]
+    assert not unknown, f"say here what changes at a resume, and to what: {', '.join(unknown)}"
+    run_training(before)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in CHANGED.items()]
+    config = distinct(load_config(RunConfig, file, overrides))
+    same = sorted(set(CHANGED) - set(differences(before, config)))
+    assert not same, f"as before: {', '.join(same)}"
+    seen = reads(config)
+    run_training(config, accept_changes=True)
+    unread = sorted(set(CHANGED) - seen)
+    assert not unread, f"a resume does not read {', '.join(unread)}"
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    # Step 2 has updates 5 to 8 of a warm-up of 8, step 3 what falls: 4/5, 3/5, 2/5 and 1/5.
+    rates = [record["policy/learning_rate"] for record in records if record["step"]]
+    assert rates[1:] == pytest.approx([2e-3 * 13 / 16, 2e-3 / 2])
+    assert "evaluation/k" in records[2]
+    assert records[2]["evaluation/k"] == 3
+    assert records[2]["buffer/staleness_max"] == 0, "groups of another size are not held"
 
 
 def test_fine_tuning_reads_every_key(tmp_path, reads):

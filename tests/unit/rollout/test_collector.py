@@ -238,6 +238,41 @@ def test_a_restored_collector_continues_as_if_nothing_had_happened():
     assert ids == [[r.response.request_id for r in g.responses] for g in expected]
 
 
+def test_held_groups_that_changed_settings_would_not_make_are_left_out():
+    """They would break the mini-batches of a step, or be trained on against the new filter."""
+    run = config()
+    subject = collector(ScriptedEngine(every_other), run)
+    subject.collect(0)
+    state = subject.state()
+    changes = {
+        "nothing": ({}, 2),
+        "larger groups": ({"batch": {"group_size": 6}}, 0),
+        "shorter responses": ({"rollout": {"max_response_tokens": 8}}, 1),
+        "another filter": ({"algorithm": {"dynamic_sampling_on": "score_threshold", "score_threshold": 2.0}}, 0),
+        "no filter": ({"algorithm": {"dynamic_sampling": False}}, 2),
+    }
+    for name, (changed, num_held) in changes.items():
+        resumed = collector(ScriptedEngine(every_other), config(**changed))
+        resumed.load_state(*state)
+        assert len(resumed.buffer) == num_held, name
+    resumed = collector(ScriptedEngine(every_other), config(batch={"group_size": 6}))
+    resumed.load_state(*state)
+    assert {len(group.responses) for group in resumed.collect(1)[0]} == {6}
+
+
+def test_groups_in_flight_of_another_size_are_not_continued():
+    subject = collector(ScriptedEngine(every_other, order=straggler), partial())
+    subject.collect(0)
+    values, arrays = subject.state()
+    assert values["in_flight"]
+    for size, num_in_flight in ((4, len(values["in_flight"])), (6, 0)):
+        run = partial()
+        run = run.model_copy(update={"batch": run.batch.model_copy(update={"group_size": size})})
+        resumed = collector(ScriptedEngine(every_other), run)
+        resumed.load_state(values, arrays)
+        assert resumed.num_in_flight() == num_in_flight
+
+
 def test_request_seeds_are_unique_and_depend_on_the_run_seed():
     engine = ScriptedEngine(every_other)
     collector(engine, config()).collect(0)
