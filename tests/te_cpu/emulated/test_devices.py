@@ -1,0 +1,291 @@
+"""Nothing of training mixes tensors of host and GPU: whole runs on tensors that carry the name of a device."""
+
+import copy
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn import functional
+
+from dapo_mega.config import PRESETS, ParallelConfig
+from dapo_mega.data.tokenizer import build_character_tokenizer
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from tests import te_cpu
+from tests.distributed.tiny import save_random
+from tests.gpu.device_policy import DEVICE_SIZES
+from tests.integration.fleet_runs import fleet_values, merge, train_to_the_end, training_run_of
+from tests.integration.sglang_servers import tiny_model
+from tests.te_cpu import devices
+from tests.te_cpu.devices import CPU, CUDA
+from tests.te_cpu.emulated.test_layouts import EXPERTS, LATENT
+
+
+def on(device, *shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def indices(device, *shape):
+    return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def saved(tensor, **options):
+    file = io.BytesIO()
+    torch.save({"a": tensor}, file)
+    file.seek(0)
+    return torch.load(file, **options)["a"]
+
+
+def gradient_of(function, device):
+    source = on(device, 3).requires_grad_()
+    function(source).sum().backward()
+    return source.grad
+
+
+class Halved(torch.autograd.Function):
+    """Asks in its backward pass where it is."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full(gradient.shape, 0.5, device=gradient.device)
+
+
+class HalvedOnTheHost(Halved):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full(gradient.shape, 0.5)
+
+
+def stepped(make, device):
+    weight = torch.nn.Parameter(on(device, 3))
+    weight.grad = on(device, 3)
+    optimizer = make([weight])
+    optimizer.step()
+    return next(value for value in optimizer.state[weight].values() if value.dim())
+
+
+def parameter_to(device):
+    return torch.nn.Linear(2, 2).to(device).weight
+
+
+# What CUDA takes: name -> (function, where its result is).
+TAKEN = {
+    "host scalar, pointwise": (lambda: on(CUDA, 3) + on(CPU), CUDA),
+    "host scalar first": (lambda: on(CPU) * on(CUDA, 3), CUDA),
+    "scalars of both": (lambda: on(CPU) / on(CUDA), CUDA),
+    "host scalar in place": (lambda: on(CUDA, 3).mul_(on(CPU)), CUDA),
+    "host scalar, maximum": (lambda: torch.maximum(on(CUDA, 3), on(CPU)), CUDA),
+    "host scalar, where": (lambda: torch.where(on(CUDA, 3) > 0, on(CPU), on(CUDA, 3)), CUDA),
+    "host scalar, masked_fill": (lambda: on(CUDA, 3).masked_fill(on(CUDA, 3) > 0, on(CPU)), CUDA),
+    "host scalar, assigned": (lambda: on(CUDA, 3).index_put_((indices(CUDA, 2),), on(CPU)), CUDA),
+    "host index": (lambda: on(CUDA, 3)[indices(CPU, 2)], CUDA),
+    "host mask": (lambda: on(CUDA, 3)[on(CPU, 3) > 0], CUDA),
+    "host index, assigned": (lambda: on(CUDA, 3).index_put_((indices(CPU, 2),), on(CUDA, 2)), CUDA),
+    "copy to the host": (lambda: on(CPU, 3).copy_(on(CUDA, 3)), CPU),
+    "copy to the GPU": (lambda: on(CUDA, 3).copy_(on(CPU, 3)), CUDA),
+    "slice assigned from the host": (lambda: on(CUDA, 3).fill_(0)[:2].copy_(on(CPU, 2)), CUDA),
+    "to, by name": (lambda: on(CPU, 3).to("cuda"), CUDA),
+    "to, with type": (lambda: on(CUDA, 3).to(CPU, torch.float64), CPU),
+    "to, type only": (lambda: on(CUDA, 3).to(torch.bfloat16), CUDA),
+    "to, as another": (lambda: on(CPU, 3).to(on(CUDA, 1)), CUDA),
+    "cuda": (lambda: on(CPU, 3).cuda(), CUDA),
+    "cpu": (lambda: on(CUDA, 3).cpu(), CPU),
+    "module": (lambda: parameter_to("cuda"), CUDA),
+    "data of another device": (lambda: setattr(w := parameter_to("cpu"), "data", on(CUDA, 2, 2)) or w, CUDA),
+    "like": (lambda: torch.zeros_like(on(CUDA, 3)), CUDA),
+    "like, elsewhere": (lambda: torch.empty_like(on(CUDA, 3), device="cpu"), CPU),
+    "new": (lambda: on(CUDA, 3).new_zeros(2), CUDA),
+    "new tensor": (lambda: on(CUDA, 3).new_tensor([1.0]), CUDA),
+    "made without a device": (lambda: torch.zeros(3), CPU),
+    "tensor of a list": (lambda: torch.tensor([1.0], device="cuda:0"), CUDA),
+    "tensor of the GPU's scalars": (lambda: torch.tensor([on(CUDA).item(), 1.0]), CPU),
+    "as_tensor": (lambda: torch.as_tensor(on(CUDA, 3)), CUDA),
+    "as_tensor of numpy": (lambda: torch.as_tensor(np.ones(3), device="cuda"), CUDA),
+    "from_numpy": (lambda: torch.from_numpy(np.ones(3)), CPU),
+    "numpy of a copy": (lambda: torch.from_numpy(on(CUDA, 3).cpu().numpy()), CPU),
+    "list": (lambda: torch.tensor(on(CUDA, 3).tolist()), CPU),
+    "view": (lambda: on(CUDA, 4).view(2, 2).t()[0], CUDA),
+    "channels last": (lambda: on(CUDA, 1, 2, 2, 2).to(memory_format=torch.channels_last), CUDA),
+    "deep copy": (lambda: copy.deepcopy(on(CUDA, 3)), CUDA),
+    "one_hot": (lambda: functional.one_hot(indices(CUDA, 2), 3), CUDA),
+    "nonzero": (lambda: on(CUDA, 3).nonzero(), CUDA),
+    "bincount": (lambda: torch.bincount(indices(CUDA, 2)), CUDA),
+    "sums of whole numbers": (lambda: indices(CUDA, 3).cumsum(0), CUDA),
+    "saved": (lambda: saved(on(CUDA, 3)), CUDA),
+    "saved, to the host": (lambda: saved(on(CUDA, 3), map_location="cpu"), CPU),
+    "saved from the host to the GPU": (lambda: saved(on(CPU, 3), map_location="cuda"), CUDA),
+    "pinned": (lambda: on(CPU, 3).pin_memory(), CPU),
+    "generator": (lambda: torch.randn(3, device="cuda", generator=torch.Generator("cuda")), CUDA),
+    "gradient": (lambda: gradient_of(lambda t: t.max() + t[:2].prod() + t.gather(0, indices(CUDA, 1)), CUDA), CUDA),
+    "gradient through a move": (lambda: gradient_of(lambda t: t.cpu().square(), CUDA), CUDA),
+    "gradient to the host": (lambda: gradient_of(lambda t: t.cuda().square(), CPU), CPU),
+    "own gradient": (lambda: gradient_of(Halved.apply, CUDA), CUDA),
+    "Adam": (lambda: stepped(torch.optim.AdamW, CUDA), CUDA),
+}  # fmt: skip
+REFUSED = {
+    "sum": lambda: on(CUDA, 3) + on(CPU, 3),
+    "host vector of one": lambda: on(CUDA, 3) + on(CPU, 1),
+    "GPU's scalar beside a host vector": lambda: on(CPU, 3) * on(CUDA),
+    "in place into a host scalar": lambda: on(CPU).add_(on(CUDA)),
+    "in place, host": lambda: on(CPU, 3).add_(on(CUDA, 3)),
+    "out": lambda: torch.add(on(CUDA, 3), on(CUDA, 3), out=on(CPU, 3)),
+    "stacked scalars": lambda: torch.stack([on(CUDA), on(CPU)]),
+    "cat": lambda: torch.cat([on(CUDA, 3), on(CPU, 1)]),
+    "product": lambda: on(CUDA, 3, 3) @ on(CPU, 3, 3),
+    "linear": lambda: functional.linear(on(CUDA, 3), on(CPU, 3, 3)),
+    "embedding": lambda: functional.embedding(indices(CPU, 2), on(CUDA, 3, 3)),
+    "cross entropy": lambda: functional.cross_entropy(on(CUDA, 2, 3), indices(CPU, 2)),
+    "where, condition": lambda: torch.where(on(CPU, 3) > 0, on(CUDA, 3), on(CUDA, 3)),
+    "masked_fill, mask": lambda: on(CUDA, 3).masked_fill(on(CPU, 3) > 0, 0.0),
+    "masked_select": lambda: on(CUDA, 3).masked_select(on(CPU, 3) > 0),
+    "gather": lambda: on(CUDA, 3).gather(0, indices(CPU, 1)),
+    "index_select": lambda: on(CUDA, 3).index_select(0, indices(CPU, 1)),
+    "take_along_dim": lambda: on(CUDA, 3).take_along_dim(indices(CPU, 1), 0),
+    "scatter": lambda: on(CUDA, 3).scatter_(0, indices(CPU, 1), 2.0),
+    "scatter_add": lambda: on(CUDA, 3).scatter_add_(0, indices(CUDA, 1), on(CPU, 1)),
+    "index_add": lambda: on(CUDA, 3).index_add_(0, indices(CPU, 1), on(CUDA, 1)),
+    "index_copy": lambda: on(CPU, 3).index_copy_(0, indices(CPU, 1), on(CUDA, 1)),
+    "GPU's index of a host tensor": lambda: on(CPU, 3)[indices(CUDA, 2)],
+    "GPU's mask of a host tensor": lambda: on(CPU, 3)[on(CUDA, 3) > 0],
+    "assigned host vector": lambda: on(CUDA, 3).index_put_((indices(CUDA, 2),), on(CPU, 2)),
+    "searchsorted": lambda: torch.searchsorted(on(CUDA, 3), on(CPU, 2)),
+    "bucketize": lambda: torch.bucketize(on(CUDA, 3), on(CPU, 2)),
+    "repeat_interleave": lambda: on(CUDA, 3).repeat_interleave(indices(CPU, 3)),
+    "equal": lambda: torch.equal(on(CUDA, 3), on(CPU, 3)),
+    "allclose": lambda: torch.allclose(on(CUDA, 3), on(CPU, 3)),
+    "foreach": lambda: torch._foreach_add([on(CUDA, 3)], [on(CPU, 3)]),
+    "numpy": lambda: on(CUDA, 3).numpy(),
+    "array": lambda: np.asarray(on(CUDA, 3)),
+    "pinned": lambda: on(CUDA, 3).pin_memory(),
+    "host generator": lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+    "host generator, in place": lambda: on(CUDA, 3).normal_(generator=torch.Generator()),
+    "GPU's generator": lambda: torch.randn(3, generator=torch.Generator("cuda")),
+    "after a move": lambda: on(CUDA, 3).cpu() + on(CUDA, 3),
+    "views": lambda: on(CUDA, 4).view(2, 2)[0] - on(CPU, 4)[:2],
+    "own gradient": lambda: gradient_of(HalvedOnTheHost.apply, CUDA),
+    "assigned gradient": lambda: setattr(on(CUDA, 3), "grad", on(CPU, 3)),
+}
+
+
+def outcome(function):
+    """Where the result is, or the error."""
+    try:
+        return function().device
+    except (devices.MixedDevicesError, TypeError) as error:
+        return str(error)
+
+
+def test_devices_mix_as_those_of_cuda_do():
+    with devices.pretending():
+        wrong = {n: got for n, (function, expected) in TAKEN.items() if (got := outcome(function)) != expected}
+        wrong |= {
+            f"{n}, refused": got
+            for n, function in REFUSED.items()
+            if isinstance(got := outcome(function), torch.device)
+        }
+    assert not wrong
+    assert on(CPU, 2).device == CPU
+
+
+def refusals_of(communication):
+    """Which of the backends refuse tensors of GPU and host."""
+    groups = {"nccl": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    outcomes = {}
+    for backend, group in groups.items():
+        for device in (CUDA, CPU):
+            got = outcome(lambda group=group, device=device: communication(group, on(device, 2)) or on(device, 2))
+            outcomes[backend, device.type] = isinstance(got, str)
+    return {place for place, is_refused in outcomes.items() if is_refused}
+
+
+def test_collectives_take_what_their_backend_does():
+    def gather(group, tensor):
+        dist.all_gather([torch.empty_like(tensor)], tensor, group=group)
+
+    with devices.pretending():
+        start_processes(ParallelConfig(), 0)
+        try:
+            assert refusals_of(lambda group, tensor: dist.all_reduce(tensor, group=group) and None) == {("nccl", "cpu")}
+            assert refusals_of(gather) == {("nccl", "cpu"), ("gloo", "cuda")}
+            objects = [None]
+            dist.all_gather_object(objects, {"a": 1})  # torch brings them where the group's tensors are.
+            assert objects == [{"a": 1}]
+        finally:
+            stop_processes()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 200, "hidden_size": 128, "intermediate_size": 256}
+    made = {"dense": tiny_model(folder / "dense", **sizes)}
+    special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    for name, kind, more in (("experts", "Qwen3MoeConfig", EXPERTS), ("latent", "DeepseekV3Config", LATENT)):
+        config = getattr(transformers, kind)(**{**DEVICE_SIZES, **more, **special})
+        made[name] = save_random(config, folder / name, scale=0.03)
+        build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder / name)
+    return made
+
+
+CORRECTED = {
+    "importance_cap": 2.0,
+    "sequence_mask": (0.5, 2.0),
+    "token_mask": (0.1, 10.0),
+    "entropy_coefficient": 1e-3,
+    "entropy_target": 0.5,
+    "kl": {"coefficient": 0.1, "estimator": "k3"},
+}
+FP8 = {
+    f"{scaling}{' parameters' * params}": {"compute": {"fp8": {"scaling": scaling, "params": params}}}
+    for scaling, params in (("delayed", False), ("tensorwise", True), ("blockwise", False), ("blockwise", True))
+}
+LOCAL = {"model": {"layer_implementation": "local"}}
+RUNS = {
+    **{preset: {**LOCAL, "num_steps": 1, "algorithm": {"preset": preset}} for preset in PRESETS if preset != "ppo"},
+    "dapo": {"algorithm": CORRECTED, "checkpoint": {"every": 1}, "tracking": {"histograms_every": 1}},
+    "corrected by response": {**LOCAL, "algorithm": {**CORRECTED, "importance_level": "sequence"}},
+    "not fused": {**LOCAL, "num_steps": 1, "compute": {"fused_output_layer": False}},
+    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coefficient": 0.1, "placement": "reward"}}},
+    "deterministic": {**LOCAL, "compute": {"deterministic": True}, "rollout": {"top_p": 0.9, "top_k": 50}},
+    "recomputed": {**LOCAL, "compute": {"recompute": "full", "overlap_grad_reduce": True}},
+    "offloaded": {"compute": {"optimizer_offload": 1.0}},
+    "experts": {"num_steps": 1, "model": {"path": "experts"}, "compute": {"moe": {"aux_loss_coefficient": 0.01}}},
+    "latent": {"num_steps": 1, "model": {"path": "latent"}},
+    "deterministic experts": {"num_steps": 1, "model": {"path": "experts"}, "compute": {"deterministic": True}},
+    **FP8,
+}  # fmt: skip
+
+
+def run(folder, models, case):
+    """The records of two steps, on tensors of a GPU by name."""
+    engine = SimpleNamespace(model=models["dense"], launcher=SimpleNamespace(urls=[]))
+    values = fleet_values(
+        folder, engine, num_steps=2, data={"max_prompt_tokens": 24}, batch={"tokens_per_microbatch": 128}
+    )
+    values["rollout"] = {"max_response_tokens": 12, "mismatch_warning": 10.0}
+    values["model"]["dtype"] = "bf16"
+    for section, given in case.items():
+        values[section] = merge(values.get(section, {}), given) if isinstance(given, dict) else given
+    values["model"]["path"] = str(models.get(values["model"]["path"], values["model"]["path"]))
+    try:
+        with devices.pretending(), training_run_of(values) as training_run:
+            assert all(devices.on_gpu(p) for chunk in training_run.policy.chunks for p in chunk.parameters())
+            return train_to_the_end(training_run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        te_cpu.forget_models()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_step_of_training_mixes_devices(tmp_path, models, name):
+    records = run(tmp_path, models, RUNS[name])
+    assert [record["step"] for record in records] == list(range(1, RUNS[name].get("num_steps", 2) + 1))
+    assert all(record["policy/grad_norm"] > 0 for record in records)
+    assert records[-1]["rollout/logprob_abs_diff_mean"] < (0.5 if name in FP8 else 0.05)
