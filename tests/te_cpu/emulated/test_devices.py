@@ -1,7 +1,9 @@
 """Nothing of training mixes tensors of host and GPU: whole runs on tensors that carry the name of a device."""
 
+import contextlib
 import copy
 import io
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,15 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from dapo_mega.config import PRESETS, ParallelConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.metrics import read_metrics
+from dapo_mega.training import loop as trainer
 from tests import te_cpu
+from tests.distributed.launching import run_distributed
 from tests.distributed.tiny import save_random
 from tests.gpu.device_policy import DEVICE_SIZES
-from tests.integration.fleet_runs import fleet_values, merge, train_to_the_end, training_run_of
+from tests.integration.fleet_runs import fleet_values, merge, training_run_of
 from tests.integration.sglang_servers import tiny_model
 from tests.te_cpu import devices
 from tests.te_cpu.devices import CPU, CUDA
@@ -244,11 +250,13 @@ CORRECTED = {
 }
 FP8 = {
     f"{scaling}{' parameters' * params}": {"compute": {"fp8": {"scaling": scaling, "params": params}}}
-    for scaling, params in (("delayed", False), ("tensorwise", True), ("blockwise", False), ("blockwise", True))
+    for scaling, params in (("delayed", False), ("tensorwise", True), ("blockwise", True))
 }
+# Besides the two below, and those of which nothing runs on the device that does not for another.
+OTHERS = set(PRESETS) - {"dapo", "ppo", "dr_grpo", "rloo", "reinforce_pp_baseline", "remax"}
 LOCAL = {"model": {"layer_implementation": "local"}}
 RUNS = {
-    **{preset: {**LOCAL, "num_steps": 1, "algorithm": {"preset": preset}} for preset in PRESETS if preset != "ppo"},
+    **{preset: {**LOCAL, "num_steps": 1, "algorithm": {"preset": preset}} for preset in sorted(OTHERS)},
     "dapo": {"algorithm": CORRECTED, "checkpoint": {"every": 1}, "tracking": {"histograms_every": 1}},
     "corrected by response": {**LOCAL, "algorithm": {**CORRECTED, "importance_level": "sequence"}},
     "not fused": {**LOCAL, "num_steps": 1, "compute": {"fused_output_layer": False}},
@@ -263,8 +271,12 @@ RUNS = {
 }  # fmt: skip
 
 
-def run(folder, models, case):
-    """The records of two steps, on tensors of a GPU by name."""
+def recorded(training_run):
+    return [r for r in read_metrics(Path(training_run.config.output_dir) / "metrics.jsonl") if r["step"] > 0]
+
+
+def run(folder, models, case, place=None):
+    """The records of two steps, on tensors of a GPU by name; on the first process."""
     engine = SimpleNamespace(model=models["dense"], launcher=SimpleNamespace(urls=[]))
     values = fleet_values(
         folder, engine, num_steps=2, data={"max_prompt_tokens": 24}, batch={"tokens_per_microbatch": 128}
@@ -275,12 +287,46 @@ def run(folder, models, case):
         values[section] = merge(values.get(section, {}), given) if isinstance(given, dict) else given
     values["model"]["path"] = str(models.get(values["model"]["path"], values["model"]["path"]))
     try:
-        with devices.pretending(), training_run_of(values) as training_run:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(devices.pretending())
+            if place:
+                dist.init_process_group("nccl", store=place[0], rank=place[1], world_size=2)
+            training_run = stack.enter_context(training_run_of(values))
             assert all(devices.on_gpu(p) for chunk in training_run.policy.chunks for p in chunk.parameters())
-            return train_to_the_end(training_run)
+            trainer.train(training_run)
+            return recorded(training_run) if training_run.controller else None
     finally:
         torch.use_deterministic_algorithms(False)
         te_cpu.forget_models()
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+GAE = {"preset": "ppo", "kl": {"coefficient": 0.1, "placement": "reward"}}
+LAYOUTS = {
+    "tensor, sequence": {"parallel": {"tensor": 2, "sequence": True}, "algorithm": CORRECTED},
+    "context": {"parallel": {"context": 2}, "algorithm": {**GAE, "sequence_mask": (0.5, 2.0)}},
+    "context, by response": {**LOCAL, "parallel": {"context": 2}, "algorithm": {"preset": "gspo"}},
+    "pipeline": {"parallel": {"pipeline": 2}, "checkpoint": {"every": 1}, "algorithm": {"preset": "kl_cov"}},
+    "data": {"compute": {**OVERLAP, "fp8": {"scaling": "blockwise", "params": True}}},
+    "experts": {"model": {"path": "experts"}, "parallel": {"expert": 2}},
+}
+
+
+def run_layouts(folder, models):
+    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
+    stop_processes()  # Of gloo; those that follow believe that theirs are NCCL's.
+    results = {}
+    for name, case in LAYOUTS.items():
+        results[name] = run(folder / name, models, {**case, "num_steps": 1}, (dist.PrefixStore(name, store), rank))
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
+    return results
+
+
+def test_no_process_of_a_layout_mixes_devices(tmp_path, models):
+    for name in LAYOUTS:
+        (tmp_path / name).mkdir()
+    for name, (record,) in run_distributed(run_layouts, 2, tmp_path, models, timeout_s=300)[0].items():
+        assert record["policy/grad_norm"] > 0, name
 
 
 @pytest.mark.parametrize("name", RUNS)
