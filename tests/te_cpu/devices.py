@@ -362,6 +362,7 @@ def pretending() -> Iterator[None]:
             patch.setattr(place, "_CPU", CUDA)
         patch.setattr(accelerator, "device", lambda: CUDA)
         gpu_stand_ins.have_nccl(patch)
+        patch.setattr(gpu_stand_ins, "all_on_gpu", False)
         _replace_kernels(patch)
         _watch_extension(patch)
         patch.setattr(distributed_c10d, "_get_object_coll_device", _device_of_objects)

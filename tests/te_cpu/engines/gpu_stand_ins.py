@@ -32,6 +32,9 @@ _HANDLE_BYTES = 64
 _MEMORY = Path("/dev/shm")
 _counters = itertools.count()
 
+all_on_gpu = True
+"""Whether storages without a tag of `devices.py` are on the GPU."""
+
 
 def record(what: str, **details: Any) -> None:
     with open(os.environ[EVENTS], "a") as file:
@@ -52,7 +55,8 @@ def send_from_a_gpu(patch: Any) -> None:
 
     def device(self: torch.UntypedStorage) -> torch.device:
         asking = sys._getframe(1).f_globals.get("__name__")
-        return torch.device("cuda", 0) if asking == reductions.__name__ else device_of.__get__(self)
+        is_asked = asking == reductions.__name__ and getattr(self, "is_on_gpu", all_on_gpu)
+        return torch.device("cuda", 0) if is_asked else device_of.__get__(self)
 
     def share(self: torch.UntypedStorage) -> tuple[Any, ...]:
         """As torch's: device, handle, size, offset, file and place of the reference count, event, whether to wait."""
