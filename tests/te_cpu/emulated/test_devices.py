@@ -14,15 +14,22 @@ import transformers
 from torch.distributed import distributed_c10d
 from torch.nn import functional
 
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
 from dapo_mega.config import PRESETS, ParallelConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
+from dapo_mega.engines.sglang.weight_protocol import unpack_changes
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import read_metrics
+from dapo_mega.sglang_plugin.patches import make_patch
 from dapo_mega.training import loop as trainer
+from dapo_mega.weight_sync.delta import DeltaEncoding
+from dapo_mega.weight_sync.fp8 import quantised_bucket
 from tests import te_cpu
 from tests.distributed.launching import run_distributed
-from tests.distributed.tiny import save_random
-from tests.gpu.device_policy import DEVICE_SIZES
+from tests.distributed.tiny import make_samples, save_random
+from tests.gpu.device_policy import DEVICE_SIZES, device_policy
 from tests.integration.fleet_runs import fleet_values, merge, training_run_of
 from tests.integration.sglang_servers import tiny_model
 from tests.te_cpu import devices
@@ -335,3 +342,24 @@ def test_no_step_of_training_mixes_devices(tmp_path, models, name):
     assert [record["step"] for record in records] == list(range(1, RUNS[name].get("num_steps", 2) + 1))
     assert all(record["policy/grad_norm"] > 0 for record in records)
     assert records[-1]["rollout/logprob_abs_diff_mean"] < (0.5 if name in FP8 else 0.05)
+
+
+def test_what_engines_are_sent_is_on_the_gpu(models):
+    with devices.pretending():
+        policy = device_policy(models["dense"], start_processes(ParallelConfig(), 0), learning_rate=1e-2)
+        deltas = DeltaEncoding(torch.bfloat16)
+        try:
+            for _ in range(2):
+                for bucket in map(deltas.encode, policy.stage_weights(1 << 20)):
+                    assert all(map(devices.on_gpu, bucket.pieces))
+                    changes = unpack_changes(torch.cat(bucket.pieces[1:]), bucket.specs)
+                    for spec, change in zip(bucket.specs, changes, strict=True):
+                        assert devices.on_gpu(change.values)
+                        make_patch(spec, change, [])
+                batch = pack(flatten(make_samples(4, all_in_loss=True)), max_response_tokens=64)
+                policy.update([TokenBatch(batch)], SupervisedLoss())
+            assert 0 < deltas.changed_bytes < deltas.compared_bytes
+            quantised = map(quantised_bucket, policy.stage_weights(1 << 20))
+            assert all(devices.on_gpu(tensor) for bucket in quantised for _, tensor in bucket)
+        finally:
+            stop_processes()
