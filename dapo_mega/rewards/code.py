@@ -38,7 +38,7 @@ from dapo_mega.rewards.sandbox.client import (
 
 logger = logging.getLogger(__name__)
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _MAX_CODE_CHARACTERS = 200_000
 # So many tests of a solution may run out of time before the rest counts as failed.
@@ -227,12 +227,26 @@ def extract_code(response: str) -> str | None:
 
     What stands before a reasoning model's last `</think>` does not count.
     """
-    blocks = _FENCE.findall(response.rpartition("</think>")[2])
+    blocks = list(_fenced_blocks(response.rpartition("</think>")[2]))
     for marks in (_PYTHON, ("",)):
         for mark, code in reversed(blocks):
             if mark.lower() in marks and code.strip() and len(code) <= _MAX_CODE_CHARACTERS:
                 return str(code)
     return None
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(mark, content) of each fenced block. Line by line, as nothing may close any number of fences."""
+    mark, lines = None, list[str]()
+    for line in text.split("\n"):
+        fence = _FENCE.match(line)
+        if mark is None:
+            mark, lines = fence and fence[1], []
+        elif fence and line.strip() == "```":
+            yield mark, "\n".join([*lines, ""])
+            mark = None
+        else:
+            lines.append(line)
 
 
 def _request(case: Case, limit_s: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import isolation, seccomp, solution, tester
-from .frames import read_frame, write_all, write_frame
+from .frames import FrameError, framed, read_frame, write_all, write_frame
 
 JOB = b"J"
 _JOBS_IN, _ANSWERS_OUT = 0, 1
@@ -145,7 +145,7 @@ class _Job:
         self._limits_threads = isolation.can_limit_threads(self._options.namespaces)
         job = read_frame(_JOBS_IN)
         while job and (test := read_frame(_JOBS_IN)):
-            write_frame(_ANSWERS_OUT, self._run(job["code"], test))
+            write_all(_ANSWERS_OUT, _framed(self._run(job["code"], test)))
         return 0
 
     def _run(self, code: str, test: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +230,14 @@ class _Job:
             os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
+
+
+def _framed(result: dict[str, Any]) -> bytes:
+    """The result as it travels. What a solution writes grows by its escapes, so its files' limit does not bound it."""
+    try:
+        return framed(result)
+    except FrameError:
+        return framed({**result, "cause": "printed or returned too much", "output": "", "answer": ""})
 
 
 def clock_limit_s(limit_s: float) -> float:

@@ -14,6 +14,7 @@ from dapo_mega.rewards.code_tests import prints_the_same, read_cases, returns_th
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.sandbox import seccomp
 from tests.unit.rewards import hostile_code
+from tests.unit.rewards.growth import growing_too_fast
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -56,6 +57,11 @@ def test_solutions_pass_by_what_they_do(reward):
     cases = [
         (record(DOUBLE, DOUBLES), 1.0),
         (record(f"{DOUBLE}\nimport sys\nsys.exit()", DOUBLES), 1.0),
+        (record(f"{DOUBLE}\nexit()", DOUBLES), 1.0),
+        (record(f"{DOUBLE}\nquit(0)", DOUBLES), 1.0),
+        (record("print(int(input()) + 1)", json.dumps({"inputs": ["9" * 5000], "outputs": ["1" + "0" * 5000]})), 1.0),
+        # 16 MiB of NUL, six times as long in JSON, above what a message may have.
+        (record("import os\ndef f(x):\n    os.ftruncate(1, 8 << 20); os.ftruncate(3, 8 << 20)", call), 0.0),
         (record(in_thread, DOUBLES), 1.0),
         (record(at_exit, DOUBLES), 1.0),
         (record("print(42)", DOUBLES), 0.5),
@@ -198,6 +204,12 @@ def test_the_last_python_block_after_the_thoughts_is_the_solution():
     assert extract_code("```python\nunclosed") is None
     assert extract_code("```json\n{}\n```") is None
     assert extract_code("1. so\n   ```python\n   a\n   ```") == "   a\n"
+
+
+def test_fences_that_nothing_closes_cost_no_more_than_their_length():
+    assert extract_code("```python\n" * 1000 + "x\n```\n") == "```python\n" * 999 + "x\n"
+    cases = ["```python\n", "```\n", " ```\n\n", "```py x\n\t", "`" * 7, "\t" * 9 + "`\n"]
+    assert growing_too_fast(lambda _, text: extract_code(text), cases, lambda c, n: c * (n // len(c))) == {}
 
 
 def test_outputs_agree_but_for_white_space_and_rounding():
