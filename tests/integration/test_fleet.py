@@ -47,6 +47,7 @@ from .fleet_runs import (
 )
 from .runs import steps_done
 from .sglang_servers import API_KEY, call, serving_engines, sglang_python, tiny_model
+from .test_benchmarks import FORMS, printed_by
 
 pytestmark = pytest.mark.integration
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
@@ -576,6 +577,11 @@ def evaluate(tmp_path, monkeypatch):
         return result, table
 
     return run_command
+
+
+def test_the_benchmark_of_weight_updates_prints_its_table(two_engines):
+    given = ("--model", two_engines.model, "--url", two_engines.launcher.urls[0])
+    assert printed_by("weight_sync", *given) == FORMS["weight_sync"]
 
 
 def serve_weights_of_model(engines):

@@ -54,8 +54,8 @@ TRAINERS: dict[str, tuple[Any, bool, int]] = {
 }
 
 
-def run(options: argparse.Namespace) -> list[str]:
-    """Measure and return the rows of a Markdown table."""
+def run(options: argparse.Namespace) -> None:
+    """Measure and print a Markdown table, row by row."""
     if not accelerator.has_gpu():
         raise InputError(
             "fp8_drift needs a CUDA device, and this machine has none; python -m tests.te_cpu tools/benchmark.py "
@@ -65,11 +65,10 @@ def run(options: argparse.Namespace) -> list[str]:
     from dapo_mega.megatron.processes import start_processes
 
     processes = start_processes(ParallelConfig(), 0)
-    lines = [
+    print(
         "| width | layers | engine | trainer | mean abs. log w | KL per token | effective tokens | "
-        "effective responses | capped tokens | masked responses | gradient's error | with the cap |",
-        "|" + "---|" * 12,
-    ]
+        "effective responses | capped tokens | masked responses | gradient's error | with the cap |\n|" + "---|" * 12
+    )
     for width in options.widths:
         for depth in options.depths:
             with tempfile.TemporaryDirectory() as folder:
@@ -81,9 +80,7 @@ def run(options: argparse.Namespace) -> list[str]:
                             continue
                         own = score(Path(folder), trainer, samples.tokens, processes)
                         figures = " | ".join(drift(samples, own))
-                        lines.append(f"| {width} | {depth} | {engine} | {trainer} | {figures} |")
-                        print(lines[-1], flush=True)
-    return lines
+                        print(f"| {width} | {depth} | {engine} | {trainer} | {figures} |", flush=True)
 
 
 @dataclass(frozen=True)

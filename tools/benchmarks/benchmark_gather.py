@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=float, default=100.0, help="size of the models, in bf16")
     parser.add_argument("--bucket-mib", type=float, default=32.0)
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--layouts", nargs="+", choices=_LAYOUTS, default=list(_LAYOUTS), help="in quotes")
     options = parser.parse_args(argv)
     if options.processes % 4:
         parser.error(f"--processes {options.processes} is not a multiple of 4")
@@ -111,6 +112,7 @@ def _measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Measure
     return {
         name: _measure(folder / model, ParallelConfig(**parallel), options)
         for name, (model, parallel) in _LAYOUTS.items()
+        if name in options.layouts
     }
 
 

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     calibration: Path | None = None
     for engines in options.engines:
         measured = {}
-        for schedule, staleness in SCHEDULES:
+        for schedule, staleness in SCHEDULES[: options.schedules]:
             config = _config(folder, model, options, schedule, staleness, engines)
             measured[schedule, staleness] = _measure(config, options, engines, warmup=3 + 2 * staleness)
             calibration = calibration or Path(config.output_dir)
@@ -189,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     workload.add_length_options(parser, mean=60, longest=256)
     parser.add_argument("--spread", type=float, default=0.9, help="standard deviation of the lengths' logarithms")
     parser.add_argument("--engines", type=int, nargs="+", default=[4], help="numbers of engines, the first calibrates")
+    parser.add_argument(
+        "--schedules", type=int, default=len(SCHEDULES), help="how many, synchronous first (default: all %(default)s)"
+    )
     parser.add_argument("--places", type=int, default=16, help="responses that an engine decodes at once")
     parser.add_argument("--base-ms", type=float, default=10.0, help="of a decoding step")
     parser.add_argument("--per-response-ms", type=float, default=0.5, help="of a decoding step, for each response")

@@ -39,6 +39,8 @@ from dapo_mega.data import load_tokenizer
 from dapo_mega.data.tokenizer import decoder
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.jsonl import read_metrics
+from dapo_mega.metrics.progress import ProgressDisplay
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop as trainer
@@ -105,25 +107,21 @@ class Peer:
         self._log.close()
 
 
-class Turns:
-    """Stands in for the progress display: after each of our steps it notes the time and lets the peer do one."""
+class Turns(ProgressDisplay):
+    """In place of the progress display: after each of our steps it notes the time and lets the peer do one."""
 
     def __init__(self, peer: Callable[[], dict[str, float]] | None, num_rounds: int, limit_s: float) -> None:
+        super().__init__(num_rounds + 1, stream=sys.stderr)
         self._peer = peer
         self._num_rounds = num_rounds
         self._deadline = time.perf_counter() + limit_s
         self.ours: list[Duration] = []
         self.theirs: list[dict[str, float]] = []
-        self.metrics: list[Mapping[str, float]] = []
         self._started = (time.perf_counter(), time.process_time())
 
-    def message(self, text: str) -> None:
-        print(text, file=sys.stderr)
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], position: str = "") -> None:
         wall, cpu = self._started
         self.ours.append(Duration(time.perf_counter() - wall, time.process_time() - cpu))
-        self.metrics.append(metrics)
         if self._peer:
             self.theirs.append(self._peer())
         enough = len(self.ours) > self._num_rounds or (len(self.ours) > 3 and time.perf_counter() > self._deadline)
@@ -134,21 +132,6 @@ class Turns:
 
 class _EnoughError(Exception):
     """Leaves the training loop."""
-
-
-class _Record:
-    """Stands in front of the metrics writer and keeps the stage times."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self.records: list[Mapping[str, float]] = []
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records.append(metrics)
-        self._writer.write(step, metrics)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def run(options: argparse.Namespace) -> list[str]:
@@ -208,13 +191,11 @@ def _measure(
     tokenizer = load_tokenizer(config.model.path)
     scorer = ResponseScorer(config.reward, controller.rewards.training, decoder(tokenizer))
     engine: Any = FixedLengths(training_run.fleet, lengths)
-    record: Any = _Record(open_writer(training_run.config))
-    progress: Any = turns
     collector = Collector(config, controller.collector.prompts, engine, scorer, ())
-    training_run.controller = replace(controller, collector=collector, progress=progress, writer=record)
-    with contextlib.suppress(_EnoughError):
+    with open_writer(config) as writer, contextlib.suppress(_EnoughError):
+        training_run.controller = replace(controller, collector=collector, progress=turns, writer=writer)
         trainer.train(training_run)
-    return _report(turns, record.records, lengths, options)
+    return _report(turns, read_metrics(Path(config.output_dir) / "metrics.jsonl"), lengths, options)
 
 
 def _report(

@@ -53,6 +53,11 @@ def run(options: argparse.Namespace) -> list[str]:
             return _compare(pipeline, model, options)
 
 
+def _tried_tokens(least: int, most: int) -> list[int]:
+    """The sizes between these; one that holds every row where there is none."""
+    return [budget for budget in _TRIED_TOKENS if least <= budget <= most] or [least]
+
+
 def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
     groups = make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
@@ -66,8 +71,7 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
     favourable = {
         f"{kind}, {budget} tokens": theirs.timed(make(budget))
         for kind, make in (("bucketed", theirs.bucketed), ("packed", theirs.packed))
-        for budget in _TRIED_TOKENS
-        if budget >= options.longest + 16 and budget <= 2 * num_tokens
+        for budget in _tried_tokens(options.longest + 16, 2 * num_tokens)
     }
     tried = take_turns(favourable, 2, limit_s=60)
     best = {
