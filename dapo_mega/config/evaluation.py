@@ -50,7 +50,8 @@ class EvaluationConfig(Section):
         default=3600.0,
         gt=0,
         description="With beside_training: seconds after which an evaluation ends; responses that are unfinished then "
-        "are left out and counted. The next evaluation, and the end of the run, wait for it no longer than that.",
+        "are counted, and the evaluation has no score. The next evaluation, and the end of the "
+        "run, wait for it no longer than that.",
     )
 
     @property

@@ -103,9 +103,10 @@ class Evaluator:
         ]
 
     def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
-        """Returns the metrics. `generate` answers requests in the order given. Responses that could not be generated or
-        scored are left out of every mean and counted in `evaluation/failed` and `evaluation/unscored`. Metrics of
-        correctness are left out where the reward does not judge it."""
+        """Returns the metrics. `generate` answers requests in the order given. Where responses could not be generated
+        (`evaluation/failed`) nothing is averaged, as those that are missing are not like the others. Those that could
+        not be scored (`evaluation/unscored`) are left out of every mean. Metrics of correctness are left out where the
+        reward does not judge it."""
         requests = self.requests
         answered = [answer for answer in generate(requests) if isinstance(answer, Response)]
         self._results = self.score(answered)
@@ -114,11 +115,14 @@ class Evaluator:
             if scored:
                 by_prompt[self._place(response)].append(scored)
         self.examples = self._examples(by_prompt)
-        metrics = self._summary([responses for responses in by_prompt if responses])
-        metrics |= self._of_sources(by_prompt)
-        metrics["evaluation/failed"] = float(len(requests) - len(answered))
-        metrics["evaluation/unscored"] = float(len(answered) - sum(map(len, by_prompt)))
-        if answered:
+        metrics = {
+            "evaluation/k": float(self._config.responses_per_prompt),
+            "evaluation/failed": float(len(requests) - len(answered)),
+            "evaluation/unscored": float(len(answered) - sum(map(len, by_prompt))),
+        }
+        if len(answered) == len(requests):
+            metrics |= self._summary([responses for responses in by_prompt if responses])
+            metrics |= self._of_sources(by_prompt)
             lengths = [len(response.token_ids) for response in answered]
             metrics["evaluation/response_length_mean"] = float(np.mean(lengths))
             metrics["evaluation/truncated_share"] = float(
@@ -162,7 +166,7 @@ class Evaluator:
         return metrics
 
     def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
-        metrics = {"evaluation/k": float(self._config.responses_per_prompt)}
+        metrics: dict[str, float] = {}
         if not by_prompt:
             return metrics
         everything = [response for responses in by_prompt for response in responses]

@@ -116,7 +116,7 @@ class BesideTraining:
         num_unfinished = num_requests - len(generated.answers)
         if generated.ended_early:
             logger.warning(
-                "the evaluation of step %d ended early (%s): %d of %d responses are missing from its result",
+                "the evaluation of step %d ended early (%s): %d of %d responses are missing, so it has no score",
                 step,
                 generated.ended_early,
                 num_unfinished,
@@ -125,7 +125,7 @@ class BesideTraining:
         failures = [answer.reason for answer in generated.answers.values() if isinstance(answer, GenerationFailure)]
         if failures:
             logger.warning(
-                "%d responses of the evaluation of step %d could not be generated; the first: %s",
+                "%d responses of the evaluation of step %d could not be generated, so it has no score; the first: %s",
                 len(failures),
                 step,
                 failures[0],

@@ -114,8 +114,8 @@ EVALUATIONS: tuple[Metric, ...] = (
         "because its engines were lost or training needed them. Only with `evaluation.beside_training`, as the next "
         "three.",
         "0",
-        "above 0: long responses are missing, so accuracy is too high and length too low; the trainer's warning says "
-        "why the evaluation ended",
+        "above 0: the evaluation has no score, as the responses that are missing are the long ones; the trainer's "
+        "warning says why it ended",
         "raise `evaluation.limit_s` or `evaluation.engines`",
         better="lower",
     ),

@@ -55,9 +55,9 @@ def test_each_of_several_sources_has_accuracy_length_and_share():
     assert found["avg_at_k"] == pytest.approx((3 * expected["avg_at_k_math"] + 1.0) / 4)
 
 
-def test_prompts_without_a_response_count_in_no_source():
-    found = metrics_of(["math", "gsm", "math"], [(2, 3), (4, 4), (1, 1)], failed=(4, 5))
-    assert (found["share_math"], found["share_gsm"], found["avg_at_k_math"]) == (0.5, 0.5, 0.5)
+def test_an_evaluation_with_a_missing_response_has_no_score():
+    found = metrics_of(["math", "gsm", "math"], [(2, 3), (4, 4), (1, 1)], failed=(4,))
+    assert found == {"k": 2, "failed": 1, "unscored": 0}
 
 
 def test_prompts_of_one_source_have_no_values_of_their_own():
