@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import Section
+from dapo_mega.config.components.servers import url_problem
 from dapo_mega.errors import InputError
 
 _MIN_KEY_LENGTH = 16
@@ -66,9 +67,9 @@ class FleetConfig(Section):
     def _check(self) -> FleetConfig:
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("rollout.fleet.urls names an engine twice; name each once")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"rollout.fleet.urls has {url!r}; give URLs such as http://10.0.0.7:30000")
+        for number, url in enumerate(self.urls):
+            if problem := url_problem(url, "rollout.fleet.api_key_env", "http://10.0.0.7:30000"):
+                raise ValueError(f"URL {number} of rollout.fleet.urls {problem}")
         if self.hung_after_s <= self.heartbeat_s:
             raise ValueError(
                 f"rollout.fleet.hung_after_s={self.hung_after_s:g} must be larger than rollout.fleet.heartbeat_s="

@@ -16,19 +16,22 @@ _SECRET_PARAMETER = re.compile(r"key|token|secret|sig|password|auth", re.IGNOREC
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
-def url_problem(url: str) -> str | None:
-    """What is wrong with a server's URL, None if nothing is. Does not repeat the URL, which may hold a secret."""
+def url_problem(
+    url: str, key: str = "api_key_env or api_key_file", example: str = "http://10.0.0.7:8000/v1"
+) -> str | None:
+    """What is wrong with a server's URL, None if nothing is. Does not repeat the URL, which may hold a secret. `key`
+    names where the key belongs."""
     try:
         parts = urlsplit(url)
         has_secret = parts.username is not None or parts.password is not None
         is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        return "is no URL; give one such as http://10.0.0.7:8000/v1"
+        return f"is no URL; give one such as {example}"
     if has_secret:
-        return "has a name or password before the host; give the key as api_key_env or api_key_file"
+        return f"has a name or password before the host; give the key as {key}"
     if any(_SECRET_PARAMETER.search(name) for name, _ in parse_qsl(parts.query)):
-        return "has a secret among its parameters; give the key as api_key_env or api_key_file"
-    return None if is_web else "is no URL of a server; give one such as http://10.0.0.7:8000/v1"
+        return f"has a secret among its parameters; give the key as {key}"
+    return None if is_web else f"is no URL of a server; give one such as {example}"
 
 
 class ServerComponent(ComponentConfig):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,15 @@ class MalformedAnswer(Exception):
         super().__init__(reason)
         self.fault = fault
         self.foreign = foreign
+
+
+@contextmanager
+def _engines_fault() -> Iterator[None]:
+    """Raise MalformedAnswer for whatever an answer of another form makes Python raise."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise MalformedAnswer("malformed", f"it cannot be read: {str(error)[:100]}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,7 @@ def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
     }
 
 
+@_engines_fault()
 def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogProbs:
     """Log-probs [L - 1] of all tokens but the first, from the answer to `scoring_payload`; NaN where one is missing.
 
@@ -86,14 +97,17 @@ def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogP
     triples = meta_info.get("input_token_logprobs")
     try:
         ids = [triple[1] for triple in triples]  # type: ignore[union-attr]
-        values = np.array([triple[0] for triple in triples[1:]], dtype=np.float32)  # type: ignore[index]
-    except (TypeError, ValueError, LookupError):
+        values = _float32([triple[0] for triple in triples[1:]], or_null=True)  # type: ignore[index]
+    except (TypeError, ValueError, LookupError, OverflowError):
         raise MalformedAnswer("logprobs", "it has no log-probs of its prompt") from None
     if ids != token_ids.tolist():
         raise MalformedAnswer("logprobs", "its prompt's log-probs are those of other tokens")
+    if np.isinf(values).any():
+        raise MalformedAnswer("logprobs", "its prompt's log-probs are too large")
     return values
 
 
+@_engines_fault()
 def parse_answer(
     body: Any,
     request: GenerationRequest,
@@ -176,15 +190,20 @@ def _fields(body: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
-    try:
-        ids = np.array(output_ids)
-    except ValueError:  # Lists of different lengths.
-        ids = np.array([output_ids], dtype=object)
-    if len(output_ids) and (ids.dtype.kind != "i" or ids.ndim != 1):
+    if any(type(token) is not int for token in output_ids):
         raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
-    if len(output_ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+    if output_ids and (min(output_ids) < 0 or max(output_ids) >= vocab_size):
         raise MalformedAnswer("vocabulary", f"it has a token id outside of 0 to {vocab_size - 1}")
-    return ids.astype(np.int32)
+    return np.array(output_ids, np.int32)
+
+
+def _float32(numbers: list[Any], *, or_null: bool = False) -> LogProbs:
+    """The numbers [L], NaN for null and infinite beyond float32. Raises TypeError for other kinds, booleans and text
+    among them, and OverflowError beyond float64."""
+    if any(type(number) not in (int, float) and not (or_null and number is None) for number in numbers):
+        raise TypeError("not a number")
+    with np.errstate(over="ignore"):
+        return np.array(numbers, np.float64).astype(np.float32)
 
 
 def _logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
@@ -194,15 +213,15 @@ def _logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
         count = len(triples) if isinstance(triples, list) else "no"
         raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(token_ids)} tokens")
     try:
-        values = np.array([triple[0] for triple in triples], dtype=np.float64)
+        values = _float32([triple[0] for triple in triples])
         ids = [triple[1] for triple in triples]
-    except (TypeError, ValueError, LookupError):
+    except (TypeError, ValueError, LookupError, OverflowError):
         raise MalformedAnswer("logprobs", "its log-probs are not triples of log-prob, token id and text") from None
     if ids != token_ids.tolist():
         raise MalformedAnswer("logprobs", "its log-probs are those of other tokens")
     if not np.isfinite(values).all() or (values > _MAX_ROUNDING).any():
         raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
-    return np.minimum(values, 0.0).astype(np.float32)
+    return np.minimum(values, np.float32(0.0))
 
 
 def _finish(
@@ -237,8 +256,10 @@ def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange
         spans = [{"version": meta_info.get("weight_version"), "start": 0, "end": length}]
     try:
         filled = [span for span in spans if span["end"] > span["start"]]
-        ends = [(WeightVersion.parse(span["version"]), int(span["end"])) for span in filled]
-        starts = [int(span["start"]) for span in filled]
+        if any(type(span[key]) is not int for span in filled for key in ("start", "end")):
+            raise TypeError("not whole numbers")
+        ends = [(WeightVersion.parse(span["version"]), span["end"]) for span in filled]
+        starts = [span["start"] for span in filled]
     except (TypeError, ValueError, LookupError):
         raise MalformedAnswer(
             "version", f"its weights are {str(spans)[:100]}, which are none that this run sent"

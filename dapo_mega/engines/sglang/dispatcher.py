@@ -298,12 +298,18 @@ class Dispatcher:
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
             versions = VersionRange(self._own_run, attempt.version, self._newest_version)
-            completion = parse_answer(body, work.request, work.parts, self._vocab_size, versions, slot.url)
+            outcome: Completion | EngineError | MalformedAnswer = parse_answer(
+                body, work.request, work.parts, self._vocab_size, versions, slot.url
+            )
         except (EngineError, MalformedAnswer) as error:
-            self._failed(attempt, error)
-        else:
+            outcome = error
+        if attempt.rid not in self._attempts:
+            return  # It was closed, and what cancels it came as its time ran out.
+        if isinstance(outcome, Completion):
             self._close_attempt(attempt)
-            self._accept(attempt, completion)
+            self._accept(attempt, outcome)
+        else:
+            self._failed(attempt, outcome)
         self._start_calls()
 
     def _accept(self, attempt: _Attempt, completion: Completion) -> None:

@@ -20,6 +20,9 @@ _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
 # Servers close idle connections after 5 s; a request sent at that moment would fail.
 _KEEP_ALIVE_S = 2.0
+# An answer may have this much, and for each token that was asked for its id, its log-prob and its text.
+_ANSWER_BYTES = 4 * 2**20
+_TOKEN_BYTES = 512
 _EXCERPT_BYTES = 2000  # Read from an error's answer; the line that quotes it is shorter.
 _PAGE = "a page for browsers"
 _RESERVED_POSITIONS = 6  # SGLang's max_req_input_len is this much below its limit for prompt and response together.
@@ -115,7 +118,7 @@ class EngineClient:
     def __init__(self, url: str, api_key: str, timeout_s: float = 600.0) -> None:
         """`timeout_s` limits the calls that update weights or move memory."""
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Authorization": f"Bearer {api_key}", "Accept-Encoding": "identity"}
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -125,7 +128,7 @@ class EngineClient:
         model = await self._json("GET", "/model_info")
         try:
             return _engine_info(self.url, server, model, await self._has("/begin_weight_update"))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise EngineGarbled(self.url, f"/server_info and /model_info are not SGLang's: {error!r}") from error
 
     async def weight_version(self) -> str:
@@ -138,8 +141,14 @@ class EngineClient:
         await self._request("GET", "/health", timeout_s=timeout_s)
 
     async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
-        """The parsed answer of /generate."""
-        return self._parsed("/generate", await self._request("POST", "/generate", payload, timeout_s))
+        """The parsed answer of /generate, whose size the number of tokens asked for limits."""
+        num_tokens = payload.get("sampling_params", {}).get("max_new_tokens", 0)
+        if "logprob_start_len" in payload:
+            num_tokens += len(payload["input_ids"])
+        content = await self._request(
+            "POST", "/generate", payload, timeout_s, _ANSWER_BYTES + num_tokens * _TOKEN_BYTES
+        )
+        return self._parsed("/generate", content)
 
     async def abort(self, rid: str | None = None, all: bool = False) -> None:
         """Abort the /generate calls whose `rid` starts with this one, or all."""
@@ -287,9 +296,16 @@ class EngineClient:
             raise EngineTimeout(self.url, f"{path} was not answered within {timeout_s:.3g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineDisconnected(self.url, f"the connection broke during {path}: {error!r}") from error
+        except (ValueError, LookupError, ArithmeticError) as error:
+            raise EngineGarbled(self.url, f"{path} cannot be called: {error!r}") from error
 
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _SHORT_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = _SHORT_TIMEOUT_S,
+        limit_bytes: int = _ANSWER_BYTES,
     ) -> bytes:
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         with self._errors_of(path, timeout_s):
@@ -298,13 +314,26 @@ class EngineClient:
             ) as response:
                 if response.status >= HTTPStatus.MULTIPLE_CHOICES:
                     raise EngineRefused(self.url, response.status, f"{path}: {await _excerpt(response)}")
-                return await response.read()
+                # Asked for as it is: a few packed bytes may be gigabytes.
+                if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                    raise EngineGarbled(self.url, f"the answer to {path} is packed, which was not asked for")
+                content = bytearray()
+                async for piece in response.content.iter_any():
+                    content += piece
+                    if len(content) > limit_bytes:
+                        raise EngineGarbled(self.url, f"the answer to {path} has more than {limit_bytes:,} bytes")
+                return bytes(content)
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No limit here: the dispatcher limits requests, and an abort must not queue behind them.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=self._headers,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
         return self._session
 
 

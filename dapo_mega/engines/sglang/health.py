@@ -88,11 +88,14 @@ class HealthMonitor:
         heartbeat_s: float,
         hung_after_s: float,
         on_change: OnChange,
+        on_fault: Callable[[asyncio.Task[None]], None] = report_fault,
     ) -> None:
-        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe."""
+        """`on_change(url, old, new, reason)` is awaited on each change of an engine's state, before its next probe.
+        `on_fault` is the done-callback of the tasks that probe, which end only with a fault."""
         self._heartbeat_s = heartbeat_s
         self._hung_after_s = hung_after_s
         self._on_change = on_change
+        self._on_fault = on_fault
         self._loop = asyncio.get_running_loop()
         self._watches: dict[str, _Watch] = {}
 
@@ -102,7 +105,7 @@ class HealthMonitor:
         watch = self._watches[client.url] = _Watch(client, self._loop.time(), self._loop.time())
         watch.probed.set()
         watch.loop = self._loop.create_task(self._watch(watch), name=f"probing {client.url}")
-        watch.loop.add_done_callback(report_fault)
+        watch.loop.add_done_callback(self._on_fault)
 
     async def suspend(self, url: str) -> None:
         """Ignore the engine until `resume`: it cannot answer during an update or while its memory is freed."""
@@ -185,10 +188,8 @@ class HealthMonitor:
                 await self._change(watch, "dead", str(error))
         elif _is_unavailable(error) and watch.state in ("starting", "dead", "foreign"):
             await self._change(watch, "starting", "the server is loading")
-        elif is_no_engine(error):
+        elif is_no_engine(error) or not isinstance(error, EngineError):
             await self._change(watch, "foreign", str(error))
-        elif not isinstance(error, EngineError):
-            raise error
         elif self._loop.time() - watch.last_answer >= self._hung_after_s:
             await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
 

@@ -109,11 +109,18 @@ class Membership:
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
             on_change=self._changed,
+            on_fault=self._end_with_fault,
         )
         for url in self._fleet.urls:
             self._watch(url, instance="")
         self._upkeep = asyncio.create_task(self._poll(), name="taking engines up")
-        self._upkeep.add_done_callback(report_fault)
+        self._upkeep.add_done_callback(self._end_with_fault)
+
+    def _end_with_fault(self, task: asyncio.Task[None]) -> None:
+        """End the run with the unexpected exception of a task without which the fleet would wait for ever."""
+        report_fault(task)
+        if not task.cancelled() and (fault := task.exception()):
+            self.conflict = f"{task.get_name()} ended with an unexpected exception, so the run ends: {fault!r}"
 
     def make_dispatcher(self, on_answer: Callable[[Answer], None]) -> Dispatcher:
         """A dispatcher that has no engine yet."""
@@ -315,7 +322,7 @@ class Membership:
         task = asyncio.create_task(self._join(url, member, member.changes), name=f"joining {url}")
         self._joins.add(task)
         task.add_done_callback(self._joins.discard)
-        task.add_done_callback(report_fault)
+        task.add_done_callback(self._end_with_fault)
 
     async def _join(self, url: str, member: Member, change: int) -> None:
         """Check the engine's settings, and resume it and abort its calls, which an earlier trainer may have left."""

@@ -1,5 +1,7 @@
 """Payloads and answers of SGLang, without a server."""
 
+import contextlib
+import copy
 import math
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from dapo_mega.engines.sglang.api import (
     generate_payload,
     joined,
     parse_answer,
+    parse_scores,
     unfit,
 )
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
@@ -133,7 +136,7 @@ def test_the_length_limit_counts_the_parts():
         (answer([None, 2, 3, 4]), "malformed"),
         (answer([1, 2, 3, 50]), "vocabulary"),
         (answer([-1, 2, 3, 4]), "vocabulary"),
-        (answer([1, 2, 3, 2**70]), "malformed"),
+        (answer([1, 2, 3, 2**70]), "vocabulary"),
         (answer([1, 2, 3, 4], completion_tokens=5), "token_count"),
         (answer([1, 2, 3, 4, 5]), "token_count"),
         (answer([1, 2, 3]), "token_count"),
@@ -167,6 +170,38 @@ def test_a_bad_answer_is_refused_for_what_is_wrong_with_it(body, fault):
     with pytest.raises(MalformedAnswer) as caught:
         parsed(body)
     assert caught.value.fault == fault
+
+
+WRONG = [None, True, -1, 2**70, 10**400, 1e308, -1e300, math.inf, math.nan, "1", "9" * 500, [], [[[]]], {}, {"type": 1}]
+
+
+def places(value, path=()):
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*path, key))
+
+
+def test_values_of_wrong_kinds_anywhere_in_an_answer_are_its_fault_and_never_reach_training():
+    good = answer([1, 2, 3, 4], input_token_logprobs=[[None, 3, None], [-1.0, 4, None]])
+    refused = 0
+    for path in places(good):
+        for wrong in WRONG:
+            body = {"": copy.deepcopy(good)}
+            inner = body
+            *outer, last = ("", *path)
+            for key in outer:
+                inner = inner[key]
+            inner[last] = wrong
+            try:
+                taken = parsed(body[""])
+                assert np.isfinite(taken.logprobs).all()
+                assert taken.token_ids.tolist() == [1, 2, 3, 4]
+            except MalformedAnswer:
+                refused += 1
+            with contextlib.suppress(MalformedAnswer):
+                scores = parse_scores(body[""], REQUEST.prompt_token_ids, VersionRange("", 2, 2))
+                assert not np.isinf(scores).any()
+    assert refused > 300
 
 
 def test_rounding_of_a_certain_token_is_cut_to_zero():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
-from dapo_mega.engines.sglang.engine_client import EngineClient
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineTimeout
 from dapo_mega.types import GenerationFailure, GenerationRequest, Response, SamplingParams
 from tests.unit.engines.sglang.scripted_server import (
     SLOW,
@@ -168,6 +168,36 @@ def test_an_engine_that_is_not_there_costs_no_attempts():
         await gone.close()
 
     within_deadline(body)
+
+
+def test_a_call_that_is_cancelled_as_its_time_runs_out_ends_quietly(caplog):
+    class Late:
+        """A client whose cancelled calls end as calls whose time is over."""
+
+        def __init__(self, client):
+            self.url, self.abort = client.url, client.abort
+
+        async def generate(self, payload, timeout_s):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise EngineTimeout(self.url, "late") from None
+
+    async def body():
+        first, second = engines(2)
+        async with fleet_of(first, second) as fleet:
+            for client in fleet.clients:
+                fleet.dispatcher.remove_engine(client.url, "for now")
+            fleet.dispatcher.add_engine(Late(fleet.clients[0]), 0)
+            request = make_request()
+            fleet.dispatcher.submit([request])
+            await asyncio.sleep(0)
+            fleet.dispatcher.remove_engine(first.url, "gone")
+            fleet.dispatcher.add_engine(fleet.clients[1], 0)
+            assert_exact((await fleet.answers([request]))[0], request)
+
+    within_deadline(body)
+    assert not [record for record in caplog.records if record.levelname == "CRITICAL"]
 
 
 def test_an_engine_that_fails_fast_does_not_draw_the_requests():

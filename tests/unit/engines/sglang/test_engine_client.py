@@ -230,6 +230,64 @@ def test_what_speaks_no_http_is_no_engine(answer):
     within_deadline(body)
 
 
+def bomb(packing):
+    return [b"HTTP/1.1 200 OK\r\nContent-Encoding: %b\r\nContent-Length: 9\r\n\r\n" % packing, b"x" * 9]
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", b" " * 2**20),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b" " * 2**20 + b"\r\n"),
+        (b"HTTP/1.1 500 No\r\n\r\n", b" " * 2**20),
+        (b"HTTP/1.1 200 OK\r\n", b"A: 1\r\n" * 2**16),
+        (b"HTTP/1.1 200 OK\r\nA: ", b"1" * 2**20),
+        *(bomb(packing) for packing in (b"gzip", b"deflate", b"br", b"zstd", b"gzip, identity", b"unknown")),
+    ],
+)
+def test_an_answer_without_end_or_packed_is_the_engines_fault_after_a_bounded_number_of_bytes(head, piece):
+    sent = []
+
+    async def body():
+        async def talk(reader, writer):
+            sent.append(0)
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(head)
+                while sent[-1] < 2**29:
+                    writer.write(piece)
+                    await writer.drain()
+                    sent[-1] += len(piece)
+            except OSError:
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
+        calls = (client.probe(60.0), client.generate({}, 60.0), client.info(), client.begin_weight_update())
+        for call in calls:
+            with pytest.raises((EngineGarbled, EngineRefused)):
+                await call
+        await client.close()
+        server.close()
+
+    within_deadline(body)
+    assert max(sent) < 2**25
+
+
+def test_an_answers_limit_follows_from_the_tokens_asked_for():
+    async def handler(request):
+        return web.Response(body=b'"' + b" " * (6 * 2**20) + b'"')
+
+    few, many = ({"input_ids": [1], "sampling_params": {"max_new_tokens": n}} for n in (16, 8192))
+    assert isinstance(answered_by(handler, lambda c: c.generate(few, 5.0)), EngineGarbled)
+    assert len(answered_by(handler, lambda c: c.generate(many, 5.0))) == 6 * 2**20
+    scored = {**few, "input_ids": [1] * 8192, "logprob_start_len": 0}
+    assert len(answered_by(handler, lambda c: c.generate(scored, 5.0))) == 6 * 2**20
+
+
 def test_tls_where_there_is_none_is_no_engine():
     async def handler(request):
         return web.Response()

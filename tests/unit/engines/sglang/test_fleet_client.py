@@ -15,6 +15,7 @@ from dapo_mega.engines.sglang import fleet_client as fleet_driver
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet import SglangFleet
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
+from dapo_mega.engines.sglang.health import HealthMonitor
 from dapo_mega.engines.sglang.registry import Registration, announce
 from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD, PROTOCOL, PROTOCOL_FIELD
 from dapo_mega.errors import FleetError, StopRequested
@@ -57,6 +58,15 @@ def test_engines_that_do_not_fit_the_run_are_refused_with_the_reason(servers, dr
     driver = drive(group.urls, **changes)
     with pytest.raises(FleetError, match=message):
         driver.targets(only_outdated=False)
+
+
+def test_a_task_that_ends_with_an_unexpected_exception_ends_the_run_at_once(servers, drive, monkeypatch):
+    async def judge(monitor, watch, error, seconds):
+        raise KeyError("judge")
+
+    monkeypatch.setattr(HealthMonitor, "_judge", judge)
+    with pytest.raises(FleetError, match=r"probing http.* unexpected exception, so the run ends: KeyError"):
+        drive(servers(1).urls).targets(only_outdated=False)
 
 
 QWEN2 = {

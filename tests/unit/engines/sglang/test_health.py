@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.health import HealthMonitor
 from tests.unit.engines.sglang.scripted_server import DEADLINE_S, serving, until, within_deadline
 from tools.scripted_engine import ScriptedEngine
@@ -270,6 +271,21 @@ def test_probing_that_ends_by_a_fault_of_the_program_is_reported(caplog):
 
     within_deadline(body)
     assert re.search(r"probing http://\S+ ended with an unexpected exception", caplog.text)
+
+
+def test_a_probe_that_fails_unexpectedly_makes_its_engine_foreign(monkeypatch):
+    async def body():
+        engine = ScriptedEngine()
+        async with watching(engine) as (_, changes):
+            await until(lambda: changes)
+            monkeypatch.setattr(EngineClient, "probe", lambda self, timeout_s: int("x"))
+            await until(lambda: len(changes) == 2)
+            assert states(changes)[1] == ("healthy", "foreign")
+            monkeypatch.undo()
+            await until(lambda: len(changes) == 3)
+            assert states(changes)[2] == ("foreign", "healthy")
+
+    within_deadline(body)
 
 
 def test_a_wrong_key_is_told_as_the_reason():
