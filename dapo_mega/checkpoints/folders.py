@@ -2,7 +2,8 @@
 
 A checkpoint is written into `.step_N.partial`. When all its files are on disk, `manifest.json` with the name, size and
 checksum of every file is added, the folder is renamed to `step_N`, the file `latest` is replaced, and old checkpoints
-are deleted. A crash at any moment leaves the earlier checkpoints intact.
+are deleted. The file `last_checkpoint` beside all folders says that there was one. A crash at any moment leaves the
+earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class CheckpointFolders:
         self.root = root
         self._keep_last = keep_last
         self._keep_every = keep_every
+
+    @property
+    def last_saved(self) -> Path:
+        """The file beside `root` that names the checkpoint completed last. It stays when `root` is lost."""
+        return self.root.with_name("last_checkpoint")
 
     def newest(self) -> Path | None:
         """Folder of the newest complete checkpoint, or None."""
@@ -95,6 +101,7 @@ class CheckpointFolders:
         if latest.is_dir():
             shutil.rmtree(latest)
         replace_file(latest, final.name)
+        replace_file(self.last_saved, f"{final.name}\n")
         self._rotate(step)
 
     def _rotate(self, step: int) -> None:

@@ -93,6 +93,11 @@ class CheckpointStore:
         """The folder of all checkpoints."""
         return self._folders.root
 
+    @property
+    def last_saved(self) -> Path:
+        """The file that says which checkpoint the run has completed, where it has completed one."""
+        return self._folders.last_saved
+
     def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint, or None. Local: reads only."""
         return self._folders.newest()

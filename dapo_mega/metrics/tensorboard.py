@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import DataType, Experiment, HParamInfo, MetricInfo, MetricName
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
@@ -36,7 +37,7 @@ class TensorBoardLog:
             path.unlink()
         earlier = sorted(folder.glob("events.out.tfevents.*"))
         for path in earlier:
-            _drop_from_step(path, start_step)
+            drop_events_from(path, start_step)
         _wait_for_a_later_file_name(earlier)
         self._is_described = bool(earlier) and start_step > 0
         self._start_step = start_step
@@ -131,22 +132,29 @@ def _metric_info(name: str) -> MetricInfo:
     return MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
 
 
-def _drop_from_step(path: Path, start_step: int) -> None:
-    """Remove an event file's events of `start_step` or later, and one that a crash tore. Events of earlier steps stay
-    also where they come after those of later steps, as results of evaluations beside training do."""
+def drop_events_from(path: Path, start_step: int) -> None:
+    """Remove an event file's events of `start_step` or later, and what TensorBoard could not read: records with a wrong
+    checksum, and all behind a wrong length. Events of earlier steps stay also where they come after those of later
+    steps, as results of evaluations beside training do."""
     content = path.read_bytes()
-    kept = []
-    start = 0
+    kept, events, start = [], 0, 0
     while start + 12 <= len(content):
         # A record: its length in 8 bytes, their checksum in 4, the event, its checksum in 4.
-        (length,) = struct.unpack_from("<Q", content, start)
+        head, (length, checksum) = content[start : start + 8], struct.unpack_from("<QI", content, start)
         end = start + 16 + length
-        if end > len(content):
+        if end > len(content) or masked_crc32c(head) != checksum:
             break
-        event = Event.FromString(content[start + 12 : end - 4])
-        if event.step < start_step or event.HasField("file_version"):
-            kept.append(content[start:end])
+        body = content[start + 12 : end - 4]
+        if masked_crc32c(body) == struct.unpack_from("<I", content, end - 4)[0]:
+            event = Event.FromString(body)
+            events += 1
+            if event.step < start_step or event.HasField("file_version"):
+                kept.append(content[start:end])
+        else:
+            logger.warning("%s is damaged at byte %d: TensorBoard will lack what stood there", path, start)
         start = end
+    if start < len(content):
+        logger.warning("%s ends unreadable at byte %d, after %d events, and is cut off there", path, start, events)
     remaining = b"".join(kept)
     if len(remaining) < len(content):
         replace_file(path, remaining)

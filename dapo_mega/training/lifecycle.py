@@ -70,8 +70,17 @@ def require_trackers(config: TrainingConfig) -> None:
 
 
 def find_checkpoint(store: CheckpointStore, processes: Processes) -> Path | None:
-    """The newest intact checkpoint; warns of every newer one that is damaged. Collective; needs the folder's lock."""
+    """The newest intact checkpoint; warns of every newer one that is damaged. Collective; needs the folder's lock.
+
+    Raises InputError where the run has completed checkpoints of which none is intact: its records would be lost."""
     newest, skipped = store.newest_intact(processes)
+    if not newest and store.last_saved.is_file():
+        raise InputError(
+            f"{store.root.parent} holds a run that has saved {store.last_saved.read_text().strip()}, but no intact "
+            f"checkpoint is there now ({'; '.join(skipped) or f'{store.root} is empty or missing'}); restore "
+            f"{store.root}, or give another output_dir; to begin anew here and lose the records of the steps so far, "
+            f"delete {store.last_saved}"
+        )
     found = f"after step {step_of(newest)}" if newest else "from the start"
     for sentence in skipped:
         print_once(f"WARNING: {sentence}; continuing {found}")

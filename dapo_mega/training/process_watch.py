@@ -4,7 +4,7 @@ A thread watches for three events that a process inside a collective cannot see:
 
 - torchrun is gone (`kill -9`): nobody else would end this process, and it would disturb the next run.
 - Another rank has failed, or a machine has vanished (`peers.py`), so no rank waits for one that has ended.
-- SIGTERM: the run completes its step and a checkpoint within a grace period.
+- SIGTERM or SIGHUP: the run completes its step and a checkpoint within a grace period.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class ProcessWatch:
         # Python writes to this pipe when a signal arrives, also while the main thread is inside a collective.
         self._signals, self._signal_sink = os.pipe()
         os.set_blocking(self._signal_sink, False)
-        self._old_handler = signal.signal(signal.SIGTERM, _ignore)
+        # A closed terminal sends SIGHUP, unless nohup has switched that off.
+        asked = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in asked}
         self._old_sink = signal.set_wakeup_fd(self._signal_sink, warn_on_full_buffer=False)
         self._thread.start()
         return self
@@ -77,7 +79,8 @@ class ProcessWatch:
         self._closed.set()
         self._thread.join()
         signal.set_wakeup_fd(self._old_sink)
-        signal.signal(signal.SIGTERM, self._old_handler)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
         os.close(self._signals)
         os.close(self._signal_sink)
 
@@ -116,7 +119,7 @@ class ProcessWatch:
             arrived = select.select([self._signals], [], [], POLL_S)[0]
             if self._closed.is_set():
                 return
-            if arrived and signal.SIGTERM in os.read(self._signals, 512):
+            if arrived and self._old_handlers.keys() & {*os.read(self._signals, 512)}:
                 self._got_sigterm()
             _look_at_launcher()
             if self._deadline is not None and time.monotonic() > self._deadline:

@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from dapo_mega.atomic_files import errors_naming
 from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.errors import InputError
@@ -39,13 +37,14 @@ _SETTLE_S = 0.25
 @dataclass(frozen=True)
 class LockHolder:
     """A process that holds a lock. `machine` identifies the boot and the process namespace: processes see each other if
-    both are the same. `started` is the process's start in seconds since the epoch."""
+    both are the same. `start_ticks` tells it from a later process of the same number: clock ticks from the boot to its
+    start, which do not move when the clock is set."""
 
     token: str
     host: str
     machine: str
     pid: int
-    started: float
+    start_ticks: int | None
     since: str
 
     @classmethod
@@ -55,7 +54,7 @@ class LockHolder:
             host=platform.node(),
             machine=_machine(),
             pid=os.getpid(),
-            started=psutil.Process().create_time(),
+            start_ticks=_start_ticks(os.getpid()),
             since=datetime.now().isoformat(sep=" ", timespec="seconds"),
         )
 
@@ -63,15 +62,19 @@ class LockHolder:
         """Whether the process has ended; None if this process cannot see it."""
         if self.machine != _machine():
             return None
-        try:
-            process = psutil.Process(self.pid)
-            # Start times are relative to the boot time, which the system adjusts slightly.
-            return abs(process.create_time() - self.started) > 2 or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return _start_ticks(self.pid) != self.start_ticks
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since the boot; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(fields[18])
 
 
 class RunLock:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.metrics.timeline.file import FILE_NAME, read_timeline
 from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 
-from .runs import decisive, finish, kill_when, prepare, read_status, start, steps_done
+from .runs import TRAIN, decisive, finish, kill_when, prepare, read_status, start, steps_done
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
@@ -206,6 +208,29 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted, nam
     assert f"step_00000006 ({name} has a wrong checksum" in warning
     assert "continuing after step 4" in warning
     assert_equal_runs(uninterrupted, output)
+
+
+@pytest.mark.parametrize("loss", ["gone", "damaged"])
+def test_a_run_that_has_lost_its_checkpoints_keeps_its_records(task, uninterrupted, loss):
+    folder, config = task
+    output = folder / f"lost_{loss}"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "hf")
+    if loss == "gone":
+        shutil.rmtree(output / "checkpoints")
+    else:
+        for manifest in output.glob("checkpoints/*/manifest.json"):
+            (manifest.parent / "loop.npz").write_bytes(b"")
+    records = {path: path.read_bytes() for path in output.rglob("*") if path.suffix in (".jsonl", ".parquet")}
+    refused = subprocess.run(
+        [sys.executable, str(TRAIN), "--config", str(config), f"output_dir={output}"],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert refused.returncode == 2, refused.stderr[-3000:]
+    (error,) = (line for line in refused.stderr.splitlines() if line.startswith("error:"))
+    assert "step_00000006" in error
+    assert str(output / "last_checkpoint") in error
+    assert {path: path.read_bytes() for path in records} == records
 
 
 def test_a_finished_run_is_left_as_it_is(task, uninterrupted):

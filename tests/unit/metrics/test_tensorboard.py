@@ -1,6 +1,7 @@
 """What TensorBoard shows besides curves, read back from the event files."""
 
 import itertools
+from random import Random
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,6 +14,7 @@ from dapo_mega.metrics import Example, Histogram, MetricsWriter, RunDescription
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.figures import FIGURES
 from dapo_mega.metrics.run_text import code_block, examples_as_markdown, shortened, without_credentials
+from dapo_mega.metrics.tensorboard import drop_events_from
 
 HOSTILE = (
     "</code></pre><script>alert(1)</script>\n# heading\n```\n\n\n<img src=x onerror=alert(1)>\u2028<script>x</script>"
@@ -110,6 +112,23 @@ def test_a_torn_event_is_cut_off_at_a_resume(tmp_path):
     events.write_bytes(events.read_bytes()[:-5])
     record(tmp_path, [3, 4], start_step=3)
     assert [event.step for event in read(tmp_path).Scalars("policy/entropy")] == [0, 1, 2, 3, 4]
+
+
+def test_a_wrong_byte_costs_what_it_hits_and_no_start(tmp_path, caplog):
+    record(tmp_path, range(4))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    whole = events.read_bytes()
+    random = Random(0)
+    for place in [3, 9, 14, *(random.randrange(len(whole)) for _ in range(12))]:
+        caplog.clear()
+        content = bytearray(whole)
+        content[place] ^= random.randrange(1, 256)
+        events.write_bytes(content)
+        drop_events_from(events, 3)
+        assert str(events) in caplog.text, place
+        told, left = len(caplog.records), events.read_bytes()
+        drop_events_from(events, 3)  # What is left is whole.
+        assert (len(caplog.records), events.read_bytes()) == (told, left), place
 
 
 def test_what_became_known_later_is_shown_at_its_step_also_after_a_resume(tmp_path):

@@ -99,6 +99,7 @@ def wait_until_ended(process):
     ("moment", "grace_s", "heed", "status", "line"),
     [
         ("training", "30", "heeds", 0, ""),
+        ("hangup", "30", "heeds", 0, ""),
         (
             "training",
             "0.5",
@@ -110,8 +111,11 @@ def wait_until_ended(process):
     ],
 )
 def test_sigterm_stops_at_the_runs_own_end_or_when_time_is_up(moment, grace_s, heed, status, line):
+    asked = signal.SIGTERM
+    if moment == "hangup":  # Of a closed terminal.
+        moment, asked = "training", signal.SIGHUP
     process, _ = begin(False, moment, grace_s, heed)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(asked)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == status
     assert re.fullmatch(f"({line}.*\n)?" if line else "", errors)

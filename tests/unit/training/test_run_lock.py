@@ -79,9 +79,9 @@ def test_a_lock_whose_holder_was_killed_is_taken_over_at_once(tmp_path, monkeypa
 
 
 def test_a_process_with_the_same_number_is_not_the_holder(tmp_path):
-    leave_lock(tmp_path, replace(LockHolder.this_process(), started=1.0))
+    leave_lock(tmp_path, replace(LockHolder.this_process(), start_ticks=1))
     with RunLock(tmp_path, unexpected):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["started"] != 1.0
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["start_ticks"] != 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"token": 3}', b"\xff\xfe"])
@@ -110,7 +110,7 @@ def test_a_lock_that_cannot_be_judged_counts_while_it_is_touched(tmp_path, conte
 
 
 def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path):
-    leave_lock(tmp_path, replace(LockHolder.this_process(), started=1.0))
+    leave_lock(tmp_path, replace(LockHolder.this_process(), start_ticks=1))
     start, outcomes = threading.Barrier(8), []
     done = threading.Event()
 
