@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dapo_mega.ablation.arms import Arm, ladder, methods, reset_keys
 from dapo_mega.ablation.commands import dapo_mega
 from dapo_mega.ablation.tasks import RUN_FILE, Task, find_task
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.config.base import differences
+from dapo_mega.config.files import read_yaml
 from dapo_mega.errors import InputError
 
 _EVALUATED = ("evaluation.at_start=true", "evaluation.at_end=true")
@@ -139,7 +138,7 @@ def _resolve(arm: Arm, seed: int, file: Path, overrides: tuple[str, ...], output
 
 
 def _algorithm_section(file: Path) -> dict[str, Any]:
-    section = yaml.safe_load(file.read_text()).get("algorithm")
+    section = read_yaml(file).get("algorithm")
     return section if isinstance(section, dict) else {}
 
 

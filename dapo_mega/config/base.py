@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.config import JsonDict
 
 FREE: JsonDict = {"resume": "free"}
@@ -18,6 +19,21 @@ class Section(BaseModel):
     """Base of every configuration section: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_home(cls, given: Any) -> Any:
+        """`~/` at the start of a value is a home folder: the shell expands it in no file, nor behind `key=`."""
+        if not isinstance(given, Mapping):
+            return given
+        return {key: _with_home(value) for key, value in given.items()}
+
+
+def _with_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_home(item) for item in value]
+    is_below_home = isinstance(value, str) and value.startswith("~") and "/" in value
+    return os.path.expanduser(value) if is_below_home else value
 
 
 def beside_run_file(path: str, info: ValidationInfo) -> str:

@@ -18,6 +18,20 @@ from dapo_mega.errors import InputError
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping in which a key stands twice, of which YAML's own loader drops the first."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (first := lines.get((key.tag, key.value))) is not None:
+                raise yaml.YAMLError(f"{key.value!r} stands twice, in lines {first} and {line}; keep one of them")
+            lines[key.tag, key.value] = line
+        return node
+
+
 def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
     """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate.
 
@@ -33,7 +47,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"configuration file {path} does not exist; give the path of a YAML file such as those in configs/"
         )
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
@@ -77,9 +91,11 @@ def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> d
 
 def _yaml_value(text: str, override: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise InputError(f"the value of override {override!r} is not valid YAML") from error
+        raise InputError(
+            f"the value of override {override!r} is not valid YAML: {' '.join(str(error).split())}"
+        ) from error
     # YAML 1.1 reads 1e-4 (no dot) as text, but people write learning rates this way.
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

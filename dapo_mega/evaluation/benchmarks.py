@@ -113,7 +113,8 @@ def sources(chosen: Sequence[str], folder: Path | None = None) -> list[Source]:
         raise InputError(f"no benchmark is given; choose of {', '.join(BENCHMARKS)}")
     found: dict[str, Source] = {}
     for text in chosen:
-        name, _, file = text.partition("=")
+        name, _, given = text.partition("=")
+        file = str(Path(given).expanduser()) if given else ""
         benchmark = _named(name)
         if name in found:
             raise InputError(f"benchmark {name} is given twice; name each once")

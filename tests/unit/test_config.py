@@ -7,6 +7,7 @@ import yaml
 
 from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, dump_config, load_config
 from dapo_mega.config.base import differences, may_change_at_resume, merged
+from dapo_mega.config.files import read_yaml
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
 
@@ -216,6 +217,37 @@ def test_responses_of_an_asynchronous_run_continue_over_weight_updates(file):
 def test_mismatch_is_corrected_where_dtypes_differ(file, overrides, cap, mask):
     objective = load_config(RunConfig, file, overrides).loss_settings
     assert (objective.importance_cap, objective.sequence_mask) == (cap, mask)
+
+
+def test_a_key_that_stands_twice_is_refused_at_any_depth(tmp_path):
+    path = tmp_path / "run.yaml"
+    twice = {
+        "seed: 1\nmodel: {path: m}\nseed: 2": "'seed' stands twice, in lines 1 and 3",
+        "reward: {correct: 1}\nmodel: {path: m}\nreward: {incorrect: 0}": "'reward' stands twice, in lines 1 and 3",
+        "data:\n  train:\n    path: a\n    template: b\n    path: c": "'path' stands twice, in lines 3 and 5",
+        "model: {path: a, path: b}": "'path' stands twice, in lines 1 and 1",
+        "reward:\n  components:\n  - {kind: length, weight: 1}\n  - {kind: x, 'kind': y}": "'kind' stands twice",
+    }
+    for text, message in twice.items():
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_config(RunConfig, path)
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(InputError, match=r"override 'batch=.*'group_size' stands twice"):
+        load_config(RunConfig, path, ["batch={group_size: 4, group_size: 8}"])
+    # Keys that a merge brings may be given again.
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: {<<: *a, x: 4}")
+    assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 4, "y": 2}}
+
+
+def test_a_tilde_is_the_home_folder_in_files_and_overrides(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "model": {"path": "~/models/m"}}))
+    given = ["output_dir=~/runs/a", "data={train: {path: ~/train.jsonl}}", "weight_sync.folder=~/w"]
+    config = load_config(RunConfig, path, given)
+    found = (config.model.path, config.output_dir, config.data.train.path, config.weight_sync.folder)
+    assert found == tuple(f"{tmp_path}/home/{name}" for name in ("models/m", "runs/a", "train.jsonl", "w"))
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):
