@@ -128,6 +128,12 @@ class RunConfig(TrainingConfig):
 
     def _check_algorithm(self) -> None:
         algorithm, size = self.algorithm, self.batch.group_size
+        if self.batch.groups_per_step > (most := algorithm.max_generation_rounds * self.generation_groups):
+            raise ValueError(
+                f"batch.groups_per_step={self.batch.groups_per_step} is more than a step can have: {most}, which is "
+                f"algorithm.max_generation_rounds={algorithm.max_generation_rounds} x batch.generation_groups="
+                f"{self.generation_groups}; lower the first or raise one of the others"
+            )
         if size == 1 and algorithm.advantage in GROUP_BASELINES:
             raise ValueError(
                 f"batch.group_size=1 leaves algorithm.advantage={algorithm.advantage} no other response to compare "

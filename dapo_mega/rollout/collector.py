@@ -100,9 +100,9 @@ class Collector:
     def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """N groups for one step with their metrics; `version` is the engines' weight version.
 
-        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. When the engine or
-        the scorer raises StopRequested, the state goes back to the beginning of the step; where responses continue
-        from step to step it keeps all requests and answers since then, and nothing of it is counted.
+        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. Then, and when the
+        engine or the scorer raises StopRequested, the state goes back to the beginning of the step; where responses
+        continue from step to step it keeps all requests and answers since then, and nothing of it is counted.
         """
         with self._lock:
             return self._collect_or_undo(version)
@@ -113,7 +113,7 @@ class Collector:
         stats.begin(self._clock())
         try:
             return self._collect(version, stats)
-        except StopRequested:
+        except (StopRequested, StarvedError):
             self._undo(stats)
             raise
         finally:
@@ -444,9 +444,18 @@ class Collector:
             f"dynamic sampling is starved: after {self._num_rounds(stats)} generation rounds of up to "
             f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
-            f"({self._outcomes()}, {num_failed} failed of {counts.offered + num_failed}). Use prompts of another "
-            f"difficulty, raise batch.group_size, batch.generation_groups or algorithm.max_generation_rounds, or set "
-            f"algorithm.dynamic_sampling=false"
+            f"({self._outcomes()}, {num_failed} failed of {counts.offered + num_failed}). {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        algorithm = self._config.algorithm
+        if not algorithm.dynamic_sampling:
+            return "Look for what made groups fail, or raise batch.generation_groups or algorithm.max_generation_rounds"
+        by_correctness = algorithm.dynamic_sampling_on == "correctness"
+        other = "algorithm.dynamic_sampling_on=unequal_scores if your rewards are graded, or " if by_correctness else ""
+        return (
+            "Use prompts of another difficulty, raise batch.group_size, batch.generation_groups or "
+            f"algorithm.max_generation_rounds, or set {other}algorithm.dynamic_sampling=false"
         )
 
     def _outcomes(self) -> str:

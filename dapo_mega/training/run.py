@@ -140,7 +140,10 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
         train(run)
     except StopRequested:
         raise saving(run).before_stop(run.step) from None
-    except (StarvedError, FleetError):
+    except StarvedError:
+        saving(run).before_stop(run.step)
+        raise
+    except FleetError:
         # All ranks get here together; after other errors the pending checkpoint stays unfinished.
         run.store.finish(run.policy)
         raise

@@ -44,6 +44,10 @@ def file(tmp_path):
         ("compute.overlap_param_gather=true", "needs compute.overlap_grad_reduce=true"),
         ("compute={recompute: selective, recompute_modules: []}", "needs at least one of"),
         ("compute.recompute_modules=[attention]", "compute.recompute_modules.0='attention'"),
+        (
+            "batch={groups_per_step: 1000, mini_batch_groups: 1000, generation_groups: 24}",
+            "more than a step can have: 240",
+        ),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1: input should be greater than 0"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast'"),
         ("evaluation.every=5", "data.evaluation names no dataset"),

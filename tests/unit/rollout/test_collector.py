@@ -209,8 +209,12 @@ def test_starvation_names_the_acceptance_rate():
     # Only prompt 0 is ever mixed.
     engine = ScriptedEngine(lambda prompt, request_id: prompt == 0 and request_id % 2 == 0)
     subject = collector(engine, config())
-    with pytest.raises(StarvedError, match=r"after 3 generation rounds.*acceptance rate \d+\.\d%.*all wrong"):
+    beginning = subject.sampler.state()[0], subject.next_request_id, list(subject.buffer.groups)
+    message = r"after 3 generation rounds.*acceptance rate \d+\.\d%.*all wrong.*dynamic_sampling_on=unequal_scores"
+    with pytest.raises(StarvedError, match=message):
         subject.collect(0)
+    # What is saved now is the last completed step.
+    assert (subject.sampler.state()[0], subject.next_request_id, list(subject.buffer.groups)) == beginning
     fates = Counter(fate.outcome for fate in subject.pop_fates())
     assert fates == {"surplus": 1, "all_wrong": subject.buffer.counts.all_wrong}
 
