@@ -21,7 +21,7 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping in which a key stands twice, of which YAML's own loader drops the first."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
