@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dapo_mega.rewards.free_text import spoken
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
 from dapo_mega.rewards.verifier import AnswerVerifier
@@ -53,7 +54,7 @@ class AnswerReward:
         self._incorrect = incorrect
 
     def score(self, records: Sequence[RewardRecord]) -> Scores:
-        verdicts = self._verifier.verify([(record.response, record.ground_truth) for record in records])
+        verdicts = self._verifier.verify([(_after_opened_thought(record), record.ground_truth) for record in records])
         return [
             Score(
                 accuracy_reward(verdict.correct, self._correct, self._incorrect),
@@ -97,15 +98,16 @@ class CoinReward(_RewardOfOne):
         return Score(accuracy_reward(heads, self._correct, self._incorrect), heads)
 
 
+def _after_opened_thought(record: RewardRecord) -> str:
+    """What can hold the answer: nothing of a thought that the prompt has opened."""
+    return spoken(record.whole_response) if record.opened_thought else record.response
+
+
 class R1FormatReward(_RewardOfOne):
     """1 for <think>...</think> <answer>...</answer> and nothing else, else 0. arXiv 2501.12948, section 2.2.2."""
 
     def of(self, record: RewardRecord) -> Score:
-        text = record.response.strip()
-        shown = record.messages[-1]["content"] if record.messages else record.prompt
-        if shown.rstrip().endswith("<think>"):
-            text = "<think>" + text
-        return Score(float(is_r1_format(text)))
+        return Score(float(is_r1_format(record.whole_response.strip())))
 
 
 def is_r1_format(text: str) -> bool:

@@ -25,6 +25,7 @@ from dapo_mega.rewards.code_tests import (
     read_cases,
     returns_the_same,
 )
+from dapo_mega.rewards.free_text import spoken
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.sandbox.client import (
     Isolation,
@@ -115,7 +116,7 @@ class CodeReward:
             )[: settings.max_tests]
         except ValueError as error:
             return ScoringFailure(f"{settings.tests_column}: {error}")
-        code = extract_code(record.response)
+        code = extract_code(record.whole_response)
         cases = cases if settings.partial_credit else joined(cases)
         try:
             ran = _Ran() if code is None else self._run(code, cases)
@@ -225,9 +226,9 @@ def _optional(record: RewardRecord, name: str) -> str:
 def extract_code(response: str) -> str | None:
     """The last fenced block that is marked as Python, or else not marked; None where there is none.
 
-    What stands before a reasoning model's last `</think>` does not count.
+    What stands in a reasoning model's thoughts does not count.
     """
-    blocks = list(_fenced_blocks(response.rpartition("</think>")[2]))
+    blocks = list(_fenced_blocks(spoken(response)))
     for marks in (_PYTHON, ("",)):
         for mark, code in reversed(blocks):
             if mark.lower() in marks and code.strip() and len(code) <= _MAX_CODE_CHARACTERS:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from dapo_mega.rewards.equivalence import validate_ground_truth
-from dapo_mega.rewards.free_text import closing_brace, find_answer, tagged
+from dapo_mega.rewards.free_text import closing_brace, find_answer, spoken, tagged
 
 ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
 
@@ -62,11 +62,11 @@ def _whole_text(text: str) -> str | None:
 
 _EXTRACTORS: Final[dict[str, Callable[[str], str | None]]] = {
     "dapo": _last_answer_line,
-    "boxed": last_boxed,
-    "r1": _in_tags,
-    "gsm8k": _after_hashes,
+    "boxed": lambda text: last_boxed(spoken(text)),
+    "r1": lambda text: _in_tags(spoken(text)),
+    "gsm8k": lambda text: _after_hashes(spoken(text)),
     "auto": find_answer,
-    "last_number": _last_number,
+    "last_number": lambda text: _last_number(spoken(text)),
     "none": _whole_text,
 }
 

@@ -79,9 +79,18 @@ class _Span:
     content: str
 
 
+_THOUGHTS = ("think", "thinking")
+
+
+def opened_thought(prompt: str) -> str:
+    """The tag of a thought that the prompt's text, with its template, ends in; empty where it opens none."""
+    end = prompt[-100:].rstrip()
+    return next((f"<{name}>" for name in _THOUGHTS if end.endswith(f"<{name}>")), "")
+
+
 def spoken(response: str) -> str:
     """The response after its thoughts; of a thought that never ends, what comes before it."""
-    for name in ("think", "thinking"):
+    for name in _THOUGHTS:
         _, closed, rest = response.rpartition(f"</{name}>")
         response = (rest if closed else response).partition(f"<{name}>")[0]
     return response

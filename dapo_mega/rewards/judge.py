@@ -87,7 +87,7 @@ class JudgeReward:
 
     def _question(self, record: RewardRecord) -> _Question | ScoringFailure:
         settings = self._settings
-        response, num_cut = shortened(record.response, settings.max_response_characters)
+        response, num_cut = shortened(record.whole_response, settings.max_response_characters)
         try:
             text = filled(settings.template, record, response)
         except KeyError as error:

@@ -22,6 +22,7 @@ class RewardRecord:
 
     `prompt` is the problem's text and `messages` what the model was shown, as {role, content}. `token_ids` [L] are
     those of the response. `fields` are the other columns of the dataset's row. `request_id` is unique within a run.
+    `opened_thought` is the tag, such as `<think>`, that the prompt ended with: the response then begins in a thought.
     """
 
     prompt: str
@@ -33,6 +34,12 @@ class RewardRecord:
     data_source: str = ""
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     request_id: int = -1
+    opened_thought: str = ""
+
+    @property
+    def whole_response(self) -> str:
+        """The response with the tag of the thought that the prompt has opened for it."""
+        return self.opened_thought + self.response
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ def plain_record(record: RewardRecord) -> dict[str, Any]:
         "ground_truth": record.ground_truth,
         "data_source": record.data_source,
         "fields": dict(record.fields),
+        "opened_thought": record.opened_thought,
     }
 
 

@@ -40,6 +40,7 @@ def seen(records):
             "response": "four",
             "token_ids": [1, 2, 3],
             "finish_reason": "length",
+            "opened_thought": "",
             "ground_truth": "4",
             "data_source": "sums",
             "fields": {"level": 3},

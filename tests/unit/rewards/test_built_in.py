@@ -1,13 +1,24 @@
 """Rewards that are computed from a response alone, and their weighted sum."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.rewards.built_in import LanguageReward, R1FormatReward, is_r1_format, repeated_share, words_by_script
+from dapo_mega.rewards.built_in import (
+    AnswerReward,
+    LanguageReward,
+    R1FormatReward,
+    is_r1_format,
+    repeated_share,
+    words_by_script,
+)
 from dapo_mega.rewards.composed import ComposedReward, WeightedReward
+from dapo_mega.rewards.free_text import opened_thought
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.verifier import AnswerVerifier
 from tests.unit.rewards.growth import growing_too_fast
 
 
@@ -36,10 +47,33 @@ def test_r1s_format_is_both_tags_once_and_nothing_else(text, expected):
     assert is_r1_format(text) is expected
 
 
-def test_the_first_tag_may_stand_in_the_prompt():
-    reward = R1FormatReward()
-    (inside, outside) = reward.score([record("a</think> <answer>b</answer>", p) for p in ("... <think>\n", "...")])
-    assert (inside.value, outside.value) == (1.0, 0.0)
+def test_a_thought_that_the_prompt_has_opened_is_a_thought():
+    ends = {"... <think>": "<think>", "<|assistant|>\n<think>\n": "<think>", "x<thinking>\n\n": "<thinking>"}
+    ends |= {"Think within <think> </think>.": "", "<think>\n\n</think>\n\n": "", "...": "", "": ""}
+    assert {prompt: opened_thought(prompt) for prompt in ends} == ends
+    # Response; whether it is right and in R1's form where the prompt has opened the thought, and where it has not.
+    cases = [
+        (r"It may be \boxed{42}. Let me <answer>42</answer> #### 42 Answer: 42", (False, 0), (True, 0)),
+        (r"<think>It may be \boxed{42} <answer>42</answer> #### 42", (False, 0), (False, 0)),
+        (r"So.</think> <answer>42</answer>", (True, 1), (True, 0)),
+        (r"<think>So.</think> <answer>42</answer>", (True, 0), (True, 1)),
+        (r"It is 7.</think> Not 7: <answer>42</answer>", (True, 0), (True, 0)),
+    ]
+    for style in ("auto", "r1"):
+        verifier = AnswerVerifier(1, 5.0, style)
+        answer, form = AnswerReward(verifier), R1FormatReward()
+        for response, *expected in cases:
+            records = [replace(record(response), opened_thought=tag) for tag in ("<think>", "")]
+            found = zip(answer.score(records), form.score(records), strict=True)
+            assert [(a.correct, f.value) for a, f in found] == expected, (style, response)
+        verifier.close()
+    thoughts = {"boxed": r"\boxed{42}", "gsm8k": "#### 42", "last_number": "42", "dapo": "Answer: 42"}
+    for style, text in thoughts.items():
+        verifier = AnswerVerifier(1, 5.0, style)
+        records = [record(text), replace(record(text), opened_thought="<think>"), record(f"<think>{text}")]
+        verdicts = [score.correct for score in AnswerReward(verifier).score(records)]
+        assert verdicts == [True, False, style == "dapo"], style  # DAPO's rule is kept to the letter.
+        verifier.close()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_records_travel_in_batches_and_scores_come_back_in_order():
         "prompt": "p0",
         "messages": [{"role": "user", "content": "p"}],
         "response": "r0",
+        "opened_thought": "",
         "token_ids": [0, 1, 2],
         "finish_reason": "stop",
         "ground_truth": "0",
