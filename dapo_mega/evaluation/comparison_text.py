@@ -91,9 +91,14 @@ def _without_crossing(comparison: BenchmarkComparison, label: str) -> str:
     apart = [k for k, mean in means.items() if abs(mean.value) > 1e-9]
     if not apart:
         return f"No crossing: {label} and {comparison.base} are equal up to k = {largest}."
-    ahead = label if means[apart[0]].value > 0 else comparison.base
+    higher = label if means[apart[0]].value > 0 else comparison.base
     end = f"there the difference is {_signed(means[largest])}" if apart[-1] == largest else "beyond both are equal"
-    return f"No crossing up to k = {largest}: {ahead} is ahead up to k = {apart[-1]}, {end}."
+    if any(mean.low > 0 or mean.high < 0 for mean in means.values()):
+        return f"No crossing up to k = {largest}: {higher} is ahead up to k = {apart[-1]}, {end}."
+    return (
+        f"No crossing up to k = {largest}: {higher} is higher up to k = {apart[-1]}, {end}; but no interval of the "
+        f"difference excludes 0, so these responses do not show which is better."
+    )
 
 
 def _listed(sentence: str, problems: Sequence[ChangedProblem], label: str, base: str) -> Iterator[str]:

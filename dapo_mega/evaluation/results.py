@@ -110,5 +110,4 @@ def results_table(content: Mapping[str, Any]) -> str:
 
 
 def _share(estimate: Mapping[str, float]) -> str:
-    low, high = (f"{100 * estimate[name]:.1f}" for name in ("low", "high"))
-    return f"{100 * estimate['value']:.1f} [{low}, {high}]"
+    return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"

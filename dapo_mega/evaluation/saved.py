@@ -105,7 +105,8 @@ def _read_file(path: Path) -> dict[str, SavedBenchmark]:
     """The benchmarks of one file by the name that it has for them, or their `data_source`."""
     with errors_of_reading(path, _WHAT_TO_GIVE):
         account = account_of(pq.read_metadata(path).metadata)
-        kind, rows = account["kind"], pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
+        kind, table = account["kind"], pq.read_table(path, columns=list(_COLUMNS), page_checksum_verification=True)
+        rows = table.to_pylist()
     if kind != "evaluation":
         raise InputError(f"{path} holds the groups of a training step, not an evaluation; {_WHAT_TO_GIVE}")
     settings = account.get("settings", {})

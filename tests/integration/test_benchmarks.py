@@ -1,10 +1,12 @@
 """Every benchmark at its smallest size: it runs to its end, and prints what its form in golden/benchmarks.txt says."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,9 @@ def form(printed):
 def printed_by(name, *more, program=("tools/benchmark.py",)):
     """The form of what the benchmark prints, which runs in a process of its own."""
     command = [sys.executable, *program, name, *shlex.split(SMALLEST[name]), *map(str, more)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    with tempfile.TemporaryDirectory() as folder:  # One of them leaves its runs to look at.
+        variables = {**os.environ, "TMPDIR": folder}
+        result = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return form(result.stdout)
 

@@ -1,5 +1,7 @@
 """Comparisons of saved evaluations whose answers are known."""
 
+from random import Random
+
 import pytest
 
 from dapo_mega.errors import InputError
@@ -68,6 +70,31 @@ def test_curves_that_do_not_cross_are_said_not_to(tmp_path):
     assert "No crossing up to k = 8: dapo is ahead up to k = 4, beyond both are equal." in as_text(
         compared(base, trained)
     )
+
+
+def test_nobody_is_ahead_by_what_may_be_chance(tmp_path):
+    base = save(tmp_path / "base", [2] * 40, 4)
+    trained = save(tmp_path / "dapo", [2] * 38 + [3, 1], 4)
+    text = as_text(compared(base, trained))
+    assert "these responses do not show which is better" in text
+    assert "ahead" not in text
+
+
+def test_flipped_bits_of_saved_responses_are_noticed(tmp_path):
+    base, trained = save(tmp_path / "base", [1] * 8, 8), save(tmp_path / "dapo", [4] * 8, 8)
+    (file,) = trained.rglob("*.parquet")
+    whole, expected = file.read_bytes(), as_text(compared(base, trained))
+    random = Random(0)
+    for _ in range(40):
+        content = bytearray(whole)
+        content[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+        file.write_bytes(content)
+        try:
+            found = as_text(compared(base, trained))
+        except InputError as error:
+            assert str(file) in str(error)
+        else:
+            assert found == expected
 
 
 def test_the_sampling_gap_is_the_bases_largest_pass_at_k_minus_the_models_pass_at_1(crossing):
