@@ -90,11 +90,10 @@ def test_flipped_bits_of_saved_responses_are_noticed(tmp_path):
         content[random.randrange(len(whole))] ^= 1 << random.randrange(8)
         file.write_bytes(content)
         try:
-            found = as_text(compared(base, trained))
+            said = as_text(compared(base, trained))
         except InputError as error:
-            assert str(file) in str(error)
-        else:
-            assert found == expected
+            said = str(error)
+        assert said == expected or str(file) in said
 
 
 def test_the_sampling_gap_is_the_bases_largest_pass_at_k_minus_the_models_pass_at_1(crossing):
