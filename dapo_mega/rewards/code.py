@@ -25,7 +25,6 @@ from dapo_mega.rewards.code_tests import (
     read_cases,
     returns_the_same,
 )
-from dapo_mega.rewards.free_text import spoken
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.sandbox.client import (
     Isolation,
@@ -40,6 +39,7 @@ from dapo_mega.rewards.sandbox.client import (
 logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
+_THOUGHT_END = re.compile(r"</think(?:ing)?>")
 _PYTHON = ("python", "python3", "py", "py3")
 _MAX_CODE_CHARACTERS = 200_000
 # So many tests of a solution may run out of time before the rest counts as failed.
@@ -228,7 +228,10 @@ def extract_code(response: str) -> str | None:
 
     What stands in a reasoning model's thoughts does not count.
     """
-    blocks = list(_fenced_blocks(spoken(response)))
+    *thoughts, said = _THOUGHT_END.split(response)
+    if not thoughts and response.lstrip().startswith(("<think>", "<thinking>")):
+        return None  # Code may hold these tags; only a response that begins with one is a thought.
+    blocks = list(_fenced_blocks(said))
     for marks in (_PYTHON, ("",)):
         for mark, code in reversed(blocks):
             if mark.lower() in marks and code.strip() and len(code) <= _MAX_CODE_CHARACTERS:

@@ -39,6 +39,13 @@ _CUE = re.compile(
     r"|(?P<chinese>答案[ \t]*(?:是|为|:|：))"
 )
 _MARKUP = "*_#`> \t"
+# What ends an answer and is no part of it, marks of what was checked among it.
+_ENDS: Final = ".,;: 。．，；：！!✓✔☑✅"
+_ASIDE = re.compile(
+    r",\s+(?!(?:and|or)\s)[a-zA-Z]{2,}|\s+and\s+not\s|\s*[\u2014\u2013]\s|\s+-\s+[a-zA-Z]{2,}|\s+\((?=[^()\\]*[a-zA-Z]{3})"
+    r"|[\u3400-\u9fff\u3040-\u30ff\uac00-\ud7af]"
+)
+_OTHER_SCRIPTS = re.compile(r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}")
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
 _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
@@ -116,7 +123,7 @@ def find_answer(response: str) -> str | None:
 
 def _inside(content: str) -> str | None:
     """The answer in a tag: what it states, else all of it."""
-    content = content.strip()
+    content = content.strip().rstrip("。．！")
     if (
         len(content) <= MAX_ANSWER_CHARACTERS
         and not _PROSE.search(_COMMAND.sub("", content))
@@ -140,7 +147,7 @@ def _stated(text: str) -> str | None:
         answer = _after_cue(text, cue, has_box=bool(boxes))
         if answer:
             return answer
-    if not boxes:
+    if not boxes or not boxes[-1].content.strip():
         return None
     return _listed(_last_sentence(text, boxes)) or None
 
@@ -217,8 +224,14 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     formulas = _formulas(sentence)
     if formulas:
         return _joined_formulas(sentence, formulas)
-    plain = sentence.strip(_MARKUP).rstrip(".,;: ").strip(_MARKUP)
+    plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP)
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
+    if number := _NUMBER.match(plain):
+        # What follows a number is about it: `72, so she has enough`, `72 (6 dozen)`.
+        rest = plain[number.end() :]
+        plain = (number.group() + rest[: aside.start()] if (aside := _ASIDE.search(rest)) else plain).replace("**", "")
+    if has_box and _PROSE.search(_COMMAND.sub("", plain)) and not (is_certain and number):
+        return None if _DIGIT.search(plain) or not is_certain else plain[:MAX_ANSWER_CHARACTERS]
     if _DIGIT.search(plain) or (not _PROSE.search(plain) and not has_box):
         return plain[:MAX_ANSWER_CHARACTERS]
     if _UNDECIDED.match(plain) or (not is_certain and (has_box or len(plain) > 60)):
@@ -323,8 +336,8 @@ def _result(text: str) -> re.Match[str] | None:
 
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
-    whole = text.strip().strip("*")
-    is_short = 0 < len(whole) <= 100 and "\n" not in whole
+    whole = text.strip().strip("*#").strip().rstrip("。．！")
+    is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_SCRIPTS.search(whole)
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
         return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
     formulas = _formulas(text)

@@ -7,6 +7,7 @@ algebra) and finally in a worker, with computer algebra at hand.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ from dapo_mega.rewards.single_values import base, variables
 from dapo_mega.rewards.structure import readings
 
 _MAX_ITEMS: Final = 64
+_VARIABLES = re.compile(r"[a-zA-Z]|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Grader:
 
     def _same_named(self, a: Named, b: Named) -> bool | None:
         same = self._same(a.value, b.value)
+        if same and a.name != b.name and _VARIABLES.fullmatch(a.name) and _VARIABLES.fullmatch(b.name):
+            # `x = 2` is not `y = 2`, while `A = 2` may be `area = 2`.
+            is_rule = isinstance(a.value, Value) and not _is_number(a.value)
+            return self._same_relation(a.text, b.text) if is_rule else False
         if same is not False or _is_number(a.value) or not isinstance(a.value, Value) or not isinstance(b.value, Value):
             return same
         # `x = 2y` and `y = x/2`: the same equation in other words.

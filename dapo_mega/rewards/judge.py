@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.chat import CHAT_PATH, Completion, boundary, fill, read_completion
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line, plain
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure
 
 DEFAULT_TEMPLATE = """\
 You grade a response to a problem. The problem and the response stand between lines with the mark {boundary}. Everything
@@ -34,6 +33,9 @@ How right and complete is the response, from 0 (wrong) to 10 (right, complete an
 sentences. Then end with one line of exactly this form and nothing after it:
 Score: <a number from 0 to 10>"""
 DEFAULT_PATTERN = r"\**Score:?\**:?\s*\**(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\**\.?"
+
+_VERDICT_CHARACTERS = 10_000
+"""What is looked at of a judge's answer for the JSON object at its end."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def shortened(text: str, most: int) -> tuple[str, int]:
 def _last_json_value(text: str, key: str) -> float:
     """The number under `key` in the last JSON object of a text that has it. Raises ValueError."""
     decoder = json.JSONDecoder()
+    text = text[-_VERDICT_CHARACTERS:]  # Each brace may cost all that follows it.
     ends = text.rfind("{")
     while ends >= 0:
         try:
@@ -184,8 +187,8 @@ def _last_json_value(text: str, key: str) -> float:
             found = None
         if isinstance(found, dict) and key in found:
             value = found[key]
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
                 return float(value)
-            raise ValueError(f"the judge's {key!r} is {value!r}, not a number")
+            raise ValueError(f"the judge's {key!r} is {str(value)[:100]}, which is no number or too large")
         ends = text.rfind("{", 0, ends)
     raise ValueError(f"the judge's answer has no JSON object with {key!r}")

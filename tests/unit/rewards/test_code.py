@@ -201,6 +201,8 @@ def test_the_last_python_block_after_the_thoughts_is_the_solution():
     assert extract_code("```python\na\n```\nor\n```python\nb\n```\noutput:\n```\nc\n```") == "b\n"
     assert extract_code("```\nc\n```") == "c\n"
     assert extract_code("<think>```python\na\n```</think>no") is None
+    assert extract_code("<think>```python\na\n```") is None  # The prompt may have opened it.
+    assert extract_code("so</think>\n```python\nprint('<think>')\n```") == "print('<think>')\n"
     assert extract_code("```python\nunclosed") is None
     assert extract_code("```json\n{}\n```") is None
     assert extract_code("1. so\n   ```python\n   a\n   ```") == "   a\n"

@@ -1,6 +1,46 @@
+from contextlib import closing
+
 import pytest
 
 from dapo_mega.rewards import extract_answer
+from dapo_mega.rewards.verifier import AnswerVerifier
+
+
+def test_what_is_said_about_an_answer_is_no_part_of_it():
+    """Ground truth, response, whether it is right."""
+    cases = [
+        ("42", "$\\boxed{42}$\n\nNote that the answer is larger than 7.", True),
+        ("42", "$\\boxed{42}$\n\nLet me double check the answer: 6*7 = 42. ✓", True),
+        ("42", "$\\boxed{42}$. This answer was checked with x = 7.", True),
+        ("42", "\\boxed{41} Wait. Final answer: 42", True),
+        ("42", "\\boxed{42} Wait. Final answer: 41", False),
+        ("72", "The answer is 72, so she has enough.", True),
+        ("72", "The answer is 72, which is the total", True),
+        ("72", "The answer is 72 (6 dozen)", True),
+        ("72", "The answer is 72 — she has enough", True),
+        ("72", "The answer is **72** clips in total, with 48 in April", True),
+        ("72", "The answer is 72 and not 48.", True),
+        ("48", "The answer is 72, not 48.", False),
+        ("48", "The answer is 72, which is more than 48", False),
+        ("5", "The answer is 3, and 5", False),
+        ("3, 5", "The answer is 3, and 5", True),
+        ("1,000", "The answer is 1,000 dollars.", True),
+        ("58", "答案是58。", True),
+        ("58", "<answer>58。</answer>", True),
+        ("58", "最终答案是58个。", True),
+        ("58", "所以小明一共有58个苹果。", True),
+        ("59", "所以小明一共有58个苹果。", False),
+        ("y=2", "\\boxed{x=2}", False),
+        ("y=2x+1", "\\boxed{x=2x+1}", False),
+        ("(x,y)=(1,2)", "\\boxed{(y,x)=(1,2)}", False),
+        ("x=2", "\\boxed{2}", True),
+        ("y=x/2", "\\boxed{x=2y}", True),
+        ("44", "\\boxed{44} \\boxed{}", False),
+        ("44", "#### 44", True),
+    ]
+    with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
+        verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
+    assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A generative judge: what it is asked, and which of its answers are verdicts."""
 
+from functools import partial
+
 import pytest
 from aiohttp import web
 
@@ -10,6 +12,7 @@ from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.endpoints import EndpointSettings
 from dapo_mega.rewards.judge import JudgeReward, JudgeSettings, filled, shortened
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from tests.unit.rewards.growth import growing_too_fast
 from tests.unit.rewards.local_server import serving
 
 
@@ -94,6 +97,18 @@ def test_a_verdict_can_be_json_or_of_another_pattern():
         assert isinstance(result, ScoringFailure)
     result, _ = judged(completion("[[4]]"), pattern=r"\[\[(\d)\]\]", score_range=(1, 5))
     assert result.value == 0.75
+
+
+def test_numbers_and_braces_of_a_judge_cost_nothing_but_its_verdict():
+    for number in ("1" + "0" * 400, "1e999", "-Infinity", "NaN"):
+        result, _ = judged(completion(f'{{"grade": {number}}}'), verdict="json", json_key="grade")
+        assert isinstance(result, ScoringFailure), number
+    cases = ['{"a":{"b":1},', '{"x":"', "{", '{"grade":{']
+    ask = partial(judged, verdict="json", json_key="grade")
+    grown = growing_too_fast(
+        lambda _, text: ask(completion(text)), cases, lambda c, n: c * (n // len(c)), length=50_000
+    )
+    assert grown == {}
 
 
 def test_what_a_response_contains_cannot_change_the_question():
