@@ -39,21 +39,21 @@ IN_GATE = (
 )
 
 
-DEVICES = "tests/te_cpu/emulated/test_devices.py"
+DEVICES = ("tests/te_cpu/emulated/test_devices.py", "tests/te_cpu/emulated/test_engines.py")
 
 
 def test_nothing_mixes_tensors_of_host_and_gpu():
     """In a process of its own: Transformer Engine and Megatron keep tensors of the models before, which have no tag."""
-    result = on_the_emulated_device(DEVICES)
+    sglang_python()  # One of the files runs engines.
+    result = on_the_emulated_device(*DEVICES)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 25
     assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
 
 
 def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
-    sglang_python()  # One of the files runs engines.
     whole = pytestconfig.getoption("whole_table", False)
-    paths = ["tests/gpu/test_transformer_engine.py", "tests/te_cpu/emulated", f"--ignore={DEVICES}"]
+    paths = ["tests/gpu/test_transformer_engine.py", "tests/te_cpu/emulated", *(f"--ignore={file}" for file in DEVICES)]
     result = on_the_emulated_device(*paths, *([POLICY, DEEPSEEK, "--whole-table"] if whole else IN_GATE))
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     print(result.stdout)  # `pytest -s` shows the largest deviations.
