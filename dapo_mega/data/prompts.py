@@ -16,6 +16,7 @@ from dapo_mega.config import DataConfig, DatasetConfig
 from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
 from dapo_mega.data.readers import Row, plain, read_rows
 from dapo_mega.data.templates import as_messages, render_messages, template_text, templated_messages
+from dapo_mega.data.tokenizer import without_embedding
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.rewards.trial import made_up_record
@@ -348,6 +349,8 @@ def _check_known(row: Row, tokenizer: PreTrainedTokenizerBase, token_ids: Sequen
             f"{row.where} has characters that the tokenizer cannot represent (it reads "
             f"{tokenizer.decode(token_ids)!r:.120}); use a byte-level tokenizer or correct the row"
         )
+    if sentence := without_embedding(tokenizer, token_ids):
+        raise InputError(f"{row.where} has {sentence}")
 
 
 def _ids(token_ids: Sequence[int]) -> TokenIds:

@@ -6,6 +6,7 @@ ordinary characters does not end there, and every text survives encoding and dec
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,30 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise InputError(f"the tokenizer in {path} has no eos_token; add one to its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if sentence := without_embedding(tokenizer, stop_tokens(Path(path), tokenizer)):
+        raise InputError(f"{path}: the end of a response is {sentence}")
     return tokenizer
+
+
+def without_embedding(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str | None:
+    """What is wrong with the first of these tokens that the model in the tokenizer's folder has no embedding for."""
+    size = num_embeddings(str(tokenizer.name_or_path))
+    if size is None or not token_ids or max(token_ids) < size:
+        return None
+    token = next(token for token in token_ids if token >= size)
+    return (
+        f"token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), for which the model has no embedding: its "
+        f"vocab_size is {size}, and the tokenizer has {len(tokenizer)} tokens; use the tokenizer that belongs to the "
+        f"model, or give the model's embeddings more rows"
+    )
+
+
+@functools.lru_cache
+def num_embeddings(folder: str) -> int | None:
+    """`vocab_size` of the model in the folder; None where there is only a tokenizer."""
+    file = Path(folder) / "config.json"
+    size = read_json_object(file).get("vocab_size") if file.is_file() else None
+    return size if isinstance(size, int) else None
 
 
 def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

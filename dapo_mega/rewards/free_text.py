@@ -91,7 +91,7 @@ _THOUGHTS = ("think", "thinking")
 
 def opened_thought(prompt: str) -> str:
     """The tag of a thought that the prompt's text, with its template, ends in; empty where it opens none."""
-    end = prompt[-100:].rstrip()
+    end = prompt.rstrip()
     return next((f"<{name}>" for name in _THOUGHTS if end.endswith(f"<{name}>")), "")
 
 

@@ -17,7 +17,7 @@ from dapo_mega.data.prompts import (
 )
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import render
-from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
+from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer, num_embeddings
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.group_state import dataset_fingerprint
 
@@ -232,6 +232,29 @@ def test_characters_that_the_tokenizer_cannot_represent_are_refused(tmp_path: Pa
     config = _dataset(tmp_path, [{"prompt": "1+1=", "answer": 2}, {"prompt": "1*1=", "answer": 1}])
     with pytest.raises(InputError, match=r"line 2 has characters .*1<unk>1="):
         load_prompts(config, build_character_tokenizer("1+="), 10)
+
+
+def test_tokens_without_an_embedding_are_refused_before_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build_character_tokenizer("+=0123456789").save_pretrained(folder)
+    rows = [{"prompt": "1+1=", "response": "2", "answer": 2}, {"prompt": "1+8=", "response": "9", "answer": 9}]
+    config = _dataset(tmp_path, rows)
+    for size, refused in ((16, None), (15, "line 2 has token 15 .*'9'"), (14, "line 2 has token 14 .*'8'")):
+        num_embeddings.cache_clear()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+        tokenizer = load_tokenizer(str(folder))
+        if refused is None or size == 15:
+            assert len(load_prompts(config, tokenizer, 10).prompts) == 2
+        else:
+            with pytest.raises(InputError, match=f"{refused}.*vocab_size is {size}, and the tokenizer has 16 tokens"):
+                load_prompts(config, tokenizer, 10)
+        if refused:
+            with pytest.raises(InputError, match=refused):
+                load_demonstrations(config, tokenizer, 10)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 1}))
+    num_embeddings.cache_clear()
+    with pytest.raises(InputError, match=r"the end of a response is token 1 \('</s>'\)"):
+        load_tokenizer(str(folder))
 
 
 # Demonstrations ------------------------------------------------------------------------------------------------------
