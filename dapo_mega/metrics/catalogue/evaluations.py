@@ -47,7 +47,7 @@ EVALUATIONS: tuple[Metric, ...] = (
         "responses",
         "Responses that could not be generated.",
         "0",
-        "above 0: the other values are over fewer responses",
+        "above 0: this evaluation has no score",
         "read `rollout/failed_calls_<cause>`, or the trainer's warning",
         better="lower",
     ),
