@@ -41,9 +41,10 @@ _CUE = re.compile(
 _MARKUP = "*_#`> \t"
 # What ends an answer and is no part of it, marks of what was checked among it.
 _ENDS: Final = ".,;: 。．，；：！!✓✔☑✅"
+# Each run of white space is tried once, from its beginning: a text of nothing else must cost linear time.
 _ASIDE = re.compile(
-    r",\s+(?!(?:and|or)\s)[a-zA-Z]{2,}|\s+and\s+not\s|\s*[\u2014\u2013]\s|\s+-\s+[a-zA-Z]{2,}|\s+\((?=[^()\\]*[a-zA-Z]{3})"
-    r"|[\u3400-\u9fff\u3040-\u30ff\uac00-\ud7af]"
+    r",\s+(?!(?:and|or)\s)[a-zA-Z]{2,}|[\u3400-\u9fff\u3040-\u30ff\uac00-\ud7af]"
+    r"|(?<!\s)(?:\s+(?:and\s+not\s|-\s+[a-zA-Z]{2,}|\((?=[^()\\]*[a-zA-Z]{3}))|\s*[\u2014\u2013]\s)"
 )
 _OTHER_SCRIPTS = re.compile(r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}")
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")

@@ -4,6 +4,7 @@ import pytest
 
 from dapo_mega.rewards import extract_answer
 from dapo_mega.rewards.verifier import AnswerVerifier
+from tests.unit.rewards.growth import growing_too_fast
 
 
 def test_what_is_said_about_an_answer_is_no_part_of_it():
@@ -41,6 +42,15 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
     with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
         verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
     assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
+
+
+def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
+    def ten_lines(filling, length):
+        line = "the answer is 1" + filling * (length // 10 // len(filling)) + "foo\n"
+        return "\\boxed{1}\n" + 10 * line
+
+    fillings = [" ", ", ", " (", " - ", " —", " and not"]
+    assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
 
 
 @pytest.mark.parametrize(
