@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_mega.atomic_files import read_json_object, refuse_special_files
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.thoughts import is_part_of_tag
 from dapo_mega.types import TokenIds
 
 if TYPE_CHECKING:
@@ -126,10 +127,14 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Responses as text, without special tokens."""
+    """Responses as text, without special tokens except those that enclose thoughts."""
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kept = {i for i, content in special.items() if is_part_of_tag(content)}
+    skipped = {*special, *tokenizer.all_special_ids} - kept if kept else set()
 
     def decode(responses: Sequence[TokenIds]) -> list[str]:
-        texts: list[str] = tokenizer.batch_decode([r.tolist() for r in responses], skip_special_tokens=True)
+        ids = [[i for i in r.tolist() if i not in skipped] for r in responses]
+        texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=not kept)
         return texts
 
     return decode

@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.rewards.free_text import spoken
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
+from dapo_mega.rewards.thoughts import spoken
 from dapo_mega.rewards.verifier import AnswerVerifier
 from dapo_mega.types import TokenIds
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dapo_mega.rewards.thoughts import split
+
 CHAT_PATH = "/chat/completions"
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
-_THOUGHTS_END = "</think>"
 
 
 def fill(template: str, value: Callable[[str], str]) -> str:
@@ -45,4 +46,4 @@ def read_completion(request: object, answer: Any) -> Completion:
         raise ValueError(f"the answer is no chat completion: {answer!r}") from None
     if content is not None and not isinstance(content, str):
         raise ValueError("the content of the answer's message is not text")
-    return Completion((content or "").rpartition(_THOUGHTS_END)[2].strip(), cut_off)
+    return Completion(split(content or "", at_start=True)[0].strip(), cut_off)

@@ -35,11 +35,11 @@ from dapo_mega.rewards.sandbox.client import (
     start_sandbox,
     try_out,
 )
+from dapo_mega.rewards.thoughts import CLOSING, split
 
 logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
-_THOUGHT_END = re.compile(r"</think(?:ing)?>")
 _PYTHON = ("python", "python3", "py", "py3")
 _MAX_CODE_CHARACTERS = 200_000
 # So many tests of a solution may run out of time before the rest counts as failed.
@@ -228,10 +228,7 @@ def extract_code(response: str) -> str | None:
 
     What stands in a reasoning model's thoughts does not count.
     """
-    *thoughts, said = _THOUGHT_END.split(response)
-    if not thoughts and response.lstrip().startswith(("<think>", "<thinking>")):
-        return None  # Code may hold these tags; only a response that begins with one is a thought.
-    blocks = list(_fenced_blocks(said))
+    blocks = _fenced_blocks(response)
     for marks in (_PYTHON, ("",)):
         for mark, code in reversed(blocks):
             if mark.lower() in marks and code.strip() and len(code) <= _MAX_CODE_CHARACTERS:
@@ -239,18 +236,29 @@ def extract_code(response: str) -> str | None:
     return None
 
 
-def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(mark, content) of each fenced block. Line by line, as nothing may close any number of fences."""
-    mark, lines = None, list[str]()
+def _fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(mark, content) of each fenced block after the thoughts. Line by line, as nothing may close any number of fences.
+
+    Programs may hold tags of thoughts, so those within a block count only where a line begins with the end of a thought
+    whose beginning is not known.
+    """
+    blocks: list[tuple[str, str]] = []
+    mark, lines, thought, is_known = None, list[str](), "", False
     for line in text.split("\n"):
         fence = _FENCE.match(line)
-        if mark is None:
+        said, opening, ended = split(line, thought)
+        if mark is None or (ended and not is_known and line.strip().lower().startswith(CLOSING)):
+            thought, is_known = opening, is_known or ended or bool(opening)
+            if ended:
+                blocks.clear()
+            fence = _FENCE.match(said)
             mark, lines = fence and fence[1], []
         elif fence and line.strip() == "```":
-            yield mark, "\n".join([*lines, ""])
+            blocks.append((mark, "\n".join([*lines, ""])))
             mark = None
         else:
             lines.append(line)
+    return blocks
 
 
 def _request(case: Case, limit_s: float) -> dict[str, Any]:

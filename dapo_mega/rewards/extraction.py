@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from dapo_mega.rewards.equivalence import validate_ground_truth
-from dapo_mega.rewards.free_text import closing_brace, find_answer, spoken, tagged
+from dapo_mega.rewards.free_text import closing_brace, find_answer, tagged
+from dapo_mega.rewards.thoughts import spoken
 
 ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
 

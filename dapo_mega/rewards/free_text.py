@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
+from dapo_mega.rewards.thoughts import spoken
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])[ \t]*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -85,23 +86,6 @@ class _Span:
     start: int
     end: int
     content: str
-
-
-_THOUGHTS = ("think", "thinking")
-
-
-def opened_thought(prompt: str) -> str:
-    """The tag of a thought that the prompt's text, with its template, ends in; empty where it opens none."""
-    end = prompt.rstrip()
-    return next((f"<{name}>" for name in _THOUGHTS if end.endswith(f"<{name}>")), "")
-
-
-def spoken(response: str) -> str:
-    """The response after its thoughts; of a thought that never ends, what comes before it."""
-    for name in _THOUGHTS:
-        _, closed, rest = response.rpartition(f"</{name}>")
-        response = (rest if closed else response).partition(f"<{name}>")[0]
-    return response
 
 
 def tagged(text: str, *, must_close: bool) -> str | None:

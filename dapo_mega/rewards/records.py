@@ -22,7 +22,8 @@ class RewardRecord:
 
     `prompt` is the problem's text and `messages` what the model was shown, as {role, content}. `token_ids` [L] are
     those of the response. `fields` are the other columns of the dataset's row. `request_id` is unique within a run.
-    `opened_thought` is the tag, such as `<think>`, that the prompt ended with: the response then begins in a thought.
+    `opened_thought` is the tag, such as `<think>`, of a thought that the end of the prompt has opened; the response
+    begins in it.
     """
 
     prompt: str

@@ -1,9 +1,9 @@
 """A reward that a server of the user's own computes, asked over HTTP in batches.
 
 Request, POST: `{"records": [{"prompt", "messages", "response", "token_ids", "finish_reason", "ground_truth",
-"data_source", "fields"}, ...]}`. Answer: `{"scores": [...]}` with one entry per record, in order: a number, or
-`{"score": number, "correct": bool or null, "parts": {name: number}, "answer": text or null}`, or `{"error": text}` for
-a record that could not be scored.
+"data_source", "fields", "opened_thought"}, ...]}`. Answer: `{"scores": [...]}` with one entry per record, in order: a
+number, or `{"score": number, "correct": bool or null, "parts": {name: number}, "answer": text or null}`, or
+`{"error": text}` for a record that could not be scored.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dapo_mega.config.components import LengthKimiComponent
 from dapo_mega.data.tokenizer import Decode
 from dapo_mega.errors import InputError
 from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
-from dapo_mega.rewards.free_text import opened_thought
+from dapo_mega.rewards.thoughts import opened_thought
 from dapo_mega.rewards.trial import made_up_record
 from dapo_mega.types import Prompt, Response, ScoredResponse
 
@@ -163,7 +163,7 @@ def record_of(prompt: Prompt, response: Response, text: str) -> RewardRecord:
         data_source=prompt.data_source,
         fields=prompt.fields,
         request_id=response.request_id,
-        opened_thought=opened_thought(prompt.text),
+        opened_thought=opened_thought(prompt.text, prompt.messages, prompt.problem),
     )
 
 

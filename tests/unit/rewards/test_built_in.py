@@ -16,7 +16,6 @@ from dapo_mega.rewards.built_in import (
     words_by_script,
 )
 from dapo_mega.rewards.composed import ComposedReward, WeightedReward
-from dapo_mega.rewards.free_text import opened_thought
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.verifier import AnswerVerifier
 from tests.unit.rewards.growth import growing_too_fast
@@ -48,9 +47,6 @@ def test_r1s_format_is_both_tags_once_and_nothing_else(text, expected):
 
 
 def test_a_thought_that_the_prompt_has_opened_is_a_thought():
-    ends = {"... <think>": "<think>", "<|assistant|>\n<think>\n": "<think>", "x<thinking>\n\n": "<thinking>"}
-    ends |= {"Think within <think> </think>.": "", "<think>\n\n</think>\n\n": "", "...": "", "": ""}
-    assert {prompt: opened_thought(prompt) for prompt in ends} == ends
     # Response; whether it is right and in R1's form where the prompt has opened the thought, and where it has not.
     cases = [
         (r"It may be \boxed{42}. Let me <answer>42</answer> #### 42 Answer: 42", (False, 0), (True, 0)),

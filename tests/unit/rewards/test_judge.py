@@ -54,6 +54,8 @@ VERDICTS = [
     ("It says 'Score: 10', which is a lie.\n\n**Score: 2**", 0.2),
     ("Score: 10\nOn reflection it is wrong.\nScore: 3/10.", 0.3),
     ("<think>Score: 9\n</think>\nScore: 1.5\n", 0.15),
+    ("[THINK]Score: 9[/THINK]Score: 4", 0.4),
+    ("It opens <think> and nothing follows.\nScore: 5", 0.5),
 ]
 
 
@@ -73,7 +75,7 @@ NO_VERDICTS = [
     (completion(""), "last line has no verdict"),
     (completion(None), "last line has no verdict"),
     (completion("Score: 1", "length"), "cut off after max_tokens=1024"),
-    (completion("<think>Score: 9"), "last line has no verdict"),
+    (completion("<thinking>Hm.\nScore: 9"), "last line has no verdict"),
     ({"choices": []}, "no chat completion"),
     ({"error": {"message": "no model"}}, "no chat completion"),
     ([], "no chat completion"),
