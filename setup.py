@@ -35,6 +35,7 @@ setup(
         "datasets>=4,<6",
         "pyarrow>=17",
         "datasketch>=2,<3",  # MinHash of near duplicates
+        "confusable-homoglyphs>=3.3,<4",  # letters of other scripts that look Latin
         "safetensors>=0.5",
         "numpy>=1.26",
         "math-verify>=0.9,<0.10",

@@ -6,10 +6,13 @@ Views of a text, from strict to coarse: `spelling` (for exact duplicates), `shin
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+from confusable_homoglyphs import confusables
 
 SHINGLE_CHARACTERS = 5
 """Length of a shingle."""
@@ -26,6 +29,10 @@ _CHARACTERS = str.maketrans(
         "\u2060": "", "\ufeff": "",
     }
 )  # fmt: skip
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]\w{1,30});")
+_TAG = re.compile(
+    r"</?(?:a|b|br|code|div|em|font|h[1-6]|hr|i|li|ol|p|pre|span|strong|sub|sup|td|tr|u|ul)(?:\s[^<>]{0,200})?/?>"
+)
 # Commands that change how a formula looks and not what it says.
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|q?quad)(?![a-zA-Z])|\\[,;:!>\s]"
@@ -59,7 +66,8 @@ class NormalText:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Words and numbers in lower case, without operators, punctuation, and commands that shape formulas."""
+        """Words and numbers in lower case, without operators, punctuation, and commands that shape formulas. Letters
+        of other scripts that look like Latin ones are these."""
         return tuple(word for token in self.tokens if (word := _word(token)))
 
     @cached_property
@@ -86,10 +94,28 @@ def normal_text(text: str) -> NormalText:
 def _word(token: str) -> str:
     if token[0] == "\\":
         return token[1:] if token[1:2].isalpha() and token[1:] not in _STRUCTURE else ""
-    return token.lower().replace(",", "") if token[0].isalnum() else ""
+    if not token[0].isalnum():
+        return ""
+    return (token if token.isascii() else "".join(map(_latin, token))).lower().replace(",", "")
+
+
+@lru_cache(maxsize=2**16)
+def _latin(letter: str) -> str:
+    """The Latin letter that looks like `letter` or like its capital (Unicode's confusables); else the letter itself."""
+    for form in (letter, letter.upper()):
+        alike = [entry["c"] for entry in confusables.confusables_data.get(form, ())]
+        latin = [one for one in alike if len(one) == 1 and one.isascii() and one.isalpha()]
+        if latin and not letter.isascii():
+            return min(latin, key=lambda one: one.isupper() != form.isupper())
+    return letter
 
 
 def _tokens(text: str) -> list[str]:
+    if "&" in text and ";" in text:
+        for _ in range(2):  # Some sources escape twice.
+            text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+    if "<" in text:
+        text = _TAG.sub(" ", text)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
     if "\\" in text:

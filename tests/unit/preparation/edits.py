@@ -1,5 +1,6 @@
 """Controlled edits of problems: what is still the same problem, and what is another one."""
 
+import html
 import random
 import re
 from collections.abc import Callable
@@ -72,6 +73,23 @@ def other_question(text: str, _: random.Random) -> str | None:
     return " ".join([*sentences[:-1], "Find the largest possible value of the sum of all of them."])
 
 
+def escaped(text: str, _: random.Random) -> str:
+    """As it stands on a web page."""
+    return html.escape(text).replace("$", "&#36;").replace(". ", ".<br/>")
+
+
+def look_alike(text: str, _: random.Random) -> str:
+    """Cyrillic letters for Latin ones."""
+    return text.translate(str.maketrans("aeopcyxiABEKMHOPCTX", "аеорсухіАВЕКМНОРСТХ"))  # noqa: RUF001
+
+
+def interspersed(text: str, draw: random.Random) -> str:
+    """A word more behind every fourth."""
+    words = text.split(" ")
+    more = ["really", "quite", "also", "then", "indeed"]
+    return " ".join(f"{word} {draw.choice(more)}" if place % 4 == 3 else word for place, word in enumerate(words))
+
+
 SAME: dict[str, Edit] = {
     "spelling": respelled,
     "typo": typo,
@@ -81,4 +99,5 @@ SAME: dict[str, Edit] = {
     "a heading more": with_beginning,
     "sentences swapped": swapped_sentences,
 }
+DISGUISED: dict[str, Edit] = {"escaped": escaped, "look-alike": look_alike, "interspersed": interspersed}
 OTHER: dict[str, Edit] = {"one number": other_number, "another question": other_question}

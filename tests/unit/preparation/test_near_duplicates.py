@@ -13,7 +13,7 @@ from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import normal_text
 from dapo_mega.preparation.sources import evaluation_problems
 
-from .edits import OTHER, SAME, Edit
+from .edits import DISGUISED, OTHER, SAME, Edit
 
 STORY = "a farmer has many red apples and buys more green pears on the market while his friends sell all of theirs "
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -68,13 +68,14 @@ def test_comparisons_grow_with_the_rows_and_not_with_their_square(tmp_path: Path
 def test_evaluation_problems_are_found_in_edited_prompts(problems: list[str]) -> None:
     index = EvaluationIndex([EvaluationProblem(f"set, row {i}", text) for i, text in enumerate(problems)], 8, 5, 0.6)
     found = {}
-    for name, edit in {**SAME, **OTHER}.items():
+    for name, edit in {**SAME, **OTHER, **DISGUISED}.items():
         pairs = edited(problems, edit)
         hits = [index.find(normal_text(other)) for _, other in pairs]
         right = [hit is not None and hit.problem.text == text for hit, (text, _) in zip(hits, pairs, strict=True)]
         found[name] = sum(right) / len(right)
     wanted = {"spelling": 1.0, "typo": 0.88, "one word": 0.88, "two words": 0.8, "a sentence more": 0.98}
     wanted |= {"a heading more": 0.98, "sentences swapped": 0.95, "one number": 0.85}
+    wanted |= {"escaped": 1.0, "look-alike": 0.97, "interspersed": 0.9}
     assert {name: found[name] for name, share in wanted.items() if found[name] < share} == {}
 
 

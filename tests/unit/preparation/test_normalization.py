@@ -10,6 +10,7 @@ SAME = [
     ("the ‘two’ × three…", "the 'two' * three..."),
     (r"area of $1{,}000\,m^2$", "area of 1,000 m²"),
     ("ｆｕｌｌ　width", "full width"),
+    ("x &lt; 3 &amp;amp; costs&nbsp;&#36;5<br/>now", "x < 3 & costs $5 now"),
     ("zero\u200bwidth and\u200e marks", "zerowidth and marks"),
 ]
 DIFFERENT = [
@@ -45,5 +46,5 @@ def test_words_are_what_is_left_of_any_formula() -> None:
 
 def test_spelling_is_linear_in_the_length() -> None:
     # Unclosed braces, dollars and backslashes are where expressions of this kind become quadratic.
-    for piece in ("{", "\\frac", "$", "\\", "{a ", "1,", "\\left"):
+    for piece in ("{", "\\frac", "$", "\\", "{a ", "1,", "\\left", "&", "&a", "&#1", "<a ", "<"):
         assert len(normal_text(piece * 100_000).tokens) <= 2 * 100_000
