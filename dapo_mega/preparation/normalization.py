@@ -44,6 +44,7 @@ _SYNONYMS = {
     "neq": "ne", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "dotsb": "ldots", "lvert": "vert",
     "rvert": "vert", "to": "rightarrow", "degree": "circ", "varnothing": "emptyset",
 }  # fmt: skip
+_NAME = re.compile(r"(?<=[\\{])[^\W\d_]+")  # of a command or an environment
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _STRUCTURE = frozenset({"frac", "cdot", "times", "begin", "end", "ldots", "circ"})
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)")
@@ -118,6 +119,7 @@ def _tokens(text: str) -> list[str]:
         text = _TAG.sub(" ", text)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
+        text = _NAME.sub(lambda name: "".join(map(_latin, name[0])), text)
     if "\\" in text:
         text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _COMMAND.sub(_synonym, text))
     text = _LAYOUT.sub(" ", text)

@@ -80,7 +80,7 @@ def escaped(text: str, _: random.Random) -> str:
 
 def look_alike(text: str, _: random.Random) -> str:
     """Cyrillic letters for Latin ones."""
-    return text.translate(str.maketrans("aeopcyxiABEKMHOPCTX", "аеорсухіАВЕКМНОРСТХ"))  # noqa: RUF001
+    return text.translate(str.maketrans("aeopcyxiABEKMHOPCTX", "аеорсухіАВЕКМНОРСТХ"))
 
 
 def interspersed(text: str, draw: random.Random) -> str:
