@@ -112,8 +112,8 @@ def leave(message: str, status: int, launcher_limit_s: float | None = None) -> N
             with contextlib.suppress(OSError):  # The reader may be gone.
                 stream.write(text)
                 stream.flush()
-        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0"
-        _repeat_after_launcher(line, None if may_restart else launcher_limit_s)
+        if not _will_start_again():
+            _repeat_after_launcher(line, launcher_limit_s)
     try:
         for action in _before_leaving:
             action(message, status)
@@ -165,6 +165,12 @@ def _fail_by_fault(error: Exception) -> None:
 
 
 _PEER_PATIENCE_S = 3.0
+
+
+def _will_start_again() -> bool:
+    """Whether torchrun may start its processes once more when they fail (`--max-restarts`)."""
+    limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < limit
 
 
 def _speaks_for_machine() -> bool:

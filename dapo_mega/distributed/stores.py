@@ -46,3 +46,9 @@ def open_store(address: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
 def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """A client of a store of `open_store`."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def attempt_prefix() -> str:
+    """What the keys in torchrun's store begin with: torchrun keeps the store when it starts its processes again, and
+    with it the addresses of those that have ended."""
+    return f"dapo_mega/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

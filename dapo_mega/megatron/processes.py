@@ -14,7 +14,7 @@ from dapo_mega.config import ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.gloo_device import share_gloo_devices
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
-from dapo_mega.distributed.stores import open_store
+from dapo_mega.distributed.stores import attempt_prefix, open_store
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
 
@@ -95,11 +95,14 @@ def _replica_ranks(data_rank: int, data_size: int, config: ParallelConfig) -> li
 
 def _join_process_group(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
+    store: dist.Store
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=_COMPUTE_TIMEOUT)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=_COMPUTE_TIMEOUT))
     else:
-        store = open_store("127.0.0.1", _STORE_TIMEOUT_S)  # A default gloo device would listen on all interfaces.
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COMPUTE_TIMEOUT)
+        # A default gloo device would listen on all interfaces.
+        store, rank, world_size = open_store("127.0.0.1", _STORE_TIMEOUT_S), 0, 1
+    store = dist.PrefixStore(attempt_prefix(), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COMPUTE_TIMEOUT)
 
 
 def stop_processes() -> None:

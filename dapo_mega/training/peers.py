@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dapo_mega.cli import EXIT_CONTINUE, EXIT_FAULT, Reason
+from dapo_mega.distributed.stores import attempt_prefix
 
 POLL_S = 0.5
 _ANSWER_S = 10.0
@@ -43,9 +44,7 @@ class Peers:
             wait_for_workers=False,
             timeout=_STORE_TIMEOUT,
         )
-        # torchrun keeps the same store when it restarts its processes.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: dist.Store = dist.PrefixStore(f"dapo_mega/attempt_{attempt}", store)
+        self._store: dist.Store = dist.PrefixStore(attempt_prefix(), store)
         self._machine = int(os.environ.get("GROUP_RANK", "0"))
         self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._signs: dict[int, tuple[int, float]] = {}

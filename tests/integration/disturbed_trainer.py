@@ -46,8 +46,13 @@ def stopped_before(function: Callable[..., Any], step: int) -> Callable[..., Any
     return call
 
 
-def wait_after(last_step: int) -> None:
-    """All processes wait after this step: the checkpoint due then is under way, earlier ones are complete."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_after(last_step: int, action: Callable[[], None] = lambda: None) -> None:
+    """All processes wait after this step, and do this first: the checkpoint due then is under way, earlier ones are
+    complete."""
     after_step = Saving.after_step
 
     def call(saving: Saving, step: int) -> None:
@@ -55,6 +60,7 @@ def wait_after(last_step: int) -> None:
             saving.store.finish(saving.policy)
         after_step(saving, step)
         while step == last_step:
+            action()
             time.sleep(1)
 
     Saving.after_step = call
@@ -80,6 +86,9 @@ def stop_after(last_step: int) -> None:
 
 if __name__ == "__main__":
     match os.environ["DISTURBANCE"], os.environ["RANK"]:
+        case "is killed after step 3", rank:
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                wait_after(3, die if rank == "0" else lambda: None)
         case "waits after step 3", _:
             wait_after(3)
         case "waits after step 4", _:

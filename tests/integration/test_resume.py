@@ -58,30 +58,39 @@ def test_the_runs_compared_here_use_buffer_and_surplus(uninterrupted):
     assert all("evaluation/avg_at_k" in records[step] for step in (0, 3, 6))
 
 
-MOMENTS = {
-    "between checkpoints": (3, lambda output: has_checkpoint(output) and steps_done(output) == 3),
-    "while a checkpoint is written": (4, lambda output: any(partial(output).glob("*.distcp"))),
-}
-
-
 def has_checkpoint(output):
     return (output / "checkpoints" / "step_00000002").is_dir()
 
 
-def partial(output):
-    return output / "checkpoints" / ".step_00000004.partial"
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_equals_uninterrupted(task, uninterrupted, monkeypatch, moment):
+def test_killed_in_a_checkpoint_and_resumed_equals_uninterrupted(task, uninterrupted, monkeypatch):
     folder, config = task
-    output = folder / moment.replace(" ", "_")
-    step, has_come = MOMENTS[moment]
-    monkeypatch.setenv("DISTURBANCE", f"waits after step {step}")
-    kill_when(start(config, 2, output, *EXPORTS, script=DISTURBED), lambda: has_come(output))
-    assert steps_done(output) == step
-    assert moment == "between checkpoints" or partial(output).is_dir()
+    output = folder / "killed"
+    partial = output / "checkpoints" / ".step_00000004.partial"
+    monkeypatch.setenv("DISTURBANCE", "waits after step 4")
+    kill_when(start(config, 2, output, *EXPORTS, script=DISTURBED), lambda: any(partial.glob("*.distcp")))
+    assert steps_done(output) == 4
+    assert partial.is_dir()
     finish(start(config, 2, output, *EXPORTS), output)
+    assert_equal_runs(uninterrupted, output)
+
+
+def test_a_run_that_torchrun_starts_again_equals_uninterrupted(task, uninterrupted, monkeypatch):
+    """Rank 0 is killed between checkpoints; torchrun keeps its store, with the addresses of the first attempt."""
+    folder, config = task
+    output = folder / "started again"
+    monkeypatch.setenv("DISTURBANCE", "is killed after step 3")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with subprocess.Popen(
+        [sys.executable, *torchrun, str(DISTURBED), "--config", str(config), f"output_dir={output}", *EXPORTS],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    ) as process:  # fmt: skip
+        try:
+            _, log = process.communicate(timeout=240)
+        finally:
+            process.terminate()  # torchrun ends its processes.
+    assert process.returncode == 0, log[-3000:]
+    assert log.count("exitcode: -9") == 1, log
+    assert read_status(output)["state"] == "finished"
     assert_equal_runs(uninterrupted, output)
 
 

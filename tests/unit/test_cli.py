@@ -43,14 +43,23 @@ def test_a_closed_pipe_ends_a_command_without_a_word():
         assert process.wait(60) == 141
 
 
-def test_a_launcher_that_hangs_is_ended_unless_it_may_start_again():
+def test_a_launcher_that_hangs_is_ended_unless_it_will_start_again():
     worker = "from dapo_mega.cli import leave; leave('a machine is gone', 75, launcher_limit_s=0.1)"
     launcher = "import subprocess, sys, time; subprocess.run([sys.executable, '-c', sys.argv[1]]); time.sleep({})"
-    for max_restarts, sleep_s, status in (("0", 1000, -9), ("1", 1, 0)):
-        variables = {**os.environ, "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_MAX_RESTARTS": max_restarts}
+    for num_restarts, max_restarts, sleep_s, status, times in (
+        (0, 0, 1000, -9, 2),
+        (0, 1, 1, 0, 1),
+        (1, 1, 1000, -9, 2),
+    ):
+        variables = {
+            **os.environ,
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        }
         line = [sys.executable, "-c", launcher.format(sleep_s), worker]
         result = subprocess.run(line, cwd=REPOSITORY, capture_output=True, timeout=120, check=False, env=variables)
-        assert (result.returncode, result.stderr) == (status, 2 * b"stopped: a machine is gone\n"), max_restarts
+        assert (result.returncode, result.stderr) == (status, times * b"stopped: a machine is gone\n"), num_restarts
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):
