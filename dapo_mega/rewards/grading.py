@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
@@ -18,14 +18,16 @@ from dapo_mega.rewards.algebra import latex_equal, relations_equal, values_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
 from dapo_mega.rewards.expressions import compare_expressions
 from dapo_mega.rewards.free_text import find_answer
-from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Relation, Union, Value
+from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Ratio, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
 from dapo_mega.rewards.numerals import Numeral, numerals_equal
 from dapo_mega.rewards.signs import clean
-from dapo_mega.rewards.single_values import base, variables
+from dapo_mega.rewards.single_values import variables
 from dapo_mega.rewards.structure import readings
+from dapo_mega.rewards.units import Unit
 
 _MAX_ITEMS: Final = 64
+_PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _VARIABLES = re.compile(r"[a-zA-Z]|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
 
 
@@ -41,6 +43,9 @@ class Grader:
 
     def grade(self, candidate: str, truth: str) -> bool | None:
         """Whether the candidate is the truth. Both must be of bounded length."""
+        plain = candidate.strip(" $")
+        if self.tolerance == 0 and _PLAIN_INTEGER.fullmatch(plain) and _PLAIN_INTEGER.fullmatch(truth):
+            return int(plain) == int(truth)
         if not candidate.strip():
             return False
         if _spelling(candidate) == _spelling(truth) != "":
@@ -83,6 +88,12 @@ class Grader:
                 return self._same(a, b.items[0])
             case (Value(), Value()):
                 return self._same_value(a, b)
+            case (Ratio(), Ratio()):
+                return self._same_ratio(a, b)
+            case (Ratio(), Value()):
+                return self._same_quotient(a, b)
+            case (Value(), Ratio()):
+                return self._same_quotient(b, a)
             case (Value(), Matrix()) | (Matrix(), Value()):
                 return latex_equal(_latex(a), _latex(b)) if self.algebra else None
         return False
@@ -123,7 +134,11 @@ class Grader:
         if max(len(first), len(second)) > _MAX_ITEMS:
             return False
         if b.is_list or b.is_set:
-            if a.is_list or (a.is_set and b.is_set) or (a.is_set and not _names(second)):
+            if (
+                a.is_list
+                or (a.is_set and b.is_set)
+                or (a.is_set and len({_stem(name) for name in _names(second)}) <= 1)
+            ):
                 return self._same_list(first, second)
             return self._ordered(first, second) if b.is_list and a.opening == "(" and a.closing == ")" else False
         if a.is_list:
@@ -176,6 +191,29 @@ class Grader:
             return False
         return _every(self._ordered(first, second) for first, second in zip(a.rows, b.rows, strict=True))
 
+    def _same_ratio(self, a: Ratio, b: Ratio) -> bool | None:
+        """Times of day where both may be such, else ratios."""
+        if a.seconds is not None and b.seconds is not None:
+            # `4:30` is meant for `4:30 p.m.`, too.
+            return (a.seconds - b.seconds) % (24 * 3600 if a.half and b.half else 12 * 3600) == 0
+        if len(a.parts) != len(b.parts) or not a.parts:
+            return False
+        first, second = _latex(a.parts[0]), _latex(b.parts[0])
+        return _every(
+            self._same_expression(f"({_latex(x)})({second})", f"({_latex(y)})({first})")
+            for x, y in zip(a.parts[1:], b.parts[1:], strict=True)
+        )
+
+    def _same_quotient(self, ratio: Ratio, value: Value) -> bool | None:
+        """`3:5` may be written as a fraction, and is not 0.6."""
+        if len(ratio.parts) != 2 or not ("\\frac" in value.text or "/" in value.text) or "." in value.text:
+            return False
+        return self._same_expression(rf"\frac{{{_latex(ratio.parts[0])}}}{{{_latex(ratio.parts[1])}}}", value.text)
+
+    def _same_expression(self, a: str, b: str) -> bool | None:
+        decided = compare_expressions(a, b, self.tolerance)
+        return values_equal(a, b, self.tolerance) if decided is None and self.algebra else decided
+
     # Single values.
 
     def _same_value(self, a: Value, b: Value) -> bool | None:
@@ -189,26 +227,23 @@ class Grader:
             return self._same(a, b.named)
         if a.is_word or b.is_word:
             return _same_words(a, b)
-        if a.unit is not None and b.unit is not None and a.unit.dimension != b.unit.dimension:
+        ours, theirs = b.unit, a.unit
+        if ours is not None and theirs is not None and ours.dimensions != theirs.dimensions:
             return False
+        if a.base or b.base:
+            return a.key == b.key
+        if ours is not None and theirs is not None and (ours.size, ours.pi_power) != (theirs.size, theirs.pi_power):
+            is_exact = ours.pi_power == theirs.pi_power
+            a, b = _in_base_units(a, theirs, is_exact), _in_base_units(b, ours, is_exact)
         if a.numeral is not None and b.numeral is not None:
             return self._same_number(a, b)
-        if a.unit is not None and b.unit is not None and a.unit.size != b.unit.size:
-            return False
         if a.key == b.key:
             return True
         if b.numeral is not None and not any(character.isdigit() for character in a.key):
             return False
-        bases = base(a), base(b)
-        if None not in bases and bases[0] != bases[1]:
-            return False
-        if _is_clock(a) or _is_clock(b):
-            return False
-        decided = compare_expressions(a.text, b.text, self.tolerance)
-        if decided is not None:
+        decided = self._same_expression(a.text, b.text)
+        if decided is not None or self.algebra:
             return decided
-        if self.algebra:
-            return values_equal(a.text, b.text, self.tolerance)
         # Expressions in different letters are not worth asking an algebra system.
         letters = variables(a), variables(b)
         return False if None not in letters and letters[0] != letters[1] else None
@@ -216,8 +251,6 @@ class Grader:
     def _same_number(self, a: Value, b: Value) -> bool:
         assert a.numeral is not None
         assert b.numeral is not None
-        if a.unit is not None and b.unit is not None and a.unit.power == b.unit.power and a.unit.size != b.unit.size:
-            return self._near(_scaled(a.numeral, a.unit.size), _scaled(b.numeral, b.unit.size))
         if self._near(a.numeral, b.numeral):
             return True
         if a.is_percent == b.is_percent:
@@ -235,10 +268,12 @@ class Grader:
         return self.tolerance > 0 and abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
 
 
-def _is_clock(value: Value) -> bool:
-    """Whether a value is a time of day, which no ratio equals."""
-    hours, colon, minutes = value.key.partition(":")
-    return bool(colon) and hours.isdecimal() and len(minutes) == 2 and minutes.isdecimal()
+def _in_base_units(value: Value, unit: Unit, is_exact: bool) -> Value:
+    """The value as a multiple of the base units of its unit; without a numeral where powers of pi part the two."""
+    size = rf"\frac{{{unit.size.numerator}}}{{{unit.size.denominator}}}\cdot \pi^{{{unit.pi_power}}}"
+    text = rf"({value.text})\cdot {size}"
+    numeral = _scaled(value.numeral, unit.size) if value.numeral and is_exact else None
+    return replace(value, text=text, key=compact(text), numeral=numeral)
 
 
 def _scaled(numeral: Numeral, factor: Fraction) -> Numeral:
@@ -303,7 +338,7 @@ def _words(value: Value) -> str:
 
 def _latex(node: Node) -> str:
     match node:
-        case Value() | Relation():
+        case Value() | Relation() | Ratio():
             return node.text
         case Named():
             return f"{node.name}={_latex(node.value)}"

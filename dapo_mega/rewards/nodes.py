@@ -12,7 +12,8 @@ from dapo_mega.rewards.units import Unit
 class Value:
     """A single value. `text` is its LaTeX without unit, percent sign and words around it, `key` its canonical spelling.
 
-    `letter` is that of the choice which it names, `named` what stands beside the letter.
+    `letter` is that of the choice which it names, `named` what stands beside the letter,
+    `base` what a number names as its base.
     """
 
     text: str
@@ -23,6 +24,7 @@ class Value:
     is_word: bool = False
     letter: str | None = None
     named: Node | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,4 +76,15 @@ class Relation:
     text: str
 
 
-Node = Value | Named | Items | Union | Matrix | Relation
+@dataclass(frozen=True)
+class Ratio:
+    """`3:5`, `1:2:3`. `seconds` since midnight where it may be a time of day, `half` being `a` or `p` where that is
+    known."""
+
+    parts: tuple[Node, ...]
+    seconds: int | None
+    half: str
+    text: str
+
+
+Node = Value | Ratio | Named | Items | Union | Matrix | Relation

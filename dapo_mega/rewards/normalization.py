@@ -38,7 +38,10 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
         (r"\\?%|\^\s*\\circ(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:mbox|mathrm|textbf|textit|textrm|mathbf|operatorname|overline)(?=\s*\{)", r"\\text"),
+        (
+            r"\\(?:mbox|mathrm|textbf|textit|textrm|mathbf|operatorname)(?=\s*\{)|\\overline(?=\s*\{\s*[A-Z]{2})",
+            r"\\text",
+        ),
         (r"\{,\}", ","),
         (r"\*\*", "^"),
         (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
@@ -110,25 +113,6 @@ def canonical_latex(text: str) -> str:
     if match := _MEMBERSHIP.match(text):
         text = text[match.end() :]
     return text.strip()
-
-
-def split_list(text: str) -> list[str]:
-    """Parts between commas that stand outside all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        if character in "({[":
-            depth += 1
-        elif character in ")}]":
-            depth -= 1
-        elif character == "," and depth <= 0:
-            parts.append(text[start:position])
-            start = position + 1
-    return [*parts, text[start:]]
-
-
-def left_sides(text: str) -> list[str]:
-    """The text before each equals sign in one part of a list; empty without an equals sign."""
-    return [side.strip() for side in _EQUALS.split(text)[:-1]]
 
 
 def after_last_equals(text: str) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 _SYMBOLS: Final = str.maketrans(
     {
+        **{chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)},
+        **{chr(zero + digit): str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6, 0xE50) for digit in range(10)},
         "°": "^{\\circ}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
-        "≈": "\\approx ", "⁄": "/", "∶": ":", "：": ":", "；": ";", "（": "(", "）": ")", "、": ",", "∞": "\\infty ",
+        "≈": "\\approx ", "⁄": "/", "∶": ":", "、": ",", "≡": "\\equiv ", "万": " myriad ", "亿": " hundred million ",
+        "∞": "\\infty ",
         "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "√": "\\sqrt ",
-        "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "，": ",", "＝": "=",
-        "＄": "\\$", "€": "\\$", "£": "\\$", "¥": "\\$", "₹": "\\$", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+        "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "…": "\\ldots ",
+        "＄": "\\$", "￥": "¥", "￡": "£", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff", ""),
         **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u061c", ""),
     }
@@ -26,10 +30,28 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)", ""),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|ldots|dots|cdots)(?![a-zA-Z])\.?", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        # Functions and signs in plain letters; degrees in a function; powers of ten.
+        (r"(?<![\\a-zA-Z])(pi|sqrt|(?:arc)?(?:sin|cos|tan)|cot|log|ln|(?:exp|sec|csc)(?=\s*\())(?![a-zA-Z])", r"\\\1 "),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (
+            r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?)\s*[({]?\s*([0-9]+(?:\.[0-9]+)?)"
+            r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree)\s*[)}]?",
+            r"\1(\\frac{\2\\pi}{180})",
+        ),
+        (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+        (
+            r"\\p?mod\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))|\(\s*\\?mod\s*([0-9]+)\s*\)|(?<=\s)mod\s+([0-9]+)",
+            r"\\text{ mod \1\2\3\4}",
+        ),
+        (
+            r"(?<=[0-9])\s*(?:\\colon(?![a-zA-Z])|\\text\s*\{\s*(?:is )?to\s*\}|(?<=\s)(?:is )?to(?=\s))\s*(?=[0-9])",
+            ":",
+        ),
         (
             r"\\(?:mbox|mathrm|mathit|mathsf|textbf|textit|textrm|textnormal|mathbf|boldsymbol|operatorname\*?)\s*(?=\{)",
             r"\\text",
         ),
+        (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{ \1/\2}"),
         (r"\\(?:overline|underline)\s*(?=\{\s*\))", ""),
         (r"\\text\s*\{\s*\}", ""),
         (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3}(?![0-9]))|(?<=[0-9]),\\!\s*(?=[0-9]{3}(?![0-9]))", ""),
@@ -73,6 +95,15 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r",(?:\s*,)+", ","),
     )
 )
+# 0.3\overline{6}, 0.3\dot{6}, 0.3(6), 0.3666..., 0.6 repeating.
+_REPEATING = re.compile(
+    r"(?<![0-9.,])(?P<whole>[0-9]{0,40})(?:\.|\{,\}|,(?=[\\(]))\{?(?P<fixed>[0-9]{0,40})\s?"
+    r"(?:\\(?:overline|bar)\s*(?:\{\s*(?P<over>[0-9]{1,40})\s*\}|(?P<bar>[0-9]))|\((?P<round>[0-9]{1,40})\)"
+    r"|\\dot\s*\{?(?P<first>[0-9])\}?(?:(?P<middle>[0-9]{0,40})\\dot\s*\{?(?P<last>[0-9])\}?)?"
+    r"|(?P<dots>\.{3}|\\[lc]?dots(?![a-zA-Z]))|(?P<word>\(?(?:\\text\s*\{\s*)?(?:repeating|recurring)\s*[)}]?))"
+)
+_MARKED = re.compile(r"(?:[0-9][\u0304\u0305])+")
+_DOTTED = re.compile(r"([0-9])\u0307")
 _POWER = re.compile(r"(?<=[a-zA-Z0-9)}])\*\*(?=[a-zA-Z0-9({\-])")
 _DOUBLED_COMMAND = re.compile(r"\\\\(?=[a-zA-Z%$])")
 _HAS_ROWS = re.compile(r"matrix|array|cases|align|split|gather")
@@ -81,6 +112,7 @@ _DOLLAR = re.compile(r"(?<!\\)\$+|(?<!\\)\\[()\[\]]")
 
 def clean(text: str) -> str:
     """The answer with one spelling per sign, without math delimiters, spacing and layout."""
+    text = _MARKED.sub(lambda run: f"\\overline{{{run.group()[::2]}}}", _DOTTED.sub(r"\\dot{\1}", text))
     text = _POWER.sub("^", text.translate(_SYMBOLS)).replace("**", " ").strip().strip("*`").strip()
     if not _HAS_ROWS.search(text):
         text = _DOUBLED_COMMAND.sub(r"\\", text)
@@ -88,16 +120,41 @@ def clean(text: str) -> str:
         text = _ENVIRONMENT.sub(" ", text) if _ENVIRONMENT.search(text) and "matrix" not in text else text
         if "matrix" not in text and "array" not in text:
             text = text.replace("\\\\", ",").replace("&", " ")
-    text = _DOLLAR.sub(" ", text)
+    text = _REPEATING.sub(_exactly, _DOLLAR.sub(" ", text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return trimmed(text)
 
 
+def _exactly(decimal: re.Match[str]) -> str:
+    """The fraction that a repeating decimal is; what shows no repetition stays as it is."""
+    fixed = decimal["fixed"]
+    repeated = decimal["over"] or decimal["bar"] or decimal["round"] or ""
+    if decimal["first"]:
+        repeated = decimal["first"] + (decimal["middle"] or "") + (decimal["last"] or "")
+    elif decimal["word"]:
+        fixed, repeated = "", fixed
+    elif decimal["dots"]:
+        sizes = (
+            size
+            for size in range(1, len(fixed) // 2 + 1)
+            if fixed[-max(size, 2) :] == fixed[-max(size, 2) - size : -size]
+        )
+        size = next(sizes, 0)
+        repeated = fixed[len(fixed) - size :]
+        while repeated and fixed.endswith(repeated):
+            fixed = fixed[:-size]
+    if not repeated:
+        return decimal.group()
+    start = decimal["whole"] + fixed
+    value = Fraction(int(start + repeated) - int(start or 0), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 def trimmed(text: str) -> str:
     """The text without the punctuation around it. A `!` behind a number or name is a factorial."""
     text = text.strip()
-    while text and (text[-1] in ".,;:" or text.endswith("\\") or (text[-1] == "!" and not text[-2:-1].isalnum())):
+    while text and (text[-1] in ".,;:。" or text.endswith("\\") or (text[-1] == "!" and not text[-2:-1].isalnum())):
         if text.endswith("\\!") or (text.endswith("!") and text[-2:-1] in ")}]"):
             break
         text = text[:-1].rstrip()

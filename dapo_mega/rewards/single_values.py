@@ -8,13 +8,19 @@ from typing import Final
 from dapo_mega.rewards.bounds import MAX_NESTING
 from dapo_mega.rewards.nodes import Value
 from dapo_mega.rewards.normalization import canonical_latex, compact
-from dapo_mega.rewards.numerals import parse_numeral
+from dapo_mega.rewards.numerals import Numeral, parse_numeral
 from dapo_mega.rewards.units import Unit, find_unit
 
-_CURRENCY = "\\$"
+# Words for pounds are those of the weight.
+_CURRENCIES: Final = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_CURRENCY = re.compile(r"(?:US|USD|C|A)?\s?(\\\$|[€£¥₹])")
+_FACTORS: Final = {
+    "hundred": 100, "thousand": 1000, "myriad": 10**4, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "dozen": 12, "score": 20,
+}  # fmt: skip
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNIT_TOKEN = re.compile(
-    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z.'\-]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
+    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[^\W\d_\u0370-\u03ff][a-zA-Z.'\-\u0400-\uffdc]*|\u00a2)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
     r"|(?P<power>\^\s*(?:\{\s*-?[1-3]\s*\}|-?[1-3]))|(?P<other>\\[a-zA-Z]+|.)",
     re.DOTALL,
 )
@@ -28,7 +34,10 @@ _NUMBER_WORDS: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
-_BASE = re.compile(r"[0-9A-F]+_\{?(?:\\text\{)?(?P<base>[0-9a-z]+)\}*")
+_BASE = re.compile(
+    r"\(?0*(?P<digits>(?=[a-fA-F]*[0-9])[0-9a-fA-F.]+)\)?(?:_[{(]*|,?(?:in)?base)(?:base)?(?P<base>[0-9]+|[a-z]{3,7})[)}]*"
+)
+_BASES: Final = {"binary": "2", "octal": "8", "decimal": "10"}
 # What brings letters of its own, and commands and names that are no variables.
 _BINDING = re.compile(
     r"\\(?:sum|prod|int|lim|text|mathrm|math\w+|begin|operatorname|min|max|p?mod)|_|[a-zA-Z]{4}|[(,]\s*[a-z]\s*[,)]"
@@ -48,16 +57,12 @@ def variables(value: Value) -> frozenset[str] | None:
     return frozenset(_VARIABLE.findall(_NO_VARIABLE.sub(" ", value.text))) - {"e", "i"}
 
 
-def base(value: Value) -> str | None:
-    """The base that a number names: 3 of `1112122_3`."""
-    match = _BASE.fullmatch(value.key)
-    return match["base"] if match else None
-
-
 def single_value(text: str, depth: int) -> Value | None:
     """The value that the text is; None of a text without any sign. `depth` counts the readings that this one is in."""
-    currency = find_unit("dollars") if _CURRENCY in text else None
-    core, unit = _unit(text.replace(_CURRENCY, " ").strip())
+    sign = _CURRENCY.search(text)
+    core, factor, unit = _unit(_CURRENCY.sub(" ", text).strip() if sign else text)
+    if sign and (unit is None or len(unit.dimensions) > 1):
+        unit = find_unit(_CURRENCIES[sign[1]])
     core = _SPACED.sub(lambda number: number.group().replace(" ", ""), core)
     is_percent = core.endswith("%")
     core = core.rstrip("% ").strip()
@@ -69,40 +74,65 @@ def single_value(text: str, depth: int) -> Value | None:
         return None
     if key.casefold() in _NUMBER_WORDS:
         key = str(_NUMBER_WORDS.index(key.casefold()))
+    base = _BASE.fullmatch(key)
+    named_base = _base_name(base["base"]) if base else None
+    if base and named_base:
+        key = base["digits"].upper() if named_base == "10" else f"{base['digits'].upper()}_{named_base}"
+        canonical, named_base = key, None if named_base == "10" else named_base
     numeral = parse_numeral(key)
+    if factor != 1:
+        numeral = Numeral(numeral.value * factor, numeral.is_decimal) if numeral else None
+        canonical = f"({canonical})\\cdot {factor}"
+        key = compact(canonical)
     if numeral is None and (single := _single_amount(core, depth)) is not None:
         return single
     is_word = key.isalpha() and (len(key) >= 4 or "\\text" in text or key.casefold() in ("yes", "no"))
     return Value(
-        canonical, key, numeral, is_percent, unit or currency, is_word or (" " in canonical and _is_prose(canonical))
+        canonical,
+        key,
+        numeral,
+        is_percent,
+        unit,
+        is_word or (" " in canonical and _is_prose(canonical)),
+        base=named_base,
     )
+
+
+def _base_name(name: str) -> str | None:
+    """The base as a number: `2` of `2`, `two` and `binary`."""
+    if name.isdecimal():
+        return name
+    return _BASES.get(name) or (str(_NUMBER_WORDS.index(name)) if name in _NUMBER_WORDS else None)
 
 
 def _is_prose(text: str) -> bool:
     return len(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", text)) >= 2 and "\\" not in text
 
 
-def _unit(text: str) -> tuple[str, Unit | None]:
-    """The text without the unit or words that follow its number, and the unit."""
+def _unit(text: str) -> tuple[str, int, Unit | None]:
+    """The text without the words that follow its number, and the factor (`million`) and unit that these name."""
     cut = _units_start(text)
     core, words = text[:cut].rstrip(), text[cut:]
     if not words.strip() or not (core.endswith("\\pi") or (core and core[-1] in "0123456789})%")):
-        return text, None
+        return text, 1, None
     plain = _TEXT.sub(r" \1 ", words)
     if _NEGATION.search(plain) or len(plain.split()) > 8:
-        return text, None
-    unit = find_unit(plain)
-    if "\\text" in words:
-        return core, unit
-    is_letter = unit is not None and len(unit.name) == 1
-    is_apart = text[len(core)] == " " and "^" not in plain
+        return text, 1, None
+    factor, rest = 1, plain.split()
+    while rest and (times := _FACTORS.get(rest[0].casefold().removesuffix("s"))) and factor < 10**24:
+        factor, rest = factor * times, rest[1:]
+    unit = find_unit(" ".join(rest))
+    if "\\text" in words or factor != 1:
+        return core, factor, unit
+    is_letter = unit is not None and len(unit.name.partition("^")[0].strip()) == 1
+    is_apart = text[len(core)] == " " and ("^" not in plain or unit is None or unit.name[0] == "m")
     if is_letter and not is_apart:
-        return text, None  # `5m`, `3s^2`: variables.
-    if unit is None and not re.search(r"[a-zA-Z]{3,}", plain):
-        return text, None  # `2ab`
+        return text, 1, None  # `5m`, `3s^2`: variables.
+    if unit is None and not re.search(r"[a-zA-Z]{3,}|[\u0400-\uffdc]", plain):
+        return text, 1, None  # `2ab`
     if re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
-        return text, None
-    return core, unit
+        return text, 1, None
+    return core, 1, unit
 
 
 def _units_start(text: str) -> int:
@@ -127,7 +157,8 @@ def _single_amount(text: str, depth: int) -> Value | None:
         return None
     start = words.index(amounts[0])
     sign = "-" if words[:start].rstrip().endswith("-") and not re.search(r"[a-zA-Z]-$", words[:start].rstrip()) else ""
-    core, unit = _unit(sign + words[start:])
+    amount = sign + words[start:]
+    core, factor, unit = _unit(amount)
     if depth >= MAX_NESTING or not re.fullmatch(r"-?[0-9.,]+%?", core.strip()):
         return None
-    return single_value(core if unit is None else f"{core}\\text{{ {unit.name}}}", depth + 1)
+    return single_value(core if unit is None and factor == 1 else f"{core}\\text{{ {amount[len(core) :]}}}", depth + 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_NESTING
-from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Relation, Union, Value
+from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Ratio, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
 from dapo_mega.rewards.signs import clean, trimmed
 from dapo_mega.rewards.single_values import single_value
@@ -25,14 +25,23 @@ _QUANTITY = re.compile(
     r"(?:[a-zA-Z|'():/,\s{}]|\\(?!pm|mp|sqrt|cdot|times|int|sum|prod|le|ge|in\b)[a-zA-Z]+(?![a-zA-Z])"
     r"|_\s*(?:\{[^{}]*\}|[a-zA-Z0-9])|\(\s*-?[0-9]{1,3}\s*\)|\\[{}%|])+"
 )
-_LETTER = re.compile(r"(?:\\text\s*\{\s*)?[(\[]?\s*(?P<letter>[A-J])\s*[)\]]?\s*[.:]?\s*\}?")
+_LETTER = re.compile(
+    r"(?:\\text\s*\{\s*)?(?:(?i:option|choice|answer)\s+)?[(\[]?\s*(?P<letter>[A-J])\s*[)\]]?\s*[.:]?\s*\}?"
+)
 _LABEL = re.compile(
     r"(?:\\text\s*\{\s*)?(?:\((?P<bracketed>[A-J])\)|(?P<plain>[A-J])(?:[.:)](?=[\s}\\])|\)))\s*\}?[\s:.\\]*(?P<rest>\S.*)",
     re.DOTALL,
 )
+_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}|\\text")
 _BOTH_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _COMMA_DECIMAL = re.compile(r"(?P<whole>[+-]?[0-9.]*[0-9]),(?P<part>[0-9]+)(?![0-9,]*,[0-9])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+
+
+_TIME = re.compile(
+    r"(?P<hour>[01]?[0-9]|2[0-4])(?::(?P<minute>[0-5][0-9]))?(?::(?P<second>[0-5][0-9]))?"
+    r"(?:\s*(?:\\text\s*\{\s*)?(?P<half>[aApP])\.?\s?[mM]\.?\s*\}?)?"
+)
 
 
 def readings(text: str) -> tuple[Node, ...]:
@@ -92,7 +101,7 @@ def _read(text: str, depth: int) -> Node | None:
         return _matrix(matrix[2], depth)
     if _BOTH_SIGNS.search(text):
         return _both_signs(text, depth)
-    return _choice(text, depth) or single_value(text, depth)
+    return _choice(text, depth) or _ratio(text, depth) or single_value(text, depth)
 
 
 def _read_all(parts: list[str], depth: int) -> tuple[Node, ...] | None:
@@ -147,7 +156,20 @@ def _split_command(text: str, command: str) -> list[str]:
 
 
 def _list(parts: list[str], depth: int) -> Node | None:
-    return Items("", "", items) if (items := _read_all(parts, depth)) else None
+    items = _read_all(parts, depth)
+    return Items("", "", _spread(items, parts)) if items else None
+
+
+def _spread(items: tuple[Node, ...], parts: list[str]) -> tuple[Node, ...]:
+    """The values of a list, both of each `\\pm`: `\\pm 1, \\pm 3` are four."""
+    spread: list[Node] = []
+    for item, part in zip(items, parts, strict=True):
+        value = item.value if isinstance(item, Named) else item
+        if isinstance(value, Items) and value.is_list and _BOTH_SIGNS.search(part):
+            spread += [Named(item.name, one, item.text) if isinstance(item, Named) else one for one in value.items]
+        else:
+            spread.append(item)
+    return tuple(spread)
 
 
 def _bracketed(text: str, depth: int) -> Node | None:
@@ -170,7 +192,10 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return _read(inner, depth + 1) if not re.fullmatch(r"[A-Za-z]", inner) else None
     if len(parts) == 1 and opening == "[":
         return _read(inner, depth + 1) if _MATRIX.fullmatch(inner) else None
-    return Items(opening, closing, items) if (items := _read_all(parts, depth)) else None
+    items = _read_all(parts, depth)
+    if items and opening == "\\{":
+        items = _spread(items, parts)
+    return Items(opening, closing, items) if items else None
 
 
 def _matrix(body: str, depth: int) -> Node | None:
@@ -188,7 +213,7 @@ def _both_signs(text: str, depth: int) -> Node | None:
 def _relation(text: str, signs: list[re.Match[str]], depth: int) -> Node | None:
     cuts = [0, *(position for match in signs for position in match.span()), len(text)]
     sides = tuple(text[cuts[i] : cuts[i + 1]].strip() for i in range(0, len(cuts), 2))
-    kinds = tuple("=" if match.group().startswith("=") else match.group() for match in signs)
+    kinds = tuple("=" if match.group().startswith(("=", "\\equiv")) else match.group() for match in signs)
     if all(kind in ("=", "\\approx", "\\in") for kind in kinds):
         return _equation(sides, kinds, text, depth)
     if interval := _interval(sides, kinds, depth):
@@ -247,6 +272,28 @@ def _interval(sides: tuple[str, ...], kinds: tuple[str, ...], depth: int) -> Nod
 
 def _is_variable(text: str) -> bool:
     return re.fullmatch(r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_(?:\{\w+\}|\w))?(?:\([a-zA-Z]\))?", text) is not None
+
+
+def _ratio(text: str, depth: int) -> Ratio | None:
+    time = _TIME.fullmatch(text)
+    half = (time["half"] or "").casefold() if time else ""
+    parts = [part.strip() for part in _split(text, ":")]
+    if len(parts) == 1 and not half:
+        return None
+    if not half and (
+        not all(parts)
+        or any(_WORDS.search(part) for part in parts)
+        or len(parts[0]) == 1 != len(parts[-1]) == parts[0].isalpha()
+    ):
+        return None
+    seconds = None
+    if time and (time["minute"] or half):
+        hour = int(time["hour"])
+        hour = hour % 12 + 12 * (half == "p") if half else hour
+        seconds = 3600 * hour + 60 * int(time["minute"] or 0) + int(time["second"] or 0)
+        half = half or ("" if 0 < hour <= 12 else "a" if hour < 12 else "p")
+    items = () if half and len(parts) == 1 else _read_all(parts, depth)
+    return Ratio(items, seconds, half, text) if items is not None else None
 
 
 def _choice(text: str, depth: int) -> Node | None:

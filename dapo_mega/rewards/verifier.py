@@ -13,9 +13,7 @@ from typing import Final, Literal, Self
 
 from pebble import ProcessPool
 
-from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.equivalence import compare_cheaply, symbolic_forms
 from dapo_mega.rewards.extraction import check_extraction_style, extract_answer
 from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.worker import Compare, ready, run_comparison, start_worker
@@ -54,9 +52,8 @@ class AnswerVerifier:
     Spawned processes import the main script again under another name: it needs the usual
     `if __name__ == "__main__"` guard, and every import at its top level is paid once per worker.
 
-    Style `dapo` compares as the DAPO recipe does, all others as `grading` does. `numeric_tolerance` accepts numbers
-    that differ from the truth by at most this share of it, and compares as `grading` does. A ground truth that is a
-    JSON list of texts is met by any of them.
+    All styles compare as `grading` does. `numeric_tolerance` accepts numbers that differ from the truth by at most this
+    share of it. A ground truth that is a JSON list of texts is met by any of them.
 
     `compare` decides on two LaTeX texts (candidate, truth) inside a worker, so it must be a module-level
     function. Raises ValueError for a non-positive count or limit and for an unknown extraction style.
@@ -85,10 +82,8 @@ class AnswerVerifier:
         self._extraction = extraction
         if not 0 <= numeric_tolerance < 1:
             raise ValueError(f"numeric_tolerance={numeric_tolerance}; it must be at least 0 and below 1")
-        self._grader = None if extraction == "dapo" and numeric_tolerance == 0 else Grader(numeric_tolerance)
-        self._compare = compare or (
-            partial(graded, tolerance=numeric_tolerance) if self._grader is not None else latex_equal
-        )
+        self._grader = Grader(numeric_tolerance)
+        self._compare = compare or partial(graded, tolerance=numeric_tolerance)
         self._memory_limit_mib = memory_limit_mib
         self._pool: ProcessPool | None = None
         self._closed = False
@@ -140,15 +135,13 @@ class AnswerVerifier:
             return Verdict(False, None, "no_answer")
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return Verdict(False, answer, "refused")
-        if self._grader is not None:
-            truth = stated_truth(truth)
-        decided = self._grader.grade(answer, truth) if self._grader is not None else compare_cheaply(answer, truth)
+        truth = stated_truth(truth)
+        decided = self._grader.grade(answer, truth)
         if decided is not None:
             return Verdict(decided, answer, "correct" if decided else "wrong")
-        forms = (answer, truth) if self._grader is not None else symbolic_forms(answer, truth)
-        if any(bound_violation(form) for form in forms):
+        if bound_violation(answer) or bound_violation(truth):
             return Verdict(False, answer, "refused")
-        return forms
+        return answer, truth
 
     def _compare_in_pool(self, forms: list[Forms]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dapo_mega.rewards import AnswerVerifier, extract_ground_truth
-from dapo_mega.rewards.equivalence import compare_cheaply
+from dapo_mega.rewards.grading import Grader
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -52,11 +52,11 @@ def test_no_ground_truth_equals_the_next_one(
 ) -> None:
     truths = ground_truths(name, column, style)
     following = [*truths[1:], truths[0]]
-    pairs = [(a, b) for a, b in zip(following, truths, strict=True) if compare_cheaply(a, b) is not True]
+    pairs = [(a, b) for a, b in zip(following, truths, strict=True) if Grader().grade(a, b) is not True]
     assert len(pairs) > 0.9 * size
     # Algebra is slow to deny; a sample of what needs it is enough.
-    decided = [pair for pair in pairs if compare_cheaply(*pair) is False]
-    undecided = [pair for pair in pairs if compare_cheaply(*pair) is None][:40]
+    decided = [pair for pair in pairs if Grader().grade(*pair) is False]
+    undecided = [pair for pair in pairs if Grader().grade(*pair) is None][:40]
     with AnswerVerifier(2, 5.0) as verifier:
         items = [(f"Answer: ${candidate}$", truth) for candidate, truth in decided + undecided]
         verdicts = verifier.verify(items)

@@ -92,7 +92,7 @@ def test_a_hanging_comparison_costs_only_its_own_answer(hostile_compare: Callabl
     answers = ["same", "hang", "same", "spin", "other", "same"]
     with AnswerVerifier(2, 1.0, compare=hostile_compare) as verifier:
         # Different truths, so that no two comparisons are the same one.
-        items = [(f"Answer: x+{index}{answer}", f"x+{index}") for index, answer in enumerate(answers)]
+        items = [(f"Answer: \\sum {index}x{answer}", f"\\sum {index}x") for index, answer in enumerate(answers)]
         verdicts = verifier.verify(items)
     assert outcomes(verdicts) == ["correct", "timeout", "correct", "timeout", "wrong", "correct"]
     assert [verdict.correct for verdict in verdicts] == [True, False, True, False, False, True]
@@ -101,17 +101,17 @@ def test_a_hanging_comparison_costs_only_its_own_answer(hostile_compare: Callabl
 def test_a_crashing_comparison_costs_only_its_own_answer(hostile_compare: Callable[[str, str], bool]) -> None:
     answers = ["same", "exit", "same", "segfault", "raise", "memory", "other", "exit", "same", "same", "same"]
     with AnswerVerifier(2, 10.0, compare=hostile_compare) as verifier:
-        items = [(f"Answer: x+{index}{answer}", f"x+{index}") for index, answer in enumerate(answers)]
+        items = [(f"Answer: \\sum {index}x{answer}", f"\\sum {index}x") for index, answer in enumerate(answers)]
         verdicts = verifier.verify(items)
         expected = {"same": "correct", "other": "wrong"}
         assert outcomes(verdicts) == [expected.get(answer, "crash") for answer in answers]
         # The pool serves on after the crashes.
-        assert outcomes(verifier.verify([("Answer: y+1same", "y+1")])) == ["correct"]
+        assert outcomes(verifier.verify([(r"Answer: \sum 1ysame", r"\sum 1y")])) == ["correct"]
 
 
 def test_a_worker_that_dies_idle_is_replaced(hostile_compare: Callable[[str, str], bool]) -> None:
     with AnswerVerifier(1, 10.0, compare=hostile_compare) as verifier:
-        assert outcomes(verifier.verify([("Answer: y+1same", "y+1")])) == ["correct"]
+        assert outcomes(verifier.verify([(r"Answer: \sum 1ysame", r"\sum 1y")])) == ["correct"]
         killed = set(multiprocessing.active_children())
         for process in killed:
             process.kill()
@@ -119,20 +119,21 @@ def test_a_worker_that_dies_idle_is_replaced(hostile_compare: Callable[[str, str
         while killed & set(multiprocessing.active_children()):
             assert time.monotonic() < deadline, "a killed worker has not ended"
             time.sleep(0.02)
-        assert outcomes(verifier.verify([("Answer: y+2same", "y+2")])) == ["correct"]
+        assert outcomes(verifier.verify([(r"Answer: \sum 2ysame", r"\sum 2y")])) == ["correct"]
 
 
 def test_many_comparisons_survive_repeated_crashes(hostile_compare: Callable[[str, str], bool]) -> None:
     answers = ["exit" if index % 50 == 7 else "same" for index in range(200)]
     with AnswerVerifier(2, 10.0, compare=hostile_compare) as verifier:
-        verdicts = verifier.verify([(f"Answer: x+{index}{a}", f"x+{index}") for index, a in enumerate(answers)])
+        verdicts = verifier.verify(
+            [(f"Answer: \\sum {index}x{a}", f"\\sum {index}x") for index, a in enumerate(answers)]
+        )
     assert outcomes(verdicts) == ["crash" if answer == "exit" else "correct" for answer in answers]
 
 
 SLOW = (
     r"\binom{1000000000}{500000000}",  # minutes inside big-integer arithmetic
-    r"\frac{(x+1)^{80}(x+2)^{80}-1}{x^{70}+\sin(x)^{60}}",
-    r"\int_0^1 \sin(x^x)\cos(x^{x^2})dx",
+    r"\binom{900000000}{300000000}+x",
 )
 
 
@@ -141,7 +142,7 @@ def test_slow_expressions_within_the_bounds_are_cut_at_the_time_limit() -> None:
     items = [*((f"Answer: {slow}", "x+1") for slow in SLOW), *easy]
     # Between the milliseconds of the easy ones and the 15 s and more of the slow ones.
     with AnswerVerifier(2, 2.0) as verifier:
-        assert outcomes(verifier.verify(items)) == ["timeout"] * 3 + ["correct"] * 2
+        assert outcomes(verifier.verify(items)) == ["timeout"] * 2 + ["correct"] * 2
 
 
 @pytest.mark.parametrize("extraction", ["dapo", "auto"])
@@ -177,7 +178,7 @@ def test_a_hostile_response_is_wrong_and_neither_crashes_nor_hangs(extraction: s
 def test_close_ends_the_workers_and_later_use_is_an_error() -> None:
     verifier = AnswerVerifier(2, 10.0)
     others = set(multiprocessing.active_children())
-    verifier.verify([("Answer: x+x", "2x")])
+    verifier.verify([(r"Answer: \binom{6}{2}", "15")])
     workers = [process.pid or 0 for process in set(multiprocessing.active_children()) - others]
     assert len(workers) == 2
     verifier.close()
@@ -203,13 +204,13 @@ def run_script(path: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
-GUARDED = """
+GUARDED = r"""
 from dapo_mega.rewards import AnswerVerifier
 import sys
 
 def main():
     verifier = AnswerVerifier(1, 10.0)
-    print(verifier.verify([("Answer: x+x", "2x")])[0].outcome, "torch" in sys.modules)
+    print(verifier.verify([(r"Answer: \binom{6}{2}", "15")])[0].outcome, "torch" in sys.modules)
 
 if __name__ == "__main__":
     main()
