@@ -47,4 +47,4 @@ def test_words_are_what_is_left_of_any_formula() -> None:
 def test_spelling_is_linear_in_the_length() -> None:
     # Unclosed braces, dollars and backslashes are where expressions of this kind become quadratic.
     for piece in ("{", "\\frac", "$", "\\", "{a ", "1,", "\\left", "&", "&a", "&#1", "<a ", "<"):
-        assert len(normal_text(piece * 100_000).tokens) <= 2 * 100_000
+        assert len(normal_text(piece * 100_000).tokens) <= len(piece) * 100_000
