@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dapo_mega.config import DatasetConfig, RunConfig
 from dapo_mega.config.fleet import require_api_key
 from dapo_mega.data import load_prompts, load_tokenizer
+from dapo_mega.data.readers import Row
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
 from dapo_mega.evaluation.model_folder import model_hash
@@ -83,6 +84,7 @@ def measure_difficulty(
     _check(options)
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
+    config = _as_prepared(config, next(iter(read_dataset(source)[1]), {}))
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, source, tokenizer)
     settings = _settings(config, options)
@@ -173,6 +175,22 @@ def _prompts(config: RunConfig, source: Path, tokenizer: Any) -> Sequence[Prompt
     """One per row of the dataset, in order."""
     changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
     return load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
+
+
+def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
+    """The run's `data.train` with the columns that every prepared dataset has, where it names others that this one
+    lacks, as those of the file that it was prepared from."""
+    own, row = _dataset(config), Row("", 0, first)
+    lacking = [name for name in ("prompt", "ground_truth") if row.optional(getattr(own.columns, name)) is None]
+    if not lacking:
+        return config
+    usual = type(own.columns)()
+    changes: dict[str, Any] = {"columns": own.columns.model_copy(update={n: getattr(usual, n) for n in lacking})}
+    if "ground_truth" in lacking:  # Prepared ground truths are bare answers.
+        changes["ground_truth_style"] = type(own).model_fields["ground_truth_style"].default
+    logger.info("the dataset has no column %r; read as prepared", getattr(own.columns, lacking[0]))
+    data = config.data.model_copy(update={"train": own.model_copy(update=changes)})
+    return config.model_copy(update={"data": data})
 
 
 def _measure(

@@ -94,6 +94,14 @@ def test_rows_get_their_pass_rates_and_long_prompts_are_dropped(source, measured
     assert not journal_of(measured).exists()
 
 
+def test_a_run_that_reads_the_raw_file_measures_the_prepared_dataset_alike(model, source, measured, tmp_path):
+    columns = {"prompt": "question", "ground_truth": "answer"}
+    train = {"path": "raw.jsonl", "template": "as_is", "columns": columns, "ground_truth_style": "gsm8k"}
+    run = config(model, data={"train": train, "max_prompt_tokens": 16})
+    measure(model, source, tmp_path / "out", run, dropped="jsonl")
+    assert (tmp_path / "out" / "train.parquet").read_bytes() == (measured / "train.parquet").read_bytes()
+
+
 def test_an_interrupted_measurement_ends_in_the_same_bytes(model, source, measured, tmp_path, monkeypatch):
     output, asked = tmp_path / "out", []
     generate = EmbeddedEngine.generate
