@@ -12,6 +12,7 @@ from dapo_mega.data.prompts import (
     check_dataset,
     first_record,
     load_demonstrations,
+    load_evaluation_prompts,
     load_prompts,
     load_training_prompts,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "check_dataset",
     "first_record",
     "load_demonstrations",
+    "load_evaluation_prompts",
     "load_prompts",
     "load_tokenizer",
     "load_training_prompts",

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
+from decimal import Decimal
 from typing import Any
 
 from dapo_mega.config import SourceConfig
-from dapo_mega.data.readers import NOT_FINITE, NumberText, Row, plain
+from dapo_mega.data.numbers import NOT_FINITE, NumberText, RoundedFloat, number_text, plain
+from dapo_mega.data.readers import Row
 from dapo_mega.errors import InputError
 
 _EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
 """`SourceConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
 
+_JSON_TEXTS = re.compile(r'\s*\[\s*"')
+
 
 def ground_truth_text(row: Row, config: SourceConfig) -> str:
     """The column's value as text: numbers as written, a list joined by commas, or as JSON where any of it is right or
-    it is unchecked. Raises `InputError` for a value of another type."""
+    it is unchecked. A list of texts may itself be written as JSON. Raises `InputError` for a value of another type."""
     value = row.value(config.columns.ground_truth, "columns.ground_truth")
     if config.ground_truth_style == "unchecked":
-        return str(value) if isinstance(value, str) else json.dumps(plain(value), default=str)
-    answers = value if isinstance(value, list) else [value]
-    if not answers or not all(map(_is_answer, answers)):
+        return row.text(value) if isinstance(value, str) else row.text(json.dumps(plain(value), default=str))
+    answers = _listed(value)
+    if value is None or not answers or not all(map(_is_answer, answers)):
+        given = "null" if value is None else f"{value!r:.80}"
         raise InputError(
-            f"{row.where}: the ground truth must be text, a finite number or a list of them, got {value!r:.80}; "
+            f"{row.where}: the ground truth must be text, a finite number or a list of them, got {given}; "
             f"correct the row, or set columns.ground_truth to another column"
         )
-    texts = [str(answer) for answer in answers]
+    if rounded := [answer for answer in answers if isinstance(answer, RoundedFloat)]:
+        raise InputError(
+            f"{row.where}: the ground truth {number_text(rounded[0])} stands in a column of floats, which does not "
+            f"tell so large a number from its neighbours; write it as text or integer"
+        )
+    texts = [row.text(number_text(a) if isinstance(a, float | Decimal) else str(a).strip("\ufeff")) for a in answers]
     return json.dumps(texts) if config.several_answers == "any" and len(texts) > 1 else ", ".join(texts)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The answers of a value: its items if it is a list, also one of texts that is written as JSON."""
+    if isinstance(value, str) and _JSON_TEXTS.match(value):
+        with contextlib.suppress(ValueError, RecursionError):
+            return list(json.loads(value))
+    return value if isinstance(value, list) else [value]
 
 
 def _is_answer(value: Any) -> bool:
     if isinstance(value, NumberText):
         return value not in NOT_FINITE
-    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int | Decimal)
 
 
 def extracted_answer(row: Row, text: str, config: SourceConfig) -> str:

@@ -11,6 +11,7 @@ from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
 from dapo_mega.data.prompts import RenderedRow, first_rows
 from dapo_mega.data.templates import PROBLEM, template_text
+from dapo_mega.data.tokenizer import stop_tokens, template_end
 from dapo_mega.metrics.run_text import shortened
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def preview_run(config: RunConfig | SftConfig, tokenizer: PreTrainedTokenizerBas
                 missing_instruction(rows, dataset, extraction),
                 doubled_instruction(rows, dataset),
                 second_bos(rows, tokenizer),
+                turn_without_stop(dataset, tokenizer),
             )
             lines += [f"{WARNING}{key}: {sentence}" for sentence in found if sentence]
     if sentence := stop_token_disagreement(Path(config.model.path), tokenizer):
@@ -116,6 +118,17 @@ def second_bos(rows: Sequence[RenderedRow], tokenizer: PreTrainedTokenizerBase) 
     return (
         f"{len(twice)} of the first {len(rows)} prompts begin with {tokenizer.bos_token} twice (the first is "
         f"{twice[0].where}), which models are not trained on; remove one from the chat template or from the prompts"
+    )
+
+
+def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A warning if the chat template ends a turn with a token at which responses do not stop."""
+    token = template_end(tokenizer) if dataset.chat_template else None
+    if token is None or token in stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer):
+        return None
+    return (
+        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(token)} ({token}), at which no response "
+        f"stops; demonstrations end with {tokenizer.eos_token}. Add {token} to eos_token_id in generation_config.json"
     )
 
 

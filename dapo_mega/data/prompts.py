@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +15,10 @@ import numpy as np
 
 from dapo_mega.config import DataConfig, DatasetConfig
 from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
-from dapo_mega.data.readers import Row, plain, read_rows
-from dapo_mega.data.templates import as_messages, render_messages, template_text, templated_messages
-from dapo_mega.data.tokenizer import without_embedding
+from dapo_mega.data.numbers import plain
+from dapo_mega.data.readers import Row, read_rows
+from dapo_mega.data.templates import as_messages, render_messages, response_text, template_text, templated_messages
+from dapo_mega.data.tokenizer import end_of_turn, stop_tokens, without_embedding
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.rewards.trial import made_up_record
@@ -47,7 +49,7 @@ class PromptDataset:
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One response to imitate: `prompt_token_ids` [P] and `response_token_ids` [L], which end with the end token."""
+    """One response to imitate: `prompt_token_ids` [P] and `response_token_ids` [L], which end with one end token."""
 
     prompt_token_ids: TokenIds
     response_token_ids: TokenIds
@@ -104,11 +106,20 @@ def load_training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase
         try:
             datasets[name] = load_prompts(dataset, tokenizer, config.max_prompt_tokens, config.long_prompts)
         except InputError as error:
-            raise InputError(f"{config.key_of(name)}: {error}" if name else str(error)) from error
+            raise InputError(f"{config.key_of(name)}: {error}") from error
         for prompt in datasets[name].prompts:
             source = prompt.data_source or name
             prompts.append(replace(prompt, index=len(prompts), dataset=name, data_source=source) if name else prompt)
     return TrainingPrompts(tuple(prompts), datasets)
+
+
+def load_evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """The prompts of `data.evaluation`, which is given. Raises `InputError` as `load_prompts` does."""
+    assert config.evaluation
+    try:
+        return load_prompts(config.evaluation, tokenizer, config.max_prompt_tokens, config.long_prompts)
+    except InputError as error:
+        raise InputError(f"data.evaluation: {error}") from error
 
 
 def load_prompts(
@@ -116,11 +127,13 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     long_prompts: Literal["refuse", "drop"] = "refuse",
+    too_long: str = "over data.max_prompt_tokens={limit}; raise it, or set data.long_prompts=drop",
 ) -> PromptDataset:
     """Read, render, deduplicate (by rendered text, the first row stays) and tokenise the prompts of a dataset.
 
     `Prompt.fields` are the other columns of a row that stays, or those that `columns.extra` names, on every process:
-    about 1 kB per prompt for DAPO-Math-17k, much more where a column holds long texts or images.
+    about 1 kB per prompt for DAPO-Math-17k, much more where a column holds long texts or images. `too_long` says of
+    what a prompt is too long, and what to do.
 
     Raises `InputError`, naming file and row, for a column that is absent, a ground truth that no answer could be
     compared with, a prompt over `max_prompt_tokens` (unless `long_prompts` is "drop"), a prompt with characters
@@ -129,11 +142,11 @@ def load_prompts(
     questions, num_rows, num_conflicting = _read_questions(config, tokenizer)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one with prompts")
-    prompts = _tokenized(questions, config, tokenizer, max_prompt_tokens, long_prompts)
+    prompts = _tokenized(questions, config, tokenizer, max_prompt_tokens, None if long_prompts == "drop" else too_long)
     if not prompts:
         raise InputError(
             f"all {len(questions)} prompts of {config.path} are longer than {max_prompt_tokens} tokens; "
-            f"raise max_prompt_tokens"
+            f"raise data.max_prompt_tokens"
         )
     return PromptDataset(
         prompts=tuple(prompts),
@@ -147,7 +160,7 @@ def load_prompts(
 def load_demonstrations(
     config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> list[Demonstration]:
-    """Every row as prompt and response tokens, the response closed by the tokenizer's end token.
+    """Every row as prompt and response tokens, the response closed by one end token (`end_of_turn`).
 
     The prompt is rendered and tokenised exactly as `load_prompts` does, apart from the response, so that the
     boundary falls where generation will start. Rows are never deduplicated: a prompt may be shown with several
@@ -158,18 +171,15 @@ def load_demonstrations(
     responses: list[str] = []
     template_text(config.template)  # A template that does not exist is refused before any file is read.
     for row in read_rows(config, [config.columns.prompt, config.columns.response]):
-        response = row.value(config.columns.response, "columns.response")
-        if not isinstance(response, str) or not response:
-            raise InputError(f"{row.where}: the response must be text and not empty; correct or remove the row")
+        responses.append(_response(row, config))
         rows.append(Row(row.source, row.number, {}, row.unit))
         texts.append(_prompt_text(row, config, tokenizer))
-        responses.append(response)
     if not rows:
         raise InputError(f"dataset {config.path} has no rows; give one with demonstrations")
     demonstrations: list[Demonstration] = []
-    prompt_ids = _encode(texts, tokenizer, add_special_tokens=not config.chat_template)
-    for row, prompt, response in zip(rows, prompt_ids, _encode(responses, tokenizer, False), strict=True):
-        demonstration = Demonstration(_ids(prompt), _ids([*response, tokenizer.eos_token_id]))
+    prompt_ids = _encode(rows, texts, tokenizer, add_special_tokens=not config.chat_template)
+    for row, prompt, response in zip(rows, prompt_ids, _closed(rows, responses, config, tokenizer), strict=True):
+        demonstration = Demonstration(_ids(prompt), _ids(response))
         _check_known(row, tokenizer, prompt + response)
         length = len(demonstration.prompt_token_ids) + len(demonstration.response_token_ids)
         if length > max_tokens:
@@ -194,7 +204,7 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
         num_rows += 1
         _prompt_text(row, without_chat, None)
         if has_responses:
-            row.value(config.columns.response, "columns.response")
+            _response(row, config)
         else:
             extracted_answer(row, ground_truth_text(row, config), config)
             _fields(row, config)
@@ -223,11 +233,10 @@ def first_rows(
     for row in islice(read_rows(config), num_rows):
         text = _prompt_text(row, config, tokenizer)
         before = "\n".join(turn["content"] for turn in as_messages(row.value(config.columns.prompt, "columns.prompt")))
-        (token_ids,) = _encode([text], tokenizer, not config.chat_template)
+        (token_ids,) = _encode([row], [text], tokenizer, not config.chat_template)
         response = None
         if has_responses:
-            (answer,) = _encode([str(row.value(config.columns.response, "columns.response"))], tokenizer, False)
-            response = _ids([*answer, tokenizer.eos_token_id])
+            response = _ids(next(_closed([row], [_response(row, config)], config, tokenizer)))
         rows.append(RenderedRow(row.where, before, text, _ids(token_ids), response))
     return rows
 
@@ -260,19 +269,19 @@ def _tokenized(
     config: DatasetConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    long_prompts: Literal["refuse", "drop"],
+    too_long: str | None,
 ) -> list[Prompt]:
+    """Without `too_long` a prompt that is too long is left out."""
     prompts: list[Prompt] = []
-    encoded = _encode([question.text for question in questions], tokenizer, not config.chat_template)
+    rows = [question.row for question in questions]
+    encoded = _encode(rows, [question.text for question in questions], tokenizer, not config.chat_template)
     for question, token_ids in zip(questions, encoded, strict=True):
         _check_known(question.row, tokenizer, token_ids)
         if len(token_ids) > max_prompt_tokens:
-            if long_prompts == "drop":
+            if too_long is None:
                 continue
-            raise InputError(
-                f"{question.row.where}: the prompt is {len(token_ids)} tokens, over max_prompt_tokens="
-                f"{max_prompt_tokens}; raise it, or set long_prompts=drop"
-            )
+            reason = too_long.format(limit=max_prompt_tokens)
+            raise InputError(f"{question.row.where}: the prompt is {len(token_ids)} tokens, {reason}")
         prompts.append(
             Prompt(
                 index=len(prompts),
@@ -303,9 +312,39 @@ def _prompt(
         text = render_messages(messages, tokenizer if config.chat_template else None)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
-    if not text.strip():
+    if not problem.strip():
         raise InputError(f"{row.where}: the prompt is empty; correct or remove the row")
-    return problem, messages, text
+    return problem, messages, row.text(text)
+
+
+def _response(row: Row, config: DatasetConfig) -> str:
+    value = row.value(config.columns.response, "columns.response")
+    try:
+        text = response_text(value)
+    except InputError as error:
+        raise InputError(f"{row.where}: {error}") from error
+    return row.text(text)
+
+
+def _closed(
+    rows: Sequence[Row], responses: Sequence[str], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[int]]:
+    """The tokens of responses, each with one end token, whether its text brings that along or not."""
+    end = end_of_turn(tokenizer, chat_template=config.chat_template)
+    stops = {end, *stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)}
+    endings = tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in stops)
+    texts = []
+    for text in responses:
+        while (bare := text.rstrip()).endswith(endings):
+            text = next(bare.removesuffix(ending) for ending in endings if bare.endswith(ending))
+        texts.append(text)
+    for row, text, token_ids in zip(rows, texts, _encode(rows, texts, tokenizer, False), strict=True):
+        if not text or stops.intersection(token_ids):
+            raise InputError(
+                f"{row.where}: the response {'goes on behind' if text else 'is nothing but'} a token that ends it "
+                f"({' or '.join(endings)}); correct or remove the row"
+            )
+        yield [*token_ids, end]
 
 
 def _fields(row: Row, config: DatasetConfig) -> dict[str, Any]:
@@ -318,7 +357,7 @@ def _fields(row: Row, config: DatasetConfig) -> dict[str, Any]:
 
 def _data_source(row: Row, config: DatasetConfig) -> str:
     source = row.optional(config.columns.data_source or "data_source")
-    return "" if source is None else str(source)
+    return "" if source is None else row.text(str(source))
 
 
 def _difficulty(row: Row, config: DatasetConfig) -> float | None:
@@ -326,6 +365,7 @@ def _difficulty(row: Row, config: DatasetConfig) -> float | None:
     if column is None:
         return None
     value = plain(row.value(column, "columns.difficulty"))
+    value = float(value) if isinstance(value, Decimal) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(
             f"{row.where}: the difficulty in column {column!r} must be a finite number, got {value!r:.80}; correct or "
@@ -334,11 +374,23 @@ def _difficulty(row: Row, config: DatasetConfig) -> float | None:
     return float(value)
 
 
-def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> Iterator[list[int]]:
+def _encode(
+    rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> Iterator[list[int]]:
     """Token ids per text. A chat template has put its special tokens into the text already."""
     for start in range(0, len(texts), _TOKENIZER_BATCH):
         batch = list(texts[start : start + _TOKENIZER_BATCH])
-        yield from tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]
+        try:
+            encoded = tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]
+        except Exception as error:  # The library of tokenizers raises no narrower one.
+            if len(texts) > 1:  # Once more one by one, to name the row.
+                for row, text in zip(rows[start:], batch, strict=False):
+                    list(_encode([row], [text], tokenizer, add_special_tokens))
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"{rows[start].where}: the tokenizer cannot read the text ({reason}); correct or remove the row"
+            ) from error
+        yield from encoded
 
 
 def _check_known(row: Row, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> None:

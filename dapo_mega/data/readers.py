@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import SourceConfig
 from dapo_mega.data.json_lists import RepeatedFieldError, list_items
+from dapo_mega.data.numbers import NumberText, arrow_records, plain
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,14 +39,6 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
 
-class NumberText(str):
-    """A number of a JSON file, as it was written there."""
-
-
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-"""What JSON files hold as `NumberText` for values that are none."""
-
-
 @dataclass(frozen=True)
 class Row:
     """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line"."""
@@ -60,15 +53,37 @@ class Row:
         return f"{self.source}, {self.unit} {self.number}"
 
     def value(self, column: str, option: str) -> Any:
-        """The field of a dotted name; `InputError` naming the fields there are, and the `option` to correct."""
+        """The field of a dotted name, None where it or a record around it is null. Raises `InputError` naming the
+        fields there are, and the `option` to correct."""
         if column in self.values:
             return self.values[column]
         value: Any = self.values
         for part in column.split("."):
+            if value is None:
+                break
             if not isinstance(value, Mapping) or part not in value:
                 raise InputError(_absent(column, option, self.where, _dotted_names(self.values)))
             value = value[part]
         return value
+
+    def text(self, text: str) -> str:
+        """The text as it is; `InputError` where it holds half of a surrogate pair, which no file or tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{self.where} holds half of a surrogate pair ({text[error.start]!r}), which is no character; correct "
+                f"or remove the row"
+            ) from error
+        return text
+
+    def has(self, column: str) -> bool:
+        """Whether there is a field of this dotted name, if only a null."""
+        try:
+            self.value(column, "")
+        except InputError:
+            return False
+        return True
 
     def optional(self, column: str) -> Any:
         """The field of a dotted name, None where the row lacks it."""
@@ -149,16 +164,16 @@ def file_rows(path: Path, split: str, columns: Sequence[str] | None = None) -> I
 
     try:
         if path.suffix == ".parquet":
-            yield from _arrow_rows(_parquet_batches(path, columns), path)
+            yield from _arrow_rows(_parquet_batches(path, columns), str(path))
         elif path.suffix == ".arrow":
-            yield from _arrow_rows(_ipc_batches(path), path)
+            yield from _arrow_rows(_ipc_batches(path), str(path))
         elif path.suffix == ".jsonl":
             yield from _json_lines(path)
         elif path.suffix == ".csv":
             yield from _csv_rows(path)
         else:
             yield from _json_rows(path, split)
-    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error, RecursionError) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error, RecursionError, OverflowError) as error:
         reason = str(error).split("\n")[0]
         raise InputError(
             f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
@@ -186,23 +201,23 @@ def _ipc_batches(path: Path) -> Iterator[pa.RecordBatch]:
             yield from pa.ipc.open_stream(source)
 
 
-def _arrow_rows(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[Row]:
+def _arrow_rows(batches: Iterator[pa.RecordBatch], source: str) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        _refuse_repeated(batch.schema.names, path)
+        _refuse_repeated(batch.schema.names, source)
         for field in batch.schema:
-            _refuse_repeated_fields(field, path)
-        for values in batch.to_pylist():
-            yield Row(str(path), number, values)
+            _refuse_repeated_fields(field, source)
+        for values in arrow_records(batch):
+            yield Row(source, number, values)
             number += 1
 
 
-def _refuse_repeated(names: Sequence[str], path: Path) -> None:
+def _refuse_repeated(names: Sequence[str], path: Path | str) -> None:
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise InputError(f"{path} has several columns {repeated[0]!r}; rename all but one of them")
 
 
-def _refuse_repeated_fields(field: pa.Field, path: Path) -> None:
+def _refuse_repeated_fields(field: pa.Field, path: Path | str) -> None:
     """Of a column with fields, or of a list of such records."""
     import pyarrow as pa
 
@@ -307,20 +322,6 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def plain(value: Any) -> Any:
-    """A copy with JSON's numbers as int and float; integers too long for Python to read stay text."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, NumberText):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return str(value)
-    return value
-
-
 def _is_records(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
@@ -362,8 +363,8 @@ def _hub_dataset(name: str, split: str) -> datasets.Dataset:
 def _dataset_rows(dataset: datasets.Dataset, source: str, columns: Sequence[str] | None) -> Iterator[Row]:
     wanted = _top_level(columns, dataset.column_names, source)
     selected = dataset if wanted is None else dataset.select_columns(wanted)
-    for number, values in enumerate(selected.with_format(None)):
-        yield Row(source, number, values)
+    tables = selected.with_format("arrow").iter(_BATCH_ROWS)
+    yield from _arrow_rows((batch for table in tables for batch in table.to_batches()), source)
 
 
 def _top_level(columns: Sequence[str] | None, names: Sequence[str], source: str) -> list[str] | None:

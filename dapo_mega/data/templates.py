@@ -9,10 +9,16 @@ and say that no instruction is wanted.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
+import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.data.numbers import NOT_FINITE, NumberText
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +47,9 @@ TEMPLATES: Mapping[str, str] = {
 
 Message = Mapping[str, str]
 """One turn of a conversation: `role` and `content`."""
+
+_BEGINS_AS_MESSAGES = re.compile(r"""[\s\ufeff]*(?:array\()?[\[{][\s{]*['"]\w+['"]\s*:""")
+_MESSAGE_FIELDS = [(f"{q}{a}{q}", f"{q}{b}{q}") for q in "'\"" for a, b in (("role", "content"), ("from", "value"))]
 
 
 def template_text(template: str) -> str:
@@ -72,18 +81,71 @@ def render(template: str, problem: str) -> str:
 
 
 def as_messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt column's value as conversation turns: text is one user turn; lists hold {role, content} records.
+    """A prompt column's value as conversation turns: text is one user turn; lists hold {role, content} records, also
+    such a list that is written as JSON (or by Python's `str`) within a text.
 
     {from, value} records are read too. Raises `InputError` for anything else and for a conversation without a user.
     """
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise InputError(f"a prompt must be text or a list of messages, got {type(prompt).__name__}")
-    messages = [_as_message(turn) for turn in prompt]
+    if isinstance(prompt, NumberText) and prompt in NOT_FINITE:
+        raise InputError(f"a prompt must be text or a list of messages, got {prompt}")
+    turns = _written_messages(prompt) if isinstance(prompt, str) else prompt
+    if isinstance(turns, str):
+        return [{"role": "user", "content": turns}]
+    if not isinstance(turns, Sequence) or not turns:
+        kind = "null" if turns is None else type(turns).__name__
+        raise InputError(f"a prompt must be text or a list of messages, got {kind}")
+    messages = [_as_message(turn) for turn in turns]
     if all(message["role"] != "user" for message in messages):
         raise InputError("the list of messages has no message with role user; add one")
     return messages
+
+
+def _written_messages(text: str) -> Any:
+    """The list of messages that a text spells, and the text if it spells none. Raises `InputError` for one that begins
+    as such a list and cannot be read."""
+    if not (_BEGINS_AS_MESSAGES.match(text) and any(a in text and b in text for a, b in _MESSAGE_FIELDS)):
+        return text
+    bare = text.strip().strip("\ufeff").strip()
+    for parse in (partial(json.loads, strict=False), ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = parse(bare)
+            return found if isinstance(found, list) else [found]
+    if bare.startswith("{"):  # A problem about an object that looks so.
+        return text
+    raise InputError(
+        f"the text begins as a list of messages ({text[:60]!r}), but it is neither JSON nor a Python list as a whole; "
+        f"write the messages as JSON, or as a list in a JSON or parquet file"
+    )
+
+
+def refuse_shown_answer(messages: Sequence[Message]) -> None:
+    """Raises `InputError` for turns after the last one of the user: a response that the policy would be shown."""
+    last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    for message in messages[last_user + 1 :]:
+        if message["role"] not in ("system", "developer"):
+            raise InputError(
+                f"the messages go on after the last one of the user with one of role {message['role']!r} "
+                f"({message['content'][:60]!r}), which would be shown to the policy as part of its prompt; end each "
+                f"prompt with the user's message"
+            )
+
+
+def response_text(value: Any) -> str:
+    """The text to imitate: a response column's text, or what the assistant says in a list of one message."""
+    turns = _written_messages(value) if isinstance(value, str) else value
+    if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
+        messages = [_as_message(turn) for turn in turns]
+        if [message["role"] for message in messages] != ["assistant"]:
+            roles = ", ".join(message["role"] for message in messages) or "none"
+            raise InputError(
+                f"a response must be text or one message of role assistant, got messages of roles {roles}; put what "
+                f"comes before the last one into the prompt"
+            )
+        turns = messages[0]["content"]
+    if not isinstance(turns, str) or not turns or (isinstance(turns, NumberText) and turns in NOT_FINITE):
+        given = "null" if turns is None else f"{turns!r:.80}"
+        raise InputError(f"the response must be text and not empty, got {given}; correct or remove the row")
+    return turns
 
 
 def render_prompt(prompt: Any, template: str, chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
@@ -94,6 +156,7 @@ def render_prompt(prompt: Any, template: str, chat_tokenizer: PreTrainedTokenize
 def templated_messages(prompt: Any, template: str) -> tuple[str, list[dict[str, str]]]:
     """The problem, which is the last user turn of a prompt column's value, and all turns, that one in the template."""
     messages = as_messages(prompt)
+    refuse_shown_answer(messages)
     last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
     problem = messages[last_user]["content"]
     messages[last_user]["content"] = render(template, problem)
@@ -110,7 +173,16 @@ def render_messages(messages: Sequence[Message], chat_tokenizer: PreTrainedToken
         return "\n".join(message["content"] for message in messages)
     if chat_tokenizer.chat_template is None:
         raise InputError("chat_template=true, but the tokenizer has no chat template; set it to false")
-    return str(chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    from jinja2 import TemplateError
+
+    try:
+        return str(chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the tokenizer's chat template refuses messages of the roles {roles} ({reason}); change the messages or "
+            f"the template, or set chat_template=false"
+        ) from error
 
 
 def _as_message(turn: Any) -> dict[str, str]:

@@ -26,6 +26,7 @@ PAD, EOS, BOS, UNKNOWN = "<pad>", "</s>", "<s>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN)
 """In the order of their ids, 0 to 3."""
 
+_MARK = "answer-to-find"
 _UNLIMITED = 10**9  # transformers would warn about prompts over model_max_length; the run's own limits hold instead.
 
 
@@ -149,3 +150,27 @@ def stop_tokens(model_path: Path, tokenizer: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> int:
+    """The token that ends a demonstration: the one with which the chat template ends a turn of the assistant, where
+    responses stop at it, else the tokenizer's end token."""
+    assert isinstance(tokenizer.eos_token_id, int)
+    token = template_end(tokenizer) if chat_template else None
+    stops = stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)
+    return token if token is not None and token in stops else tokenizer.eos_token_id
+
+
+def template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends a turn of the assistant; None where it has none."""
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (TemplateError, TypeError, ValueError):  # Told where a prompt is rendered.
+        return None
+    behind = rendered.rpartition(_MARK)[2].lstrip()
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = [token for token in special if _MARK in rendered and behind.startswith(token)]
+    return special[max(found, key=len)] if found else None

@@ -136,8 +136,11 @@ def dataset_of(source: Source, template: str, chat_template: bool) -> DatasetCon
     first = next(read_rows(bare), None)
     if first is None:
         raise InputError(f"{source.path} has no rows; give a file with the problems of {source.benchmark.title}")
-    for columns in source.benchmark.columns:
-        if first.optional(columns.prompt) is not None and first.optional(columns.ground_truth) is not None:
+    # A null in the first row is told by whoever reads the rows.
+    for has in (lambda name: first.optional(name) is not None, first.has):
+        for columns in source.benchmark.columns:
+            if not (has(columns.prompt) and has(columns.ground_truth)):
+                continue
             return DatasetConfig.model_validate(
                 {
                     **bare.model_dump(),

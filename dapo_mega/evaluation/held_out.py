@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dapo_mega.config import RunConfig
-from dapo_mega.data import load_prompts, load_tokenizer
+from dapo_mega.data import load_evaluation_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import make_evaluator
@@ -34,7 +34,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts)
+    prompts = load_evaluation_prompts(config.data, tokenizer)
     engine = load_engine(path, config.model.dtype, config.rollout.max_batch_rows)
     with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         if config.reward.is_own:

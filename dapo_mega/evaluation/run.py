@@ -125,15 +125,19 @@ def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[_Task]:
 def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | None, context: int) -> Sequence[Prompt]:
     """The first `limit` problems. Raises InputError for one that leaves no room for the longest response."""
     assert config.data.evaluation
-    prompts = load_prompts(config.data.evaluation, tokenizer, max_prompt_tokens=context).prompts[:limit]
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    length, response = len(longest.token_ids), config.rollout.max_response_tokens
-    if length + response > context:
-        raise InputError(
-            f"{source.benchmark.name}: problem {longest.index} takes {length} tokens as it is asked, which with "
-            f"{response} for the response is more than the model's context of {context}; give --max-tokens "
-            f"{max(context - length, 1)} or less"
-        )
+    name, response = source.benchmark.name, config.rollout.max_response_tokens
+    try:
+        prompts = load_prompts(config.data.evaluation, tokenizer, 10**9).prompts[:limit]
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest + response > context:
+            too_long = f"which with {response} for the response is more than the model's context of {context}; give "
+            if longest < context:
+                too_long += f"--max-tokens {context - longest} or less"
+            else:
+                too_long += "a shorter --template, fewer --num-problems, or a model with more positions"
+            load_prompts(config.data.evaluation, tokenizer, context - response, too_long=too_long)  # Names the row.
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
     return prompts
 
 

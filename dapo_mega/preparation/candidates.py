@@ -10,8 +10,9 @@ from typing import Any
 
 from dapo_mega.config.preparation import PreparationSourceConfig
 from dapo_mega.data.ground_truths import ground_truth_text, parsed_answer
-from dapo_mega.data.readers import NOT_FINITE, NumberText, Row, plain
-from dapo_mega.data.templates import PROBLEM, TEMPLATES, as_messages, template_text
+from dapo_mega.data.numbers import NOT_FINITE, NumberText, plain
+from dapo_mega.data.readers import Row
+from dapo_mega.data.templates import PROBLEM, TEMPLATES, as_messages, refuse_shown_answer, template_text
 from dapo_mega.errors import InputError
 
 INVALID_REASONS = ("no prompt", "prompt is no text", "no answer", "answer cannot be parsed")
@@ -118,6 +119,7 @@ def _read_prompt(row: Row, config: PreparationSourceConfig) -> list[dict[str, st
         return Invalid("prompt is no text", f"a number: {value:.200}")
     try:
         messages = as_messages(value)
+        refuse_shown_answer(messages)
     except InputError as error:
         return Invalid("prompt is no text", str(error))
     for message in messages:

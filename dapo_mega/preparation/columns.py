@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_mega.data.readers import NumberText, plain
+from dapo_mega.data.numbers import NumberText, plain
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,7 +15,13 @@ from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
 from dapo_mega.config import RunConfig
-from dapo_mega.data import PromptDataset, TrainingPrompts, load_prompts, load_tokenizer, load_training_prompts
+from dapo_mega.data import (
+    PromptDataset,
+    TrainingPrompts,
+    load_evaluation_prompts,
+    load_tokenizer,
+    load_training_prompts,
+)
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -132,9 +138,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
     train_prompts = load_training_prompts(config.data, tokenizer)
     evaluation_prompts = None
     if config.data.evaluation:
-        evaluation_prompts = load_prompts(
-            config.data.evaluation, tokenizer, config.data.max_prompt_tokens, config.data.long_prompts
-        )
+        evaluation_prompts = load_evaluation_prompts(config.data, tokenizer)
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)

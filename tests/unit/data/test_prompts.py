@@ -147,7 +147,9 @@ def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path:
 
 def test_a_long_prompt_is_refused_with_its_length_or_dropped_and_counted(tmp_path: Path) -> None:
     config = _dataset(tmp_path, [{"prompt": "1" * n, "answer": n} for n in (5, 11, 10)])
-    with pytest.raises(InputError, match=r"line 2: the prompt is 11 tokens, over max_prompt_tokens=10; raise it"):
+    with pytest.raises(
+        InputError, match=r"line 2: the prompt is 11 tokens, over data.max_prompt_tokens=10; raise it, or set data.long"
+    ):
         _load(config, 10)
     data = _load(config, 10, long_prompts="drop")
     assert [(p.index, p.ground_truth) for p in data.prompts] == [(0, "5"), (1, "10")]

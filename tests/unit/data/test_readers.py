@@ -1,16 +1,20 @@
 """Every supported file gives the same rows, and what cannot be read says where and what to do."""
 
+import datetime
 import io
 import json
 import os
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.config import DatasetConfig
+from dapo_mega.data.ground_truths import ground_truth_text
 from dapo_mega.data.json_lists import list_items
 from dapo_mega.data.readers import read_rows
 from dapo_mega.errors import InputError
@@ -263,3 +267,85 @@ def test_an_object_of_lists_is_read_up_to_a_size_and_lines_whatever_their_number
     assert len(_rows(tmp_path / "lines.json")) == len(RECORDS)
     with pytest.raises(InputError, match=r"large\.json is one JSON object of .* GiB are; write its lists to files"):
         _rows(tmp_path / "large.json")
+
+
+def _written(tmp_path: Path, kind: str, column: pa.Array) -> DatasetConfig:
+    table = pa.table({"prompt": [f"{i}?" for i in range(len(column))], "answer": column})
+    if kind == "saved":
+        datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+        return DatasetConfig(path=str(tmp_path / "saved"), columns={"ground_truth": "answer"})
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    return DatasetConfig(path=str(path), columns={"ground_truth": "answer"})
+
+
+NUMBERS = {
+    "float32": (
+        pa.array([0.1, 72.0, 3.14, -0.0, 1e20, 1e-7], pa.float32()),
+        "0.1 72 3.14 0 1" + "0" * 20 + " 0.0000001",
+    ),
+    "float16": (pa.array(np.array([0.1, 7, 2.5], np.float16)), "0.1 7 2.5"),
+    "float64": (
+        pa.array([0.1, 72.0, 1e16, 6.02e23, 1 / 3]),
+        "0.1 72 1" + "0" * 16 + " 602" + "0" * 21 + " " + repr(1 / 3),
+    ),
+    "decimal": (
+        pa.array([Decimal("72.00"), Decimal("0.1")], pa.decimal128(38, 20)),
+        "72." + "0" * 20 + " 0.1" + "0" * 19,
+    ),
+    "decimal256": (pa.array([Decimal(10**50 + 1)], pa.decimal256(60, 0)), str(10**50 + 1)),
+    "int64": (pa.array([2**53 + 1, -(2**63)]), f"{2**53 + 1} {-(2**63)}"),
+    "uint64": (pa.array([2**64 - 1], pa.uint64()), str(2**64 - 1)),
+    "dictionary": (pa.array([0.1, 0.1], pa.float32()).dictionary_encode(), "0.1 0.1"),
+    "list": (pa.array([[0.1, 0.7]], pa.list_(pa.float32())), "0.1,0.7"),
+    "text": (pa.array(["\ufeff72", "007"]), "72 007"),
+    "texts as JSON": (pa.array(['["34"]', '["a\\u0062", "2"]']), "34 ab,2"),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
+def test_a_number_as_truth_is_the_number_that_was_written(kind: str, tmp_path: Path) -> None:
+    found = {}
+    for name, (column, _) in NUMBERS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        config = _written(folder, kind, column)
+        found[name] = " ".join(ground_truth_text(row, config).replace(", ", ",") for row in read_rows(config))
+    assert found == {name: expected for name, (_, expected) in NUMBERS.items()}
+
+
+NOT_A_TRUTH = {
+    "whole number beyond float32": (pa.array([2.0**24 + 2], pa.float32()), "16777218 stands in a column of floats"),
+    "whole number beyond float64": (pa.array([2.0**53 + 2]), "9007199254740994 stands in a column of floats"),
+    "not a number": (pa.array([float("nan")]), "got nan"),
+    "null": (pa.array([None], pa.string()), "got null"),
+    "null in a list": (pa.array([["1", None]]), "got ..1., None"),
+    "null in JSON": (pa.array(['["1", null]']), "must be text"),
+    "nested lists": (pa.array([[[1, 2]]]), "must be text"),
+    "date": (pa.array([datetime.date(2024, 5, 1)]), "must be text"),
+    "bytes": (pa.array([b"72"]), "must be text"),
+    "record": (pa.array([{"a": 1}]), "must be text"),
+}
+
+
+def test_what_is_no_number_or_text_is_no_truth(tmp_path: Path) -> None:
+    for name, (column, message) in NOT_A_TRUTH.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        config = _written(folder, "parquet", column)
+        with pytest.raises(InputError, match=rf"x\.parquet, row 0: .*{message}"):
+            print(name, ground_truth_text(next(read_rows(config)), config))
+
+
+def test_other_columns_have_the_numbers_that_were_written(tmp_path: Path) -> None:
+    record = pa.array([{"x": [0.1], "y": "a"}, None], pa.struct({"x": pa.list_(pa.float32()), "y": pa.string()}))
+    pairs = pa.array([[("k", 0.1)], None], pa.map_(pa.string(), pa.float32()))
+    pq.write_table(pa.table({"record": record, "pairs": pairs}), tmp_path / "x.parquet")
+    assert _rows(tmp_path / "x.parquet") == [
+        {"record": {"x": [0.1], "y": "a"}, "pairs": [("k", 0.1)]},
+        {"record": None, "pairs": None},
+    ]

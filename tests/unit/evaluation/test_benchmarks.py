@@ -106,3 +106,21 @@ def test_a_file_of_other_columns_is_refused_with_the_forms_that_are_known(tmp_pa
         file.write_text(content)
         with pytest.raises(InputError, match=message):
             dataset_of(sources(["math500"], tmp_path)[0], TEMPLATE, chat_template=False)
+
+
+def test_a_null_is_told_as_a_null_in_its_row(tmp_path):
+    file = tmp_path / "math500.jsonl"
+    tokenizer = build_byte_tokenizer()
+    for nulls in ((0,), (1,), (0, 1)):
+        for column, message in (
+            ("answer", "the ground truth must be .* got null"),
+            ("problem", "a prompt must .* null"),
+        ):
+            rows = [
+                {"problem": f"{i}+1?", "answer": str(i + 1)} | ({column: None} if i in nulls else {}) for i in (0, 1)
+            ]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            with pytest.raises(InputError, match=rf"math500.jsonl, line {nulls[0] + 1}: {message}"):
+                load_prompts(
+                    dataset_of(sources(["math500"], tmp_path)[0], TEMPLATE, chat_template=False), tokenizer, 999
+                )
