@@ -79,7 +79,7 @@ def _recipe(options: argparse.Namespace) -> PreparationConfig:
         for source in raw["sources"].values():
             source.update({"columns": given} if given else {})
             source.update({"ground_truth_style": options.answer_style} if options.answer_style else {})
-    config = configured(PreparationConfig, raw, overrides)
+    config = configured(PreparationConfig, raw, overrides, options.config.parent if options.config else Path())
     if options.decontaminate:
         sets = config.decontamination.model_dump()
         sets["sets"] = {**sets["sets"], **_named(options.decontaminate)}

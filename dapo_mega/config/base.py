@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict
 from pydantic.config import JsonDict
 
 FREE: JsonDict = {"resume": "free"}
@@ -19,30 +17,6 @@ class Section(BaseModel):
     """Base of every configuration section: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_home(cls, given: Any) -> Any:
-        """`~/` at the start of a value is a home folder: the shell expands it in no file, nor behind `key=`."""
-        if not isinstance(given, Mapping):
-            return given
-        return {key: _with_home(value) for key, value in given.items()}
-
-
-def _with_home(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_home(item) for item in value]
-    is_below_home = isinstance(value, str) and value.startswith("~") and "/" in value
-    return os.path.expanduser(value) if is_below_home else value
-
-
-def beside_run_file(path: str, info: ValidationInfo) -> str:
-    """`path` as it is seen from the working directory, where relative paths start; one that names something beside the
-    run's file means that."""
-    folder = (info.context or {}).get("folder")
-    if folder is not None and not Path(path).is_absolute() and (folder / path).exists():
-        return str(folder / path)
-    return path
 
 
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

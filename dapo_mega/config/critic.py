@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.paths import LocalPathOrNone
 
 
 class CriticConfig(Section):
@@ -12,7 +13,7 @@ class CriticConfig(Section):
     what is not said here is as in `optimizer`. Learning rate and warm-up are those of Open-Reasoner-Zero (arXiv
     2503.24290)."""
 
-    path: str | None = Field(
+    path: LocalPathOrNone = Field(
         json_schema_extra=FREE,
         default=None,
         description="Folder with the value model that training starts from: a token classifier of transformers with "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.paths import HubPath
 
 
 class ColumnsConfig(Section):
@@ -57,7 +58,7 @@ class SourceConfig(Section):
     """Where rows are read: a file (parquet, JSON, JSONL, arrow, CSV), a folder of such files, or a Hugging Face
     name."""
 
-    path: str = Field(
+    path: HubPath = Field(
         json_schema_extra=FREE,
         description="File (parquet, JSON, JSONL, arrow, CSV), folder of such files, or name of a Hugging Face dataset, "
         "with :configuration where it has several (openai/gsm8k:main).",

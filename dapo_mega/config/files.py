@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from dapo_mega.config.base import Section, merged, section_in
 from dapo_mega.config.components import KINDS
+from dapo_mega.config.paths import located, misplaced
 from dapo_mega.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -33,11 +34,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate.
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML) and validate. Relative paths start at the
+    file's folder, those of overrides at the working folder.
 
     Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
     """
-    return configured(kind, read_yaml(path), overrides, path.parent)
+    # Records of runs have whole paths; earlier versions wrote them as they were seen from the working folder.
+    is_record = path.name == "config.yaml" and path.with_name("versions.json").is_file()
+    return configured(kind, read_yaml(path), overrides, Path() if is_record else path.parent)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -55,20 +59,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def configured(
-    kind: type[ConfigT], raw: Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
-) -> ConfigT:
-    """The section with the values of `raw`, as `validated` makes it, after `section.key=value` overrides."""
+def configured(kind: type[ConfigT], raw: Mapping[str, Any], overrides: Sequence[str], folder: Path = Path()) -> ConfigT:
+    """The section with the values of `raw`, whose relative paths start at `folder`, after `section.key=value`
+    overrides. Raises `InputError`, one line per problem."""
+    values = located(kind, raw, folder)
     for override in overrides:
-        raw = _overridden(kind, raw, override)
-    return validated(kind, raw, folder)
+        values = merged(values, located(kind, _overridden(kind, override), Path(), folder))
+    if problems := list(misplaced(values)):
+        raise InputError("; ".join(problems))
+    return validated(kind, values)
 
 
-def validated(kind: type[ConfigT], raw: Mapping[str, Any], folder: Path | None = None) -> ConfigT:
-    """The section with the values of `raw`; some paths may be relative to the run file's `folder`. Raises `InputError`,
-    one line per problem."""
+def validated(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """The section with these values, whose paths stay as they are. Raises `InputError`, one line per problem."""
     try:
-        return kind.model_validate(raw, context={"folder": folder})
+        return kind.model_validate(values)
     except ValidationError as error:
         raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
 
@@ -78,7 +83,8 @@ def dump_config(config: Section) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+def _overridden(kind: type[Section], override: str) -> dict[str, Any]:
+    """The sections that an override gives, with nothing but its value in them."""
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
@@ -86,7 +92,7 @@ def _overridden(kind: type[Section], raw: Mapping[str, Any], override: str) -> d
     value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
     for part in reversed(parts):
         value = {part: value}
-    return merged(raw, value)
+    return dict(value)
 
 
 def _yaml_value(text: str, override: str) -> Any:

@@ -7,17 +7,18 @@ from typing import Literal
 from pydantic import Field
 
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.paths import LocalPath, LocalPathOrNone
 
 
 class ModelConfig(Section):
     """Which policy to train."""
 
-    path: str = Field(
+    path: LocalPath = Field(
         json_schema_extra=FREE,
         description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer. Training starts "
         "from it.",
     )
-    architecture: str | None = Field(
+    architecture: LocalPathOrNone = Field(
         json_schema_extra=FREE,
         default=None,
         description="A config.json with the model's sizes, for --dry-run and plan_run where model.path is not on this "

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
 from dapo_mega.config.data import SourceConfig
+from dapo_mega.config.paths import HubPath, HubPathOrNone
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -46,7 +47,7 @@ class DuplicatesConfig(Section):
 class EvaluationSetConfig(Section):
     """Problems that must not be trained on; its name stands in the evidence."""
 
-    path: str = Field(description="As the path of a source.")
+    path: HubPath = Field(description="As the path of a source.")
     split: str = Field(default="test", description="As the split of a source.")
     prompt: str | None = Field(
         default=None, description="Column of the problem; null: the first of prompt, problem, question that is there."
@@ -93,7 +94,7 @@ class FiltersConfig(Section):
         description="Languages to keep, as ISO 639-1 codes (en, zh); empty: all. Texts with too few words to tell "
         "stay. Needs the package py3langid.",
     )
-    tokenizer: str | None = Field(default=None, description="Folder or name of the tokenizer of max_prompt_tokens.")
+    tokenizer: HubPathOrNone = Field(default=None, description="Folder or name of the tokenizer of max_prompt_tokens.")
     max_prompt_tokens: int | None = Field(
         default=None, ge=1, description="Leave out longer problems, counted without template; null: none."
     )

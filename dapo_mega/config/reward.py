@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.components import (
@@ -19,19 +19,19 @@ from dapo_mega.config.components import (
     LengthKimiComponent,
 )
 from dapo_mega.config.components.built_in import Extraction, check_phase_in, check_values
-from dapo_mega.config.components.function import function_path
+from dapo_mega.config.components.function import checked_function
+from dapo_mega.config.paths import FunctionPathOrNone
 
 
 class RewardConfig(Section):
     """The reward: by default rule reward and overlong shaping (DAPO section 2.4, 3.4); a function of your own, or a
     weighted sum of components, takes the place of the rule."""
 
-    function: str | None = Field(
+    function: Annotated[FunctionPathOrNone, AfterValidator(checked_function)] = Field(
         default=None,
         json_schema_extra=FREE,
-        description="A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. A file "
-        "is looked for beside the run's file, then in the working directory. It takes a list of records and returns a "
-        "score for each.",
+        description="A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. It takes "
+        "a list of records and returns a score for each.",
     )
     components: tuple[Component, ...] = Field(
         default=(),
@@ -132,11 +132,6 @@ class RewardConfig(Section):
         json_schema_extra=FREE,
         description="The run ends when more than this share of a step's responses could not be scored.",
     )
-
-    @field_validator("function")
-    @classmethod
-    def _check_function(cls, given: str | None, info: ValidationInfo) -> str | None:
-        return given if given is None else function_path(given, info)
 
     @model_validator(mode="before")
     @classmethod

@@ -10,13 +10,14 @@ from dapo_mega.config.compute import ComputeConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
+from dapo_mega.config.paths import OutputPath
 from dapo_mega.config.tracking import TrackingConfig
 
 
 class TrainingConfig(Section):
     """What DAPO and supervised training share: where, how long, which model, and how it is spread over processes."""
 
-    output_dir: str = Field(
+    output_dir: OutputPath = Field(
         json_schema_extra=FREE,
         description="Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it.",
     )

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from dapo_mega.config.base import Section
+from dapo_mega.config.paths import OutputPathOrNone
 
 
 class WeightSyncConfig(Section):
@@ -51,7 +52,7 @@ class WeightSyncConfig(Section):
         gt=0,
         description="Seconds each part of a weight update, such as a bucket, may take. Raise it for slow networks.",
     )
-    folder: str | None = Field(
+    folder: OutputPathOrNone = Field(
         default=None, description="Folder of transport=disk, which engines must see; null: output_dir/weight_sync."
     )
 

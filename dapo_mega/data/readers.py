@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import SourceConfig
+from dapo_mega.config.paths import DATASET_SUFFIXES, is_hub_name
 from dapo_mega.data.json_lists import RepeatedFieldError, list_items
 from dapo_mega.data.numbers import NumberText, arrow_records, plain
 from dapo_mega.errors import InputError
@@ -29,13 +30,10 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv")
-
 _BATCH_ROWS = 1024
 _MAX_CELL_CHARACTERS = 2**24
 _MAX_LINE_CHARACTERS = 2**24
 _MAX_WHOLE_BYTES = 2**31
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
 
@@ -122,12 +120,16 @@ def dataset_files(config: SourceConfig) -> list[Path]:
     """
     path = Path(config.path)
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise InputError(f"{path} ends in {path.suffix!r}; a dataset file ends in one of {', '.join(SUFFIXES)}")
+        if path.suffix not in DATASET_SUFFIXES:
+            raise InputError(
+                f"{path} ends in {path.suffix!r}; a dataset file ends in one of {', '.join(DATASET_SUFFIXES)}"
+            )
         return [path]
-    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith((".", "dataset_info")))
+    files = sorted(
+        f for f in path.rglob("*") if f.suffix in DATASET_SUFFIXES and not f.name.startswith((".", "dataset_info"))
+    )
     if not files:
-        raise InputError(f"folder {path} holds no dataset file; one ends in {', '.join(SUFFIXES)}")
+        raise InputError(f"folder {path} holds no dataset file; one ends in {', '.join(DATASET_SUFFIXES)}")
     splits = {file: re.split(r"[-_.]", file.name)[0] for file in files}
     chosen = [file for file in files if splits[file] == config.split]
     others = sorted(set(splits.values()).intersection(_SPLITS))
@@ -144,7 +146,7 @@ def _all_rows(config: SourceConfig, columns: Sequence[str] | None) -> Iterator[R
     elif path.exists():
         for file in dataset_files(config):
             yield from file_rows(file, config.split, columns)
-    elif _HUB_NAME.fullmatch(config.path) and path.suffix not in SUFFIXES:
+    elif is_hub_name(config.path):
         yield from _dataset_rows(_hub_dataset(config.path, config.split), config.path, columns)
     else:
         siblings = [f.name for f in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from dapo_mega.config import DatasetConfig
-from dapo_mega.data.readers import SUFFIXES, read_rows
+from dapo_mega.config.paths import DATASET_SUFFIXES
+from dapo_mega.data.readers import read_rows
 from dapo_mega.errors import InputError
 
 TEMPLATE = "dapo"
@@ -187,7 +188,7 @@ def _file_in(folder: Path, benchmark: Benchmark) -> Path:
     """The benchmark's file in the folder: of several the one whose name comes first in `stems`."""
     if not folder.is_dir():
         raise InputError(f"--data {folder} is no folder; give one that holds the benchmarks' files")
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in DATASET_SUFFIXES]
     for stem in benchmark.stems:
         fitting = [path for path in files if re.sub(r"[^a-z0-9]", "", path.stem.lower()) == stem]
         if fitting:

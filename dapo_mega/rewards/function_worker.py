@@ -114,9 +114,7 @@ def _load_module(place: str) -> ModuleType:
             return importlib.import_module(place)
         file = Path(place).absolute()
         if not file.is_file():
-            raise MisuseError(
-                "the file does not exist; its path is looked for beside the run's file, then in the working directory"
-            )
+            raise MisuseError("the file does not exist; a relative path starts at the folder of the run's file")
         sys.path.insert(0, str(file.parent))
         # By its own name, so that processes that the function starts can import it, unless another module has it.
         found = importlib.util.find_spec(file.stem)

@@ -39,7 +39,7 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     ("rows", "overrides", "message"),
     [
         (None, ["data.train.path=nowhere/train.parquet"], "nowhere/train.parquet"),
-        (None, ["model.path=nowhere"], "model.path=nowhere does not exist"),
+        (None, ["model.path=nowhere"], "model.path=.*nowhere does not exist"),
         (None, ["data.train.columns.prompt=question"], "question"),
         ([], [], "no rows"),
         ([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 40 + "=", "answer": "2"}], [], "40|41"),

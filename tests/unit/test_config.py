@@ -168,8 +168,8 @@ def test_a_critic_has_the_policys_settings_but_its_own_learning_rate(file):
     own = {"learning_rate": 5e-6, "warmup_steps": 50}
     assert config.critic_optimizer.model_dump() == {**config.optimizer.model_dump(), **own}
     assert (config.optimizer.learning_rate, config.critic_optimizer.beta2) == (1e-6, 0.95)
-    other = load_config(RunConfig, file, ["critic.path=v", "model.dtype=fp32"])
-    assert (other.critic_model.path, other.critic_model.dtype) == ("v", "fp32")
+    other = load_config(RunConfig, file, ["critic.path=/v", "model.dtype=fp32"])
+    assert (other.critic_model.path, other.critic_model.dtype) == ("/v", "fp32")
 
 
 def test_a_critic_leaves_steps_to_the_policy(file):
@@ -244,16 +244,6 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(tmp_path):
     assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 4, "y": 2}}
 
 
-def test_a_tilde_is_the_home_folder_in_files_and_overrides(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({**MINIMAL, "model": {"path": "~/models/m"}}))
-    given = ["output_dir=~/runs/a", "data={train: {path: ~/train.jsonl}}", "weight_sync.folder=~/w"]
-    config = load_config(RunConfig, path, given)
-    found = (config.model.path, config.output_dir, config.data.train.path, config.weight_sync.folder)
-    assert found == tuple(f"{tmp_path}/home/{name}" for name in ("models/m", "runs/a", "train.jsonl", "w"))
-
-
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load_config(RunConfig, tmp_path / "none.yaml")
@@ -280,7 +270,7 @@ def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
     assert run.data.train.columns.prompt == "q"
 
 
-@pytest.mark.parametrize("path", ["/a b/my project #2/x", "/c: d/y", "123", "1e-4", "/data/[x]"])
+@pytest.mark.parametrize("path", ["/a b/my project #2/x", "/c: d/y", "/123", "/1e-4", "/data/[x]"])
 def test_a_path_is_taken_as_it_is_written(file, path):
     run = load_config(RunConfig, file, [f"model.path={path}", f"output_dir={path}", f"data.train.path={path}"])
     assert (run.model.path, run.output_dir, run.data.train.path) == (path, path, path)
@@ -371,20 +361,6 @@ def test_evaluations_beside_training_need_engines_to_spare(file):
             load_config(RunConfig, file, [*wanted, *given])
     enough = [fleet.replace("PLACEMENT", "fleet"), "rollout.fleet.min_engines=1"]
     assert load_config(RunConfig, file, [*wanted, *enough]).evaluation.beside_training
-
-
-def test_a_reward_function_is_looked_for_beside_the_file_then_in_the_working_directory(file, tmp_path, monkeypatch):
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    for folder, name in ((work, "here.py"), (tmp_path, "beside.py"), (work, "both.py"), (tmp_path, "both.py")):
-        (folder / name).touch()
-    own = {
-        name: load_config(RunConfig, file, [f"reward.function={name}.py:score"]) for name in ("here", "beside", "both")
-    }
-    assert own["here"].reward.function == "here.py:score"
-    assert own["beside"].reward.function == f"{tmp_path}/beside.py:score"
-    assert own["both"].reward.function == f"{tmp_path}/both.py:score"
 
 
 def test_an_own_reward_is_not_shaped_by_length_unless_asked(file):

@@ -57,7 +57,10 @@ def test_the_commands_in_its_head_are_for_this_file_and_run(name, elsewhere, cap
         elif "launch/serve_rollouts.py" in command:
             options = parse_arguments(words[2 : words.index(">")] if ">" in words else words[2:])
             config = load_config(RunConfig, Path("configs") / name)
-            assert (str(options.model), options.rendezvous) == (config.model.path, config.rollout.fleet.rendezvous)
+            assert (Path.cwd() / options.model, options.rendezvous) == (
+                Path(config.model.path),
+                config.rollout.fleet.rendezvous,
+            )
             assert options.colocated == (config.rollout.placement == "colocated")
         elif "launch/" in command:
             assert any((REPOSITORY / word).is_file() for word in words if word.startswith("launch/"))

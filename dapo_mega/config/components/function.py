@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
-from dapo_mega.config.base import beside_run_file
 from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
+from dapo_mega.config.paths import FunctionPath
 
 
-def function_path(given: str, info: ValidationInfo) -> str:
-    """`given` with the path that its file has from the working directory. Raises ValueError for another form."""
+def checked_function(given: str | None) -> str | None:
+    """`given`. Raises ValueError unless it names a function of a file or of a module."""
+    if given is None:
+        return None
     place, colon, name = given.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ValueError(
             f"reward function {given!r} must be FILE.py:NAME or package.module:NAME, such as my_reward.py:score"
         )
-    if place.endswith(".py"):
-        return f"{beside_run_file(place, info)}:{name}"
-    if "/" in place or not all(part.isidentifier() for part in place.split(".")):
+    if not place.endswith(".py") and ("/" in place or not all(part.isidentifier() for part in place.split("."))):
         raise ValueError(
             f"reward function {given!r} names neither a file that ends in .py nor a module; give FILE.py:NAME or "
             f"package.module:NAME"
@@ -31,12 +31,7 @@ class FunctionComponent(ComponentConfig):
     """A function of your own in a file or an installed module. It says what it scores, and may say what is correct."""
 
     kind: Literal["function"] = "function"
-    path: str = Field(description="As reward.function.")
+    path: Annotated[FunctionPath, AfterValidator(checked_function)] = Field(description="As reward.function.")
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
     may_be_penalty: ClassVar[bool] = True
-
-    @field_validator("path")
-    @classmethod
-    def _check_path(cls, given: str, info: ValidationInfo) -> str:
-        return function_path(given, info)

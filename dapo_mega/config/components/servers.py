@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dapo_mega.config.base import FREE, beside_run_file
+from dapo_mega.config.base import FREE
 from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
+from dapo_mega.config.paths import LocalPathOrNone
 
 _SECRET_PARAMETER = re.compile(r"key|token|secret|sig|password|auth", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -46,7 +47,7 @@ class ServerComponent(ComponentConfig):
         json_schema_extra=FREE,
         description="Name of the environment variable that holds the servers' key, sent as a bearer token.",
     )
-    api_key_file: str | None = Field(
+    api_key_file: LocalPathOrNone = Field(
         default=None, json_schema_extra=FREE, description="File that holds the key, in place of api_key_env."
     )
     concurrency: int = Field(
@@ -79,11 +80,6 @@ class ServerComponent(ComponentConfig):
             if problem := url_problem(str(url)):
                 raise ValueError(f"URL {number} of a reward's urls {problem}")
         return [str(url) for url in urls]
-
-    @field_validator("api_key_file")
-    @classmethod
-    def _find_key(cls, given: str | None, info: ValidationInfo) -> str | None:
-        return given if given is None else beside_run_file(given, info)
 
     @field_validator("api_key_env", mode="before")
     @classmethod
@@ -121,7 +117,7 @@ class JudgeComponent(ServerComponent):
         description="What the judge is asked: a text with {response}, and {prompt}, {ground_truth}, {boundary} or "
         "columns of the row if you like; null: a text that asks for a score from 0 to 10.",
     )
-    template_file: str | None = Field(default=None, description="File of the template, in place of template.")
+    template_file: LocalPathOrNone = Field(default=None, description="File of the template, in place of template.")
     system_prompt: str | None = Field(default=None, description="System message before the question; null: none.")
     verdict: Literal["line", "json"] = Field(
         default="line",
@@ -149,11 +145,6 @@ class JudgeComponent(ServerComponent):
     )
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
-
-    @field_validator("template_file")
-    @classmethod
-    def _find_template(cls, given: str | None, info: ValidationInfo) -> str | None:
-        return given if given is None else beside_run_file(given, info)
 
     @model_validator(mode="after")
     def _check(self) -> JudgeComponent:

@@ -45,8 +45,8 @@ def dry_run(capsys, file, *overrides, kind=RunConfig):
 def test_a_good_file_is_valid_and_what_is_not_here_is_noted(file, capsys):
     lines = dry_run(capsys, file)
     assert [line for line in lines if line.startswith("note: ")] == [
-        "note: model.path=m is not on this machine; sizes are not checked against the model (give model.architecture "
-        "to check them)"
+        f"note: model.path={file.parent}/m is not on this machine; sizes are not checked against the model (give "
+        "model.architecture to check them)"
     ]
     assert lines[-1] == (
         "dry run: the configuration is valid, apart from what the note above could not check here; nothing was started"
@@ -186,7 +186,7 @@ def test_mistakes_of_supervised_training_are_one_line(fine_tuning, capsys, overr
 def test_a_reward_function_is_tried_on_the_first_row(file, capsys, source, message):
     (file.parent / "own.py").write_text(source)
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        dry_run(capsys, file, "reward.function=own.py:score")
+        dry_run(capsys, file, f"reward.function={file.parent}/own.py:score")
     assert "\n" not in str(caught.value)
 
 
@@ -195,7 +195,7 @@ def test_what_a_reward_says_of_a_made_up_response_is_shown(file, capsys):
         "def score(records): return [{'score': 2, 'correct': True, 'parts': {'reply': len(r['fields']['reply'])}} "
         "for r in records]"
     )
-    components = "[{kind: function, path: own.py:score, weight: 0.5}, {kind: answer, weight: 2}]"
+    components = f"[{{kind: function, path: {file.parent}/own.py:score, weight: 0.5}}, {{kind: answer, weight: 2}}]"
     lines = dry_run(capsys, file, f"reward.components={components}")
     tried = [line for line in lines if line.startswith("reward of a made-up response to the first prompt: ")]
     assert [line.partition("prompt: ")[2] for line in tried] == [

@@ -228,7 +228,7 @@ def test_the_command_takes_files_or_a_recipe(tmp_path: Path, capsys: pytest.Capt
             "filters.tokenizer=x",
             *output,
         ],
-        "dataset absent.jsonl does not exist": [
+        "dataset .*/absent.jsonl does not exist": [
             "dataset",
             path,
             *output,

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from dapo_mega.config import RunConfig, dump_config
-from dapo_mega.config.files import validated
+from dapo_mega.config.files import configured, validated
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.endpoints import EndpointSettings
@@ -194,7 +194,7 @@ def test_a_key_and_a_template_are_found_beside_the_runs_file(tmp_path):
         {"kind": "remote", **servers},
     ]
     run = {**RUN, "reward": {"components": components, "correct_from": "a"}}
-    judge, remote = validated(RunConfig, run, tmp_path).reward.components
+    judge, remote = configured(RunConfig, run, [], tmp_path).reward.components
     assert judge.template_file == str(tmp_path / "template.txt")
     assert judge.api_key_file == remote.api_key_file == str(tmp_path / "key")
 

@@ -26,7 +26,7 @@ def config(tmp_path):
         "output_dir": str(tmp_path / "run"),
         "num_steps": 3,
         "model": {"path": str(tmp_path / "model")},
-        "data": {"train": {"path": "https://user:secret@host/train.jsonl"}},
+        "data": {"train": {"path": "https://user:hidden@host/train.jsonl"}},
         "tracking": {"backends": "wandb"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
@@ -49,7 +49,7 @@ def test_a_run_is_described_by_what_decides_it_and_without_secrets(config):
     assert not free & described.hyper_parameters.keys()
     assert described.versions.keys() >= {"python", "torch"}
     assert "learning_rate: 2.0e-06" in described.config_text
-    assert "secret" not in str(described)
+    assert "hidden" not in str(described)
 
 
 @pytest.mark.parametrize(
