@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -20,13 +21,21 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from torch.utils.tensorboard import SummaryWriter
 
 from dapo_mega.atomic_files import replace_file
-from dapo_mega.metrics import figures
+from dapo_mega.metrics import figures, names
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.catalogue.tables import metric_tables
 from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.run_text import RunDescription, code_block
 
 logger = logging.getLogger(__name__)
+
+# Written once more under a name that sorts first, as TensorBoard opens on the first names.
+_WATCHED: Final = frozenset(
+    {
+        *(names.REWARD_MEAN, names.ACCURACY_MEAN, names.RESPONSE_LENGTH_MEAN, names.ENTROPY, names.KEPT_SHARE),
+        *(names.EVALUATION_AVG_AT_K, "evaluation/reward_mean", "rollout/logprob_abs_diff_mean", "policy/loss"),
+    }
+)
 
 
 class TensorBoardLog:
@@ -73,6 +82,8 @@ class TensorBoardLog:
         """Write one step; texts are Markdown. It is on disk afterwards."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
+            if name in _WATCHED:
+                self._writer.add_scalar(f"_watch/{name}", float(value), step)
         for name, histogram in histograms.items():
             self._add_histogram(name, histogram, step)
         for name, text in texts.items():

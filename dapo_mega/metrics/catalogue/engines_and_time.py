@@ -10,7 +10,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "supervised training: the policy update alone.",
         "steady",
         "several times longer",
-        'see "A step gets much slower" above',
+        'see "A step gets much slower" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(
@@ -20,7 +20,7 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         "engines while the run is paused.",
         "usually the longest stage",
         "grows",
-        'see "A step gets much slower" above',
+        'see "A step gets much slower" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(

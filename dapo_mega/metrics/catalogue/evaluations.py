@@ -9,7 +9,7 @@ EVALUATIONS: tuple[Metric, ...] = (
         "Mean over prompts of the share of the prompt's k responses that are correct.",
         "rises; its standard error from sampling is at most 0.5 / sqrt(prompts x k)",
         "flat or falling while `rollout/accuracy_mean` rises",
-        'see "Accuracy stays flat" above',
+        'see "Accuracy stays flat" in dapo_mega/metrics/README.md',
         better="higher",
     ),
     Metric(
@@ -65,7 +65,7 @@ EVALUATIONS: tuple[Metric, ...] = (
         "Mean reward of the responses, as in training but for Kimi's length reward.",
         "rises",
         "falls while `rollout/reward_mean` rises",
-        'see "Accuracy stays flat" above',
+        'see "Accuracy stays flat" in dapo_mega/metrics/README.md',
     ),
     Metric(
         "evaluation/part_<name>",

@@ -12,7 +12,7 @@ GROUPS_AND_REWARDS: tuple[Metric, ...] = (
         "above `batch.groups_per_step` / (`batch.generation_groups` x `algorithm.max_generation_rounds`), 0.1 by "
         "default; with equal accuracy p it is 1 - p^G - (1-p)^G",
         "falls towards that limit",
-        'see "Dynamic sampling is starved" above',
+        'see "Dynamic sampling is starved" in dapo_mega/metrics/README.md',
         better="higher",
     ),
     Metric(

@@ -107,7 +107,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "`rollout.schedule=asynchronous` since the step before had its groups.",
         "steady; no general value",
         "falls while lengths do not grow",
-        'see "A step gets much slower" above',
+        'see "A step gets much slower" in dapo_mega/metrics/README.md',
         better="higher",
     ),
     Metric(
@@ -126,7 +126,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "smaller.",
         "about `batch.groups_per_step` / (`batch.generation_groups` x `groups/kept_share`)",
         "near `algorithm.max_generation_rounds`: the run will end as starved",
-        'see "Dynamic sampling is starved" above',
+        'see "Dynamic sampling is starved" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(
@@ -190,7 +190,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "from. Missing when the step has no such token.",
         "below 0.001 if both compute in fp32, else below 0.05 (the defaults of `rollout.mismatch_warning`)",
         "above the limit (the run warns), or grows; `rollout.mismatch_stop` (0.5) ends the run",
-        'see "The log-prob difference rises" above',
+        'see "The log-prob difference rises" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(
@@ -199,7 +199,7 @@ ROLLOUTS: tuple[Metric, ...] = (
         "The largest such difference of one token.",
         "1e-6 or less in the recorded fp32 run of `tests/integration/golden/`; no general value in bf16",
         "grows with `rollout/logprob_abs_diff_mean`",
-        'see "The log-prob difference rises" above',
+        'see "The log-prob difference rises" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(

@@ -9,7 +9,7 @@ UPDATES: tuple[Metric, ...] = (
         "Mean of |trainer's log-prob - engine's log-prob|.",
         "equals `rollout/logprob_abs_diff_mean` when all tokens are fresh; larger otherwise, as the weights have moved",
         "NaN ends the run, unless `rollout.mismatch_stop=null`",
-        'see "The log-prob difference rises" above',
+        'see "The log-prob difference rises" in dapo_mega/metrics/README.md',
         better="lower",
     ),
     Metric(
@@ -109,7 +109,7 @@ UPDATES: tuple[Metric, ...] = (
         "starts from.",
         "falls at first, then stays or rises slowly (DAPO, figures 2b and 7c); 0.05-0.12 in the quickstart",
         "falls towards 0, or rises steadily",
-        'see "The entropy collapses" above',
+        'see "The entropy collapses" in dapo_mega/metrics/README.md',
     ),
     Metric(
         "policy/grad_norm",

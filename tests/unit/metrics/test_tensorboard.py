@@ -14,7 +14,7 @@ from dapo_mega.metrics import Example, Histogram, MetricsWriter, RunDescription
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.figures import FIGURES
 from dapo_mega.metrics.run_text import code_block, examples_as_markdown, shortened, without_credentials
-from dapo_mega.metrics.tensorboard import drop_events_from
+from dapo_mega.metrics.tensorboard import _WATCHED, drop_events_from
 
 HOSTILE = (
     "</code></pre><script>alert(1)</script>\n# heading\n```\n\n\n<img src=x onerror=alert(1)>\u2028<script>x</script>"
@@ -69,6 +69,15 @@ def test_the_layout_has_the_figures_that_are_plotted(tmp_path):
     assert [chart.title for chart in category.chart] == [figure.title for figure in FIGURES]
     drawn = [list(chart.multiline.tag) for chart in category.chart]
     assert drawn == [[f"^{curve.metric}$" for curve in figure.curves] for figure in FIGURES]
+
+
+def test_what_to_watch_comes_first(tmp_path):
+    record(tmp_path, [0, 1])
+    record(tmp_path, [1], start_step=1)
+    events = read(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == ["_watch/policy/entropy", "policy/entropy"]
+    assert [(e.step, e.value) for e in events.Scalars("_watch/policy/entropy")] == [(0, 0.0), (1, 1.0)]
+    assert [name for name in _WATCHED if describe(name) is None] == []
 
 
 def test_the_hyper_parameters_name_what_to_compare_by(tmp_path):
