@@ -83,7 +83,7 @@ class CodeReward:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
         try:
-            first = self._started()
+            first = self._threads.submit(self._started).result()  # A thread that lasts.
             held = try_out(first, self._limits)
         except SandboxError as error:
             self.close()

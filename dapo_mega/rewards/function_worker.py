@@ -1,8 +1,9 @@
 """The program of a process that calls a reward function: loads it, then scores one batch at a time.
 
-It is started by `WorkerProcess` with the numbers of two pipes: the connection for batches, and a lifeline whose end
-means that the trainer is gone. Batches arrive pickled, results leave as JSON. Standard output and error belong to the
-function.
+It is started by `WorkerProcess` with the numbers of pipes for batches and results, and of a lifeline, whose end means
+that the trainer is gone. Batches arrive pickled, results leave as JSON. Standard output and error belong to the
+function. The function runs in a child of this process, which does nothing but end all that the function has started:
+when the child ends, or the trainer, even where a process is stopped or keeps the interpreter busy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
-import json
 import math
 import numbers
 import os
@@ -24,29 +24,75 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from dapo_mega.rewards.processes import MisuseError, end_tree
+from dapo_mega.rewards.processes import MisuseError, end_tree, kill_descendants
 from dapo_mega.rewards.records import PART_NAME
+from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
 
 RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _SHOWN_CHARACTERS: Final = 200
 _MAX_ANSWER_CHARACTERS: Final = 10_000
+_MAX_DETAIL_CHARACTERS: Final = 20_000
 
 Function = Callable[[list[dict[str, Any]]], Any]
 
 
-def main(connection_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int, time_limit_s: float) -> None:
-    """Serve until the trainer closes the connection."""
+def main(requests_fd: int, answers_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int) -> None:
+    """Serve until the trainer closes the pipe of requests."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _adopt_orphans()
+    # Orphans of the function become children of this process. A stopped process goes on when the trainer ends.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    keeper = os.getpid()
+    child = os.fork()
+    if not child:
+        os.close(lifeline_fd)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:
+            _end_after(lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib))
+        os._exit(1)
+    os.close(requests_fd)
+    os.close(answers_fd)
     threading.Thread(target=_die_with_trainer, args=(lifeline_fd,), daemon=True).start()
-    connection = Connection(connection_fd)
+    ended = 0
+    while ended != child:
+        ended, status = os.wait()
+    kill_descendants(keeper)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # End as it did.
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(keeper, -code)
+    os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_trainer(lifeline_fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(lifeline_fd, 1)
+    end_tree(os.getpid())
+
+
+def _end_after(run: Callable[[], None]) -> None:
+    """End this process afterwards, without waiting for threads of the function."""
+    try:
+        run()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+
+
+def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> None:
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
         try:
@@ -55,32 +101,15 @@ def main(connection_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int,
             answer: dict[str, Any] = {"ready": True}
         except MisuseError as error:
             answer = {"misuse": str(error)}
-        connection.send_bytes(json.dumps(answer).encode())
-        while "ready" in answer:
-            try:
-                records = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                break
-            # Beyond any limit of the trainer's: for a call that hangs when nobody is left to end it.
-            signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 60)
-            answer = {**_answer(function, records, runner), "ready": True}
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        write_frame(answers, answer)
+        while "ready" in answer and (request := read_body(requests, 2**32)) is not None:
+            answer = {**_answer(function, pickle.loads(request), runner), "ready": True}
             if os.getpid() != own_pid:
-                break  # A fork of the function's that came back: its answer would be taken for that of the next call.
-            connection.send_bytes(json.dumps(answer).encode())
-    end_tree(os.getpid())  # With the threads and processes of the function.
-
-
-def _adopt_orphans() -> None:
-    """Make processes that descend from this one stay its children, so that they can be found and ended."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _die_with_trainer(lifeline_fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.read(lifeline_fd, 1)
-    end_tree(os.getpid())
+                return  # A fork of the function's that came back: its answer would be taken for that of the next call.
+            try:
+                write_frame(answers, answer)
+            except FrameError as error:
+                write_frame(answers, {"failure": f"it returned too much: {error}", "detail": ""})
 
 
 def load_function(path: str) -> Function:
@@ -154,7 +183,7 @@ def _answer(function: Function, records: list[dict[str, Any]], runner: asyncio.R
         file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
         return {
             "failure": _described(error, file or "") + _absent_field(error, records),
-            "detail": "".join(traceback.format_exception(error)),
+            "detail": "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:],
         }
     try:
         return {"scores": checked(returned, len(records))}

@@ -12,13 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
+
+from dapo_mega.rewards.sandbox.frames import HEAD, FrameError, receive_before, send_before
 
 START_LIMIT_S: Final = 300.0
 """Seconds that importing a reward function may take."""
@@ -47,6 +49,11 @@ class MisuseError(Exception):
     """What trying again cannot mend: the function is not there, or what it returns has another form. One line."""
 
 
+class _LogFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: where the disk is full, each line that a function prints would become a traceback."""
+
+
 class OutputLog:
     """Takes what all processes of a function print, away from the trainer's own output.
 
@@ -62,9 +69,7 @@ class OutputLog:
 
     def write_to(self, path: Path) -> None:
         """Also write into this file from now on: at most two files of 5 MiB."""
-        self._handler = logging.handlers.RotatingFileHandler(
-            path, maxBytes=_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8"
-        )
+        self._handler = _LogFile(path, maxBytes=_LOG_BYTES, backupCount=1, delay=True, encoding="utf-8")
 
     def tail(self) -> str:
         """The last lines that were printed."""
@@ -77,8 +82,7 @@ class OutputLog:
                 text = line.rstrip("\n")
                 self._lines.append(text[:1000])
                 if self._handler is not None:
-                    with contextlib.suppress(OSError):
-                        self._handler.emit(logging.makeLogRecord({"msg": text}))
+                    self._handler.emit(logging.makeLogRecord({"msg": text}))
 
     def close(self) -> None:
         if self.write_fd < 0:
@@ -88,7 +92,8 @@ class OutputLog:
         # Ends when all processes have closed their ends, which they have unless one escaped.
         self._thread.join(timeout=1)
         if self._handler is not None:
-            self._handler.close()
+            with contextlib.suppress(OSError):
+                self._handler.close()
 
 
 class WorkerProcess:
@@ -100,57 +105,73 @@ class WorkerProcess:
         self._time_limit_s = time_limit_s
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection[Any, Any] | None = None
-        self._lifeline: int | None = None
+        self._descriptors: tuple[int, int, int] | None = None
 
     def start(self) -> None:
         """Start the process and import the function, unless that is done. Raises as `call`."""
         if self._process is not None:
             return
-        own, others = Pipe()
-        read_fd, self._lifeline = os.pipe()
+        (requests, send), (receive, answers), (alive, lifeline) = os.pipe(), os.pipe(), os.pipe()
+        os.set_blocking(send, False)
         arguments = {
             "sys_path": sys.path,
-            "connection_fd": others.fileno(),
-            "lifeline_fd": read_fd,
+            "requests_fd": requests,
+            "answers_fd": answers,
+            "lifeline_fd": alive,
             "path": self._path,
             "memory_limit_mib": self._memory_limit_mib,
-            "time_limit_s": self._time_limit_s,
         }
-        self._connection = own
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output.write_fd,
-            stderr=self._output.write_fd,
-            pass_fds=(others.fileno(), read_fd),
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends this process.
-        )
-        others.close()
-        os.close(read_fd)
-        self._receive(START_LIMIT_S, "importing it")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output.write_fd,
+                stderr=self._output.write_fd,
+                pass_fds=(requests, answers, alive),
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends this process.
+            )
+        except OSError as error:
+            _close(send, receive, lifeline)
+            raise CallError(f"no process can be started: {error}") from None
+        finally:
+            _close(requests, answers, alive)
+        self._descriptors = send, receive, lifeline
+        self._exchange(b"", START_LIMIT_S, "importing it")
 
     def call(self, records: Sequence[dict[str, Any]]) -> list[list[Any]]:
         """[score, correct, parts, answer] of every record. Raises CallError, and MisuseError."""
         self.start()
-        assert self._connection
-        with contextlib.suppress(OSError):  # It has died, which the answer will say.
-            self._connection.send_bytes(pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL))
-        scores: list[list[Any]] = self._receive(self._time_limit_s, f"a call with {len(records)} responses")["scores"]
+        content = pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL)
+        what = f"a call with {len(records)} responses"
+        scores = self._exchange(HEAD.pack(len(content)) + content, self._time_limit_s, what).get("scores")
+        if not isinstance(scores, list) or len(scores) != len(records) or not all(map(_is_score, scores)):
+            self.stop()
+            raise CallError(f"the process answered {what} with something else than scores")
         return scores
 
-    def _receive(self, limit_s: float, what: str) -> dict[str, Any]:
-        assert self._connection
+    def _exchange(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
+        """Send and receive within the limit; the process is ended where that fails."""
+        assert self._descriptors
         assert self._process
+        send, receive, _ = self._descriptors
+        deadline = time.monotonic() + limit_s
         try:
-            if not self._connection.poll(limit_s):
-                self.stop()
-                raise CallError(f"{what} took longer than {limit_s:g} s and was ended", self._printed(), hung=True)
-            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+            send_before(deadline, send, request)
+            answer: dict[str, Any] = receive_before(deadline, receive)
+            if not isinstance(answer, dict):
+                raise FrameError(f"it is {type(answer).__name__}")
+        except TimeoutError:
+            self.stop()
+            raise CallError(
+                f"{what} took longer than {limit_s:g} s and was ended", self._printed(), hung=True
+            ) from None
+        except FrameError as error:
+            self.stop()
+            raise CallError(f"the process answered {what} with something else: {error}") from None
+        except OSError:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)  # Its connection closes a little before it has ended.
+                self._process.wait(5)  # Its connection closes a little before it has ended.
             status = self.stop()
             raise CallError(f"the process died in {what} ({_ending(status)})", self._printed()) from None
         if "misuse" in answer:
@@ -176,22 +197,30 @@ class WorkerProcess:
         status = process.poll()
         end_tree(process.pid)
         process.wait()
-        if self._connection:
-            self._connection.close()
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-        self._connection = self._lifeline = None
+        if self._descriptors:
+            _close(*self._descriptors)
+        self._descriptors = None
         return status
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _is_score(score: Any) -> bool:
+    """Whether it is what `function_worker` sends, as the function can write to its descriptors, too."""
+    return isinstance(score, list) and [type(item) for item in score[::2]] == [float, dict]
 
 
 def end_tree(pid: int) -> None:
     """Kill the leader of a process group, its group and its descendants."""
-    _kill_descendants(pid)
+    kill_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _kill_descendants(pid: int) -> None:
+def kill_descendants(pid: int) -> None:
     """Kill all descendants of a process, also those that they start meanwhile."""
     for _ in range(20):
         alive = _alive_descendants(pid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.rewards.sandbox import seccomp
-from dapo_mega.rewards.sandbox.frames import HEAD, MAX_BYTES, FrameError, framed
+from dapo_mega.rewards.sandbox.frames import FrameError, framed, receive_before, send_before
 from dapo_mega.rewards.sandbox.isolation import MAX_THREADS
 from dapo_mega.rewards.sandbox.worker import JOB, Options, clock_limit_s
 
@@ -68,9 +67,11 @@ class Sandbox:
     """One worker process that runs one solution at a time. Not for several threads at once."""
 
     def __init__(self, number: int, isolation: Isolation, limits: SandboxLimits) -> None:
-        """Raises SandboxError where it cannot be started."""
+        """Raises SandboxError where it cannot be started. It ends with the thread that starts it."""
         self.isolation = isolation
-        options = Options(number, isolation == "namespaces", limits.memory_mib, limits.file_mib, list(limits.modules))
+        options = Options(
+            number, isolation == "namespaces", limits.memory_mib, limits.file_mib, list(limits.modules), os.getpid()
+        )
         # Without `site` the environment's packages cannot be imported, and it starts faster.
         flags = ["-I", "-B", "-X", "utf8", *([] if limits.modules else ["-S"])]
         try:
@@ -145,39 +146,18 @@ class Sandbox:
         self._send_bytes(content, deadline)
 
     def _send_bytes(self, content: bytes, deadline: float) -> None:
-        rest = memoryview(content)
-        while rest:
-            self._wait_for(self._to, select.POLLOUT, deadline)
-            try:
-                rest = rest[os.write(self._to, rest) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise self._ended("the sandbox ended") from None
+        try:
+            send_before(deadline, self._to, content)
+        except OSError as error:
+            raise self._ended(_reason(error)) from None
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        (length,) = HEAD.unpack(self._read(HEAD.size, deadline))
-        if length > MAX_BYTES:
-            raise self._ended("the sandbox sent too much")
-        answer = json.loads(self._read(length, deadline))
+        try:
+            answer = receive_before(deadline, self._from)
+        except (OSError, FrameError) as error:
+            raise self._ended(_reason(error)) from None
         assert isinstance(answer, dict)
         return answer
-
-    def _read(self, length: int, deadline: float) -> bytes:
-        content = bytearray()
-        while len(content) < length:
-            self._wait_for(self._from, select.POLLIN, deadline)
-            part = os.read(self._from, min(length - len(content), 2**20))
-            if not part:
-                raise self._ended("the sandbox ended")
-            content += part
-        return bytes(content)
-
-    def _wait_for(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise self._ended("the sandbox did not answer in time")
 
     def _ended(self, reason: str) -> SandboxError:
         self._process.kill()
@@ -188,6 +168,12 @@ class Sandbox:
         assert self._process.stderr
         lines = self._process.stderr.read().decode(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "the sandbox did not answer in time"
+    return f"the sandbox sent no answer: {error}" if isinstance(error, FrameError) else "the sandbox ended"
 
 
 def start_sandbox(number: int, limits: SandboxLimits, isolation: Isolation | None = None) -> Sandbox:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import struct
+import time
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
@@ -38,17 +40,68 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 def read_frame(descriptor: int) -> Any | None:
     """The next message; None where the other side has closed."""
+    body = read_body(descriptor)
+    return None if body is None else _parsed(body)
+
+
+def read_body(descriptor: int, most: int = MAX_BYTES) -> bytes | None:
+    """The bytes of the next message; None where the other side has closed."""
     head = _read(descriptor, HEAD.size)
     if not head:
         return None
     if len(head) < HEAD.size:
         raise FrameError("a message was cut off")
-    (length,) = HEAD.unpack(head)
-    if length > MAX_BYTES:
-        raise FrameError(f"a message of {length:,} bytes is too long")
-    body = _read(descriptor, length)
-    if len(body) < length:
+    body = _read(descriptor, _length(head, most))
+    if len(body) < _length(head, most):
         raise FrameError("a message was cut off")
+    return body
+
+
+def send_before(deadline: float, descriptor: int, content: bytes) -> None:
+    """Write all of the bytes to a descriptor that does not block, or raise TimeoutError at the `time.monotonic()` of
+    `deadline`. Raises OSError where the other side has closed."""
+    rest = memoryview(content)
+    while rest:
+        _wait_for(descriptor, select.POLLOUT, deadline)
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            continue
+
+
+def receive_before(deadline: float, descriptor: int) -> Any:
+    """The next message from a descriptor that does not block. Raises TimeoutError where it is not complete at the
+    `time.monotonic()` of `deadline`, OSError where the other side has closed, FrameError."""
+    head = _receive(deadline, descriptor, HEAD.size)
+    return _parsed(_receive(deadline, descriptor, _length(head, MAX_BYTES)))
+
+
+def _receive(deadline: float, descriptor: int, length: int) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        _wait_for(descriptor, select.POLLIN, deadline)
+        part = os.read(descriptor, min(length - len(content), 2**20))
+        if not part:
+            raise ConnectionResetError("the other side has closed")
+        content += part
+    return bytes(content)
+
+
+def _wait_for(descriptor: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+def _length(head: bytes, most: int) -> int:
+    (length,) = HEAD.unpack(head)
+    if length > most:
+        raise FrameError(f"a message of {length:,} bytes is too long")
+    return int(length)
+
+
+def _parsed(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,8 @@ verdict. Two objects of the solution are compared by the solution.
 from __future__ import annotations
 
 import builtins
+import contextlib
+import itertools
 import operator
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "subtract": operator.sub,
     "multiply": operator.mul,
 }
+_READING = frozenset(_OPERATIONS) - {"set item", "delete item", "set attribute"}
 # Methods of plain data that give a verdict on their argument.
 _VERDICTS = frozenset(
     {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "is_integer", "equals"}
@@ -62,12 +65,15 @@ class Peer:
         self._objects: list[Any] = []
         self.num_asked = 0
         """Operations that the other side was asked for."""
+        self.num_changes = 0
+        """Those among them after which an object may have another length."""
 
     def ask(self, operation: str, *arguments: Any, named: dict[str, Any] | None = None) -> Any:
         """The result of an operation on the other side. Lists, sets and dictionaries among `arguments` get the content
         that they have there afterwards."""
         message = {"do": operation, "arguments": self._encoded(list(arguments)), "named": self._encoded(named or {})}
         self.num_asked += 1
+        self.num_changes += operation not in _READING
         write_frame(self._writing, message)
         while True:
             answer = read_frame(self._reading)
@@ -152,11 +158,12 @@ def serving_calls(reading: int, writing: int) -> Peer:
 class Remote:
     """An object of the other side."""
 
-    __slots__ = ("_handle", "_peer")
+    __slots__ = ("_handle", "_peer", "_told")
 
     def __init__(self, peer: Peer, handle: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_handle", handle)
+        object.__setattr__(self, "_told", (-1, None))
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         return object.__getattribute__(self, "_peer").ask(operation, self, *arguments)
@@ -181,16 +188,35 @@ class Remote:
     def __delitem__(self, key: Any) -> None:
         self._ask("delete item", key)
 
+    def _length(self) -> int | None:
+        """What it says of its length, None for none: asked once until something may have changed it."""
+        num_changes, length = object.__getattribute__(self, "_told")
+        if num_changes != (now := object.__getattribute__(self, "_peer").num_changes):
+            with contextlib.suppress(TypeError):
+                length = None
+                length = int(self._ask("length"))
+            object.__setattr__(self, "_told", (now, length))
+        return length  # type: ignore[no-any-return]
+
     def __len__(self) -> int:
-        return int(self._ask("length"))
+        if (length := self._length()) is None:
+            raise TypeError("the solution's object has no length")
+        return length
 
     def __iter__(self) -> Iterator[Any]:
+        """Its items. Raises SolutionError where they are not as many as it says."""
+        length = self._length()
         iterator = self._ask("iterate")
-        while True:
+        for count in itertools.count():
             try:
-                yield iterator._ask("next")
+                item = iterator._ask("next")
             except StopIteration:
+                if count != (length or count):
+                    raise SolutionError(f"an object of length {length} gave {count} items") from None
                 return
+            if length is not None and count >= length:
+                raise SolutionError(f"an object of length {length} gave more items")
+            yield item
 
     def __next__(self) -> Any:
         return self._ask("next")
@@ -205,7 +231,7 @@ class Remote:
         return str(self._ask("repr"))
 
     def __bool__(self) -> bool:
-        return self._ask("truth") is True
+        return self._ask("truth") is True and self._length() != 0
 
     def __abs__(self) -> Any:
         return self._ask("absolute")

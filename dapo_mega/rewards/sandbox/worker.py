@@ -47,6 +47,7 @@ class Options:
     memory_mib: int
     file_mib: int
     modules: list[str]
+    trainer: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def main() -> None:
     except OSError as error:
         write_frame(_ANSWERS_OUT, {"error": str(error)})
         return
+    isolation.end_with_parent(options.trainer)  # Also where it is stopped.
     if options.namespaces:
         child = os.fork()
         if child:

@@ -1,6 +1,7 @@
 """Reward functions as users write them, and as they should not."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -48,6 +49,13 @@ def seen(records):
     ]
 
 
+def pipes():
+    """The descriptors of pipes that this process has, among them that from which the trainer reads."""
+    folder = "/proc/self/fd"
+    found = [name for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
+    return [int(name) for name in found if os.readlink(f"{folder}/{name}").startswith("pipe:")]
+
+
 def fragile(records):
     for record in records:
         match record["response"]:
@@ -63,11 +71,19 @@ def fragile(records):
                 os.kill(os.getpid(), 11)
             case "memory":
                 bytearray(10**12)
+            case "half" | "other":
+                for descriptor in pipes():
+                    with contextlib.suppress(OSError):  # It is for reading.
+                        os.write(descriptor, b"\x10\0" if record["response"] == "half" else b"\1\0\0\0003")
             case "nan":
                 return [float("nan")] * len(records)
             case "huge":
                 return [1e39] * len(records)
     return [1] * len(records)
+
+
+def where(records):
+    return [os.getpid()] * len(records)
 
 
 def once(records):

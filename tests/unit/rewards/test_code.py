@@ -54,6 +54,9 @@ def test_solutions_pass_by_what_they_do(reward):
     objects = "class C:\n    def put(self, x): self.x = x\n    def get(self): return self.x"
     in_thread = f"import threading\nthreading.stack_size(2**26)\nthreading.Thread(target=lambda: {DOUBLE}).start()"
     at_exit = "import atexit, sys\nx = 2 * int(input())\natexit.register(lambda: sys.stdout.write(str(x)))"
+    loop = "\nfor got, wanted in zip(r, [3, 1, 2]):\n    assert got == wanted"
+    three, some = (f"r = f([3, 1, 2])\nassert {claim}{loop}" for claim in ("len(r) == 3", "r"))
+    lying = "first = iter([1] + [0] * 9)\ndef f(x): return L()\nclass L:\n    def __iter__(self): return iter(())"
     cases = [
         (record(DOUBLE, DOUBLES), 1.0),
         (record(f"{DOUBLE}\nimport sys\nsys.exit()", DOUBLES), 1.0),
@@ -81,6 +84,12 @@ def test_solutions_pass_by_what_they_do(reward):
         (record(objects, "c = C()\nc.put(3)\nassert c.get() == 3"), 1.0),
         (record("def f(x):\n    yield from x", "assert list(f([1, 2])) == [1, 2]"), 1.0),
         (record("def f(g, x):\n    return g(x)", "assert f(lambda y: y + 1, 2) == 3"), 1.0),
+        (record(f"{lying}\n    def __len__(self): return 3", three), 0.0),
+        (record(f"{lying}\n    def __len__(self): return 3 * next(first)", three), 0.0),
+        (record(f"{lying}\n    def __len__(self): return 0\n    def __bool__(self): return True", some), 0.0),
+        (record("from collections import deque\ndef f(x): return deque(x)", three), 1.0),
+        (record("from collections import deque\ndef f(x): return deque(x)", some), 1.0),
+        (record("from collections import deque\ndef f(x): return deque(x[:2])", three), 0.0),
         (RewardRecord("", (), "I do not know.", (), "stop", DOUBLES), 0.0),
     ]
     scores = reward.score([case for case, _ in cases])

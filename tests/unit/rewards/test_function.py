@@ -85,6 +85,7 @@ def test_a_function_sees_prompt_response_truth_and_the_other_columns():
 
 def test_what_ends_a_call_costs_only_its_own_response():
     responses = ["raise", "a", "exit", "leave", "b", "segfault", "memory", "nan", "huge", "c", "hang", "d"]
+    responses += ["half", "other", "e"]
     results = scores("fragile", responses, time_limit_s=2.0, retries=1)
     assert [isinstance(result, Score) for result in results] == [len(response) == 1 for response in responses]
     reasons = {
@@ -95,11 +96,31 @@ def test_what_ends_a_call_costs_only_its_own_response():
     expected = {
         "raise": "ValueError: a bad response", "exit": "exit status 3", "leave": "SystemExit: 1",
         "segfault": "SIGSEGV", "memory": "MemoryError", "nan": "score=nan", "huge": "score=1e+39",
-        "hang": "longer than 2 s",
+        "hang": "longer than 2 s", "half": "longer than 2 s", "other": "with something else: it is int",
     }  # fmt: skip
     assert {response for response, text in expected.items() if text not in reasons[response]} == set()
     assert "own_rewards.py" in results[0].detail
     assert "a bad response" in results[0].detail
+
+
+def test_a_process_that_is_stopped_between_calls_costs_its_time_limit_and_no_score():
+    with reward("where", time_limit_s=2.0) as own:
+        (first,) = own.score([record("")])
+        os.kill(int(first.value), signal.SIGSTOP)
+        later = own.score(
+            [record("x" * 30_000 + str(i)) for i in range(64)]
+        )  # More than fits into what it does not read.
+    assert {score.value for score in later} != {first.value}
+    assert all(isinstance(score, Score) for score in later)
+    wait_until(lambda: gone(int(first.value)))
+
+
+def test_lines_that_no_disk_takes_are_left_out(capfd):
+    with reward("length") as own:
+        own.log_to(Path("/dev/full"))
+        assert own.score([record("a")]) == [Score(1.0)]
+        wait_until(lambda: "printed" in own._output.tail())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_fork_that_returns_from_the_function_answers_nothing():
@@ -194,8 +215,11 @@ KILLED = f"""
 import sys
 sys.path.insert(0, {str(OWN.parent)!r})
 import numpy as np
+from dapo_mega.rewards.code import CodeReward, CodeSettings
 from dapo_mega.rewards.function import FunctionReward
 from dapo_mega.rewards.records import RewardRecord
+from dapo_mega.rewards.sandbox import seccomp
+code = CodeReward(CodeSettings()) if seccomp.is_supported() else None
 own = FunctionReward("{OWN}:noisy", num_workers=1)
 (score,) = own.score([RewardRecord("", (), "", np.array([1]), "stop", "")])
 print(*(int(pid) for pid in score.parts.values()), flush=True)
@@ -203,7 +227,7 @@ sys.stdin.read()
 """
 
 
-def test_nothing_of_a_function_outlives_a_killed_trainer():
+def test_nothing_of_a_reward_outlives_a_killed_trainer_even_if_it_is_stopped():
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     trainer = subprocess.Popen(
         [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -211,6 +235,9 @@ def test_nothing_of_a_function_outlives_a_killed_trainer():
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(pids) == 3
     assert not any(gone(pid) for pid in pids)
+    started = psutil.Process(trainer.pid).children(recursive=True)
+    for process in started:
+        process.suspend()
     trainer.send_signal(signal.SIGKILL)
     trainer.communicate(timeout=30)
-    wait_until(lambda: all(gone(pid) for pid in pids))
+    wait_until(lambda: all(gone(process.pid) for process in started))
