@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used (configuration, file, data, checkpoint). Commands print one line and exit
     with status 2; other exceptions are bugs and keep their traceback."""
+
+
+@contextlib.contextmanager
+def at_step(step: int) -> Iterator[None]:
+    """An InputError within says at which step."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"step {step}: {error}") from None
 
 
 class StarvedError(RuntimeError):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dapo_mega.config.base import Section
+from dapo_mega.config.base import FREE, Section
 
 
 class OptimizerConfig(Section):
@@ -29,6 +29,14 @@ class OptimizerConfig(Section):
     epsilon: float = Field(default=1e-8, gt=0, description="AdamW adds it to the root of the mean squared gradient.")
     clip_grad: float = Field(
         default=1.0, ge=0, description="Gradients with a larger global norm are scaled down to it. 0: no clipping."
+    )
+    max_skipped_updates: int = Field(
+        json_schema_extra=FREE,
+        default=0,
+        ge=0,
+        description="So many updates in a row are skipped where the gradient is not finite: no weight and no state of "
+        "the optimizer changes, the schedule goes on, and skipped_update_share counts them. One more ends the run, "
+        "as does the first with 0. Set it, to 3 for example, where single batches overflow; not to hide what diverges.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",

@@ -143,8 +143,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
 
         Loss and gradient are sums over all ranks' tokens divided by the global denominator (DAPO eq. 8), so they do not
         depend on how the mini-batch was split. A mini-batch without tokens in the loss changes no weight, is
-        counted, and has no metrics that would dilute those of the step's other updates. Megatron raises RuntimeError
-        for a gradient that is not finite, before any weight changes.
+        counted, and has no metrics that would dilute those of the step's other updates. Nor does one with a gradient
+        that is not finite: it is skipped, or raises InputError on all ranks (see `optimizer.max_skipped_updates`).
 
         `scores`, an empty list if given, gets the scores of each micro-batch's response tokens under the weights
         before the step; without `score_entropy` their entropies are 0 unless the objective needs them.
@@ -164,11 +164,13 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         if scores is not None and not self.processes.is_last_stage:
             scores += _no_scores(len(batches))
         metrics = {
-            **objective.metrics(update.sums),
+            **update.finite(objective.metrics(update.sums)),
             "policy/empty_update_share": float(update.is_empty),
             "policy/learning_rate": update.learning_rate,
         }
-        if update.is_empty:
+        if self.max_skipped:
+            metrics["policy/skipped_update_share"] = float(update.is_skipped)
+        if update.is_empty or update.is_skipped:
             return metrics
         metrics["policy/grad_norm"] = update.grad_norm
         if "load_balancing_loss" in update.router_losses:

@@ -260,7 +260,7 @@ def with_gradients(
         overlap_grad_reduce=compute.overlap_grad_reduce,
         overlap_param_gather=compute.overlap_param_gather,
         fp8_param_gather=compute.fp8.params,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,  # `TrainedModel` looks at the whole gradient, on all ranks alike.
     )
     # Later chunks reduce while earlier ones still compute, so only the first chunk needs buckets.
     wrapped = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, track_moe_metrics
 from torch import Tensor
 
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.errors import InputError
 from dapo_mega.megatron.gathering import WeightGatherer
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
 from dapo_mega.megatron.model import unwrapped, with_gradients
@@ -37,15 +41,22 @@ class Update:
     grad_norm: float
     learning_rate: float
     router_losses: Mapping[str, float]
+    is_skipped: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no token was in the loss; no weight has changed then."""
         return self.sums["denominator"] == 0
 
+    def finite(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """These metrics of the loss; of a skipped update only numbers, to spoil none of the step's means."""
+        return {name: value for name, value in metrics.items() if not self.is_skipped or math.isfinite(value)}
+
 
 class TrainedModel(MegatronModel):
     """A model being trained: Megatron's DDP, distributed AdamW, gradient clipping and learning-rate schedule."""
+
+    role = "policy"
 
     def __init__(
         self,
@@ -66,6 +77,7 @@ class TrainedModel(MegatronModel):
         self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
         self.updates_per_step = updates_per_step
+        self.max_skipped, self._skipped_in_a_row = optimizer.max_skipped_updates, 0
         # The first update has the full rate without a warm-up, and the one after the last would have 0.
         warmup = max(optimizer.warmup_steps * updates_per_step, 1)
         self.scheduler = OptimizerParamScheduler(
@@ -107,7 +119,9 @@ class TrainedModel(MegatronModel):
         """One optimizer step on a mini-batch given as this rank's micro-batches.
 
         `make_loss`'s functions return the loss, its denominator and the sums [names], `denominator` among them, of one
-        micro-batch. Megatron raises RuntimeError for a gradient that is not finite, before any weight changes.
+        micro-batch. A gradient that is not finite changes neither weights nor the optimizer's state: the update is
+        skipped, on all ranks, or all raise InputError after more than `optimizer.max_skipped_updates` in a row. The
+        schedule goes on, as it counts the run's steps.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -116,12 +130,51 @@ class TrainedModel(MegatronModel):
         sums = self._summed(self._run(batches, make_loss, make_labels, forward_only=False), sum_names)
         # Stepping first gives the first update 1 / warm-up of the learning rate instead of 0.
         self.scheduler.step(increment=1)
-        grad_norm = 0.0
+        grad_norm, is_skipped = 0.0, False
         if sums["denominator"] != 0:
-            successful, grad_norm, _ = self.optimizer.step()
-            assert successful
+            self.optimizer.prepare_grads()
+            grad_norm = float(self.optimizer.get_grad_norm())
+            is_skipped = self._is_refused(grad_norm)
+            if not is_skipped:
+                successful, grad_norm, _ = self.optimizer.step()
+                assert successful
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        return Update(sums, float(grad_norm), learning_rate, self._router_losses(len(batches)))
+        return Update(sums, float(grad_norm), learning_rate, self._router_losses(len(batches)), is_skipped)
+
+    def _is_refused(self, grad_norm: float) -> bool:
+        """Collective: whether the gradient is not finite anywhere. Raises InputError after too many in a row."""
+        control = self.processes.control
+        refused = torch.tensor(float(not math.isfinite(grad_norm)))
+        dist.all_reduce(refused, dist.ReduceOp.MAX, group=control)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if refused else 0
+        if self._skipped_in_a_row > self.max_skipped:
+            found: list[str] = [""] * dist.get_world_size(control)
+            dist.all_gather_object(found, self._bad_gradients(), group=control)
+            places = [f"in {text} of process {rank}" for rank, text in enumerate(found) if text]
+            skipped = f" after {self.max_skipped} skipped in a row" if self.max_skipped else ""
+            raise InputError(
+                f"the {self.role}'s gradient is not finite{skipped}: its norm is {grad_norm:g}, "
+                f"{places[0] if places else 'as the sum of its squares overflows'}; no weight has changed, and the "
+                f"norm of the weights is {self._norm_of_weights():.4g}. Look at {self.role}/grad_norm, and mismatch/ "
+                f"in RL, of the steps before; continue from the last checkpoint with --accept-changes and a lower "
+                f"{'critic' if self.role == 'critic' else 'optimizer'}.learning_rate, or set "
+                f"optimizer.max_skipped_updates to skip up to so many such updates in a row"
+            )
+        return bool(refused)
+
+    def _bad_gradients(self) -> str:
+        """Which of this rank's weights have a gradient that is not finite; empty if none."""
+        named = [pair for chunk in self.chunks for pair in unwrapped(chunk).named_parameters()]
+        bad = [name for name, weight in named if weight.requires_grad and not bool(weight.main_grad.isfinite().all())]
+        return f"{len(bad)} of the {len(named)} gradients ({bad[0]} first)" if bad else ""
+
+    def _norm_of_weights(self) -> float:
+        """Collective: the norm of all weights, each counted once."""
+        parts = [weight for part in self.optimizer.chained_optimizers for weight in part.get_parameters()]
+        own = [w for w in parts if param_is_not_shared(w) and param_is_not_tensor_parallel_duplicate(w)]
+        total = torch.tensor(sum(float(weight.detach().double().square().sum()) for weight in own), dtype=torch.float64)
+        dist.all_reduce(total, group=self.processes.control)
+        return math.sqrt(total)
 
     def _router_losses(self, num_micro_batches: int) -> dict[str, float]:
         wanted = []

@@ -27,6 +27,8 @@ class ValueModel(TrainedModel):
     It takes the micro-batches that a policy of the same parallel sizes has packed.
     """
 
+    role = "critic"
+
     def __init__(
         self,
         model: ModelConfig,
@@ -80,8 +82,10 @@ class ValueModel(TrainedModel):
             return evaluate
 
         update = self._step(batches, make_loss, response_rows, loss.sum_names)
-        metrics = {**loss.metrics(update.sums), "critic/learning_rate": update.learning_rate}
-        if update.is_empty:
+        metrics = {**update.finite(loss.metrics(update.sums)), "critic/learning_rate": update.learning_rate}
+        if self.max_skipped:
+            metrics["critic/skipped_update_share"] = float(update.is_skipped)
+        if update.is_empty or update.is_skipped:
             return metrics
         metrics["critic/grad_norm"] = update.grad_norm
         if "load_balancing_loss" in update.router_losses:

@@ -18,7 +18,7 @@ from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import FleetError, StarvedError
+from dapo_mega.errors import FleetError, StarvedError, at_step
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient
@@ -76,7 +76,7 @@ def train(run: TrainingRun) -> None:
                 batch = hand_over(run, groups)
             with run.timers.stage("score"):
                 scored = score(run, batch, groups)
-            with run.timers.stage("update"):
+            with run.timers.stage("update"), at_step(run.step + 1):
                 trace = UpdateTrace() if config.samples.enabled else None
                 updates = update(run, scored, batch.engines, trace)
                 run.histograms = gather_histograms(run, scored)

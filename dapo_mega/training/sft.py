@@ -21,7 +21,7 @@ from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, loa
 from dapo_mega.data.preview import preview_run
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import world_size_from_environment
-from dapo_mega.errors import StopRequested
+from dapo_mega.errors import StopRequested, at_step
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
@@ -174,7 +174,8 @@ class _Tuning:
         config = self._config
         started = time.perf_counter()
         chosen = [self._demonstrations[i] for i in self._cursor.next(config.batch_samples)]
-        metrics = self._policy.update(_micro_batches(self._policy, config, chosen), SupervisedLoss())
+        with at_step(self.step + 1):
+            metrics = self._policy.update(_micro_batches(self._policy, config, chosen), SupervisedLoss())
         self.step += 1
         num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
         metrics["time/step_s"] = time.perf_counter() - started

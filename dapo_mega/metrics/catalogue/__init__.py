@@ -37,8 +37,8 @@ PREFIXES: Mapping[str, str] = {
     "that the step starts from, over the engine's probability at sampling.",
     "policy": "The policy update. Unless stated otherwise a value is the mean over the step's optimizer updates, and "
     "each update's value is a mean over the tokens that count in its loss. What an update has no token for is left out "
-    "of the step's mean. Supervised training records `loss`, "
-    "`grad_norm`, `learning_rate`, `empty_update_share`, `tokens_per_s`, the router losses and `time/step_s`.",
+    "of the step's mean. Supervised training records `loss`, `grad_norm`, `learning_rate`, `empty_update_share`, "
+    "`skipped_update_share`, `tokens_per_s`, the router losses and `time/step_s`.",
     "critic": "The update of the value model. Only with `algorithm.advantage=gae`. Means are as those of `policy`.",
     "batch": "How well the step's samples fill the micro-batches.",
     "time": "Wall-clock seconds of rank 0. A stage includes waiting for other processes. The stages of a record add "

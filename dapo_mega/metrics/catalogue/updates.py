@@ -100,7 +100,7 @@ UPDATES: tuple[Metric, ...] = (
         "response token.",
         "does not measure progress in DAPO: no general value. In supervised training it falls",
         "NaN or infinite",
-        "the update stops with an error before any weight changes; resume with a lower learning rate",
+        "the run ends before any weight changes, and says what to do; `optimizer.max_skipped_updates` skips some",
     ),
     Metric(
         "policy/entropy",
@@ -254,6 +254,16 @@ UPDATES: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "policy/skipped_update_share",
+        "share",
+        "Share of updates that were skipped, as their gradient was not finite; they change no weight. Recorded with "
+        "`optimizer.max_skipped_updates` above 0.",
+        "0",
+        "above 0 in more than a few steps of a run",
+        "lower `optimizer.learning_rate`; look at the mismatch and the gradient's norm of the steps before",
+        better="lower",
+    ),
+    Metric(
         "policy/load_balancing_loss",
         "1",
         "Auxiliary loss for equal load of the experts, before its coefficient; mean over layers and micro-batches. "
@@ -340,6 +350,16 @@ UPDATES: tuple[Metric, ...] = (
         "rises linearly over `critic.warmup_steps`, then follows `optimizer.schedule`",
         "another curve than configured",
         "compare `critic` in `config.yaml`",
+    ),
+    Metric(
+        "critic/skipped_update_share",
+        "share",
+        "Share of updates that were skipped, as their gradient was not finite; they change no weight. Recorded with "
+        "`optimizer.max_skipped_updates` above 0.",
+        "0",
+        "above 0 in more than a few steps of a run",
+        "lower `critic.learning_rate`; look at the mismatch and the gradient's norm of the steps before",
+        better="lower",
     ),
     Metric(
         "critic/load_balancing_loss",

@@ -116,7 +116,6 @@ def differences(got, base):
 
 # What a bf16 policy on a GPU with Transformer Engine has otherwise than Megatron by default.
 OTHERWISE_THAN_MEGATRON = {
-    "ddp.check_for_nan_in_grad": True,
     "ddp.grad_reduce_in_fp32": True,
     "ddp.in_buckets": [True],
     "ddp.use_distributed_optimizer": True,
