@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,12 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
         watch.forget_peers()
         dist.barrier(group=processes.control)
     stop_processes()
+    model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
+    first, last = tuning.losses
+    print_once(
+        f"finished {config.num_steps} steps, loss {first:.4f} -> {last:.4f}{model}; "
+        f"metrics for TensorBoard: {folder / 'tensorboard'}"
+    )
 
 
 class _Tuning:
@@ -137,6 +144,8 @@ class _Tuning:
         self._saving = Saving(config, self._store, policy, self._state)
         self._writer: MetricsWriter | None = None  # On rank 0 only.
         self._progress: ProgressDisplay | None = None
+        self.losses = (math.nan, math.nan)
+        """The first and the last loss of this start; NaN without a step."""
 
     def resume(self) -> None:
         """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""
@@ -183,6 +192,8 @@ class _Tuning:
         return metrics
 
     def _record(self, metrics: dict[str, float]) -> None:
+        loss = metrics["policy/loss"]
+        self.losses = (loss if math.isnan(self.losses[0]) else self.losses[0], loss)
         if self._writer and self._progress:
             self._writer.write(self.step, metrics)
             self._progress.update(self.step, metrics)

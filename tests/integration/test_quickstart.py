@@ -1,6 +1,7 @@
 """The quickstart itself: one command, from random weights to a model that DAPO made better."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -58,6 +59,7 @@ def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(output):
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"tensorboard --logdir '{output}/dapo/tensorboard'" in result.stdout
     assert str(output / "curves.png") in result.stdout
+    assert re.search(rf"finished \d+ steps, loss 3\.\d+ -> 0\.\d+; the model: {output}/sft/hf;", result.stdout)
 
     kept = [p for p in output.rglob("*") if p.is_file() and p.name != "curves.png"]
     stamps = {path: path.stat().st_mtime_ns for path in kept}

@@ -147,7 +147,7 @@ class Engine:
         variables = environment(self._node, self._index, os.environ)
         variables |= store_variables(self._node, self._index, Path(self._folder.name) / "store")
         variables.pop(self._options.api_key_env, None)
-        with _key_on_a_pipe(self._options.api_key, self.log.with_suffix(".yaml")) as (pipe, path):
+        with _key_on_a_pipe(self._options.api_key, Path(self._folder.name) / "key.yaml") as (pipe, path):
             self._group = ProcessGroup(command(self._node, self._index, path), variables, self.log, [pipe])
         self._started = time.monotonic()
         print(f"engine {self.url} starts (pid {self._group.pid}, log {self.log})", flush=True)
@@ -213,7 +213,6 @@ def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
     try:
         with os.fdopen(writing, "w") as file:
             file.write(f"api-key: {json.dumps(api_key)}\n")
-        path.unlink(missing_ok=True)
         path.symlink_to(f"/proc/self/fd/{reading}")
         yield reading, path
     finally:
