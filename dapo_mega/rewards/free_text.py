@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
+from dapo_mega.rewards.signs import OTHER_DIGITS
 from dapo_mega.rewards.thoughts import spoken
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])[ \t]*")
@@ -34,18 +35,30 @@ _LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s$
 
 # `Answer:`, `**Final answer**`, `the answer is`.
 _CUE = re.compile(
-    r"(?i)(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|ответ)(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
-    r"(?P<mark>[:=]|(?<![a-z])(?:is|are|was)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
+    r"(?i)(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
+    r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
+    r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah|to)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
-    r"|(?P<chinese>答案[ \t]*(?:是|为|:|：))"
+    r"|(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
+    r"|정?답은|정답\s?[:：]|(?:الجواب|الإجابة|الاجابة)(?: (?:هو|هي))?|उत्तर)"
 )
 _MARKUP = "*_#`> \t"
+# What denies the value behind it.
+_DENIAL = re.compile(
+    r"(?i)(?:n['’]t|(?<![^\W_])(?:not|never|cannot|nicht|pas|no es|não é|non è|не)|不是|并非|不等于|不会是)"
+    r"(?:[ \t]+(?:be|equal|to|the|a|exactly|simply|just|only)(?![a-z])){0,3}[\s$*({\[\\]*$"
+)
+_DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")
+_OTHER_DENIAL = re.compile(r"(?i)(?:nicht|pas|niet|не|não|non)\s|不是|并非")
+_CORRECTED = re.compile(
+    r"(?i)not(?![a-z])[^.]{0,40}?(?:[,;—-]|(?<![a-z])but)\s*(?:but|it is|it's|rather|instead)\s(?P<rest>.*)"
+)
 # What ends an answer and is no part of it, marks of what was checked among it.
-_ENDS: Final = ".,;: 。．，；：！!✓✔☑✅"
+_ENDS: Final = ".,;: 。．।，；：！!✓✔☑✅"
 # Each run of white space is tried once, from its beginning: a text of nothing else must cost linear time.
 _ASIDE = re.compile(
-    r",\s+(?!(?:and|or)\s)[a-zA-Z]{2,}|[\u3400-\u9fff\u3040-\u30ff\uac00-\ud7af]"
-    r"|(?<!\s)(?:\s+(?:and\s+not\s|-\s+[a-zA-Z]{2,}|\((?=[^()\\]*[a-zA-Z]{3}))|\s*[\u2014\u2013]\s)"
+    r",\s+(?!(?:and|or)\s)[a-zA-Z]{2,}|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
+    r"|(?<!\s)(?:\s+(?:and\s+not\s|-\s+[a-zA-Z]{2,}|\((?=[^()\\]*[a-zA-Z]{3}|or\s|=|i\.e))|\s*[\u2014\u2013]\s)"
 )
 _OTHER_SCRIPTS = re.compile(r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}")
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
@@ -64,6 +77,7 @@ _AMOUNT = (
 )
 _NUMBER = re.compile(
     rf"(?<![0-9a-zA-Z_.,])[+\-\u2212]?[ \t]?(?:[$€£¥₹]|\\\$)?[ \t]?(?:\\[dt]?frac\s?\{{[+-]?[0-9]+\}}\{{[0-9]+\}}"
+    rf"|[0-9]{{0,40}}\.[0-9]{{0,40}}(?:\([0-9]{{1,40}}\)|(?:\\(?:overline|bar|dot)\s?\{{?[0-9]{{1,40}}\}}?)+)"
     rf"|{_AMOUNT}(?:[ \t]{{0,2}}[/:^][ \t]{{0,2}}{_AMOUNT}|[ ][0-9]+/[0-9]+)?)"
 )
 _SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{_NUMBER.pattern})")
@@ -71,6 +85,20 @@ _CONCLUSION = re.compile(
     r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which)(?![a-z])|[.!?]\s"
 )
 _NUMBER_AT_END = re.compile(r"[0-9.]{0,19}[0-9]$")
+# What changes the number before it.
+_PART_OF_NUMBER = re.compile(
+    r"(?i)_(?:[0-9]+|\{[^{}\n]{1,20}\})|[ \t]?[ap]\.?m(?![a-z])"
+    r"|(?:[ \t](?:hundred|thousand|million|billion|trillion|dozen)(?![a-z]))+"
+)
+# Several numbers of one statement: `(3, 4)`, `the roots are 2 and 3`.
+_BRACKETED = re.compile(r"[(\[{][^()\[\]{}a-zA-Z\n]{0,60},[^()\[\]{}a-zA-Z\n]{0,60}[)\]}]")
+_NAMED_NUMBER = rf"(?:[a-zA-Z][ \t]?=[ \t]?)?[+\-\u2212]?{_AMOUNT}(?:/[0-9]+)?"
+_LISTED_NUMBERS = re.compile(
+    rf"(?<![a-z])are[ \t]+(?P<list>{_NAMED_NUMBER}"
+    rf"(?:(?:,[ \t]*(?:and[ \t]+)?|[ \t]+(?:and|or)[ \t]+){_NAMED_NUMBER}){{1,9}})"
+)
+_OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
+_OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
 # No answer needs a line as long as a hostile one.
 _LONGEST_LINE: Final = 2_000
@@ -100,6 +128,8 @@ def tagged(text: str, *, must_close: bool) -> str | None:
 def find_answer(response: str) -> str | None:
     """The answer that a response states, as it is written there; None where there is none."""
     text = spoken(response)
+    if _OTHER_DIGIT.search(text):
+        text = text.translate(_OTHER_DIGITS)
     content = tagged(text, must_close=False)
     if content is not None:
         return _inside(content)
@@ -158,9 +188,15 @@ def _boxes(text: str) -> list[_Span] | None:
             end, content = bare.end(), bare.group()
         else:
             end, content = match.end(), ""
-        boxes.append(_Span(match.start(), end, content))
+        if not _is_denied(text, match.start()):
+            boxes.append(_Span(match.start(), end, content))
         position = max(end, match.end())
     return boxes
+
+
+def _is_denied(text: str, start: int) -> bool:
+    """Whether what begins there is said not to be the answer: `not 42`, `it can't be 42`."""
+    return _DENIAL.search(text[max(0, start - 40) : start]) is not None
 
 
 def closing_brace(text: str, opening: int) -> int:
@@ -200,16 +236,26 @@ def _linked(between: str) -> bool:
 
 def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     start = cue.end()
+    if cue["between"] and _DENIED_CUE.search(cue["between"]):
+        return None
     while start < len(text) and (text[start] in _MARKUP or text[start] in "\r\n:："):
         start += 1
     line = _line(text, start)[:_LONGEST_LINE]
     sentence = _first_sentence(line)
     if not sentence.strip(_MARKUP + ".,;:"):
         return None
+    if corrected := _CORRECTED.match(sentence):
+        sentence = corrected["rest"]
     formulas = _formulas(sentence)
+    if formulas and _is_denied(sentence, formulas[-1].start):
+        del formulas[-1]
+        if not formulas:
+            return None
     if formulas:
         return _joined_formulas(sentence, formulas)
     plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP)
+    if _OTHER_DENIAL.match(plain):
+        return None
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
     if number := _NUMBER.match(plain):
         # What follows a number is about it: `72, so she has enough`, `72 (6 dozen)`.
@@ -319,6 +365,15 @@ def _result(text: str) -> re.Match[str] | None:
     return _NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
+def _several(text: str, end: int) -> str | None:
+    """The tuple or list of numbers that the number which ends there belongs to."""
+    start = max(0, end - 200)
+    for found in (*_BRACKETED.finditer(text, start), *_LISTED_NUMBERS.finditer(text, start)):
+        if found.start() < end <= found.end():
+            return found["list"] if "list" in found.re.groupindex else found.group()
+    return None
+
+
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
     whole = text.strip().strip("*#").strip().rstrip("。．！")
@@ -326,14 +381,24 @@ def _last_value(text: str) -> str | None:
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
         return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
     formulas = _formulas(text)
+    if formulas and _is_denied(text, formulas[-1].start):
+        text = text[: formulas[-1].start]
+        formulas = formulas[:-1]
     numbers = list(_NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
-    outside = (n for n in reversed(numbers) if not any(f.start < n.end() <= f.end for f in formulas[-50:]))
+    outside = (
+        n
+        for n in reversed(numbers)
+        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not _is_denied(text, n.start())
+    )
     last_number = next(outside, None)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
     if last_number is not None:
         last_number = _result(text) or last_number
+        if several := _several(text, last_number.end()):
+            return several
         percent = _PERCENT.match(text, last_number.end())
-        return last_number.group().strip() + ("%" if percent else "")
+        tail = _PART_OF_NUMBER.match(text, last_number.end())
+        return (last_number.group() + (tail.group() if tail else "%" if percent else "")).strip()
     choices = list(_CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS)))
     return choices[-1][choices[-1].lastgroup or 0] if choices else None

@@ -21,13 +21,14 @@ from dapo_mega.rewards.free_text import find_answer
 from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Ratio, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
 from dapo_mega.rewards.numerals import Numeral, numerals_equal
-from dapo_mega.rewards.signs import clean
+from dapo_mega.rewards.signs import clean, repeats
 from dapo_mega.rewards.single_values import variables
 from dapo_mega.rewards.structure import readings
 from dapo_mega.rewards.units import Unit
 
 _MAX_ITEMS: Final = 64
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+_PLAIN_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _VARIABLES = re.compile(r"[a-zA-Z]|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
 
 
@@ -48,6 +49,11 @@ class Grader:
             return int(plain) == int(truth)
         if not candidate.strip():
             return False
+        if self.tolerance == 0:
+            # A repeating decimal is never the decimal that it is cut to, of however many digits.
+            for one, other in ((plain, truth), (truth, candidate)):
+                if _PLAIN_DECIMAL.fullmatch(one) and repeats(other):
+                    return False
         if _spelling(candidate) == _spelling(truth) != "":
             return True
         theirs, ours = _readings(candidate), _truth_readings(truth)
@@ -66,6 +72,10 @@ class Grader:
                 return self._last_side(a, b)
             case (_, Relation()):
                 return self._same_set(a, b) if isinstance(a, Items | Union) else False
+            case (Named(), Items()) if b.is_list and (named := _by_name(a)):
+                return self._same_items(named, b)
+            case (Items(), Named()) if a.is_list and (named := _by_name(b)):
+                return self._same_items(a, named)
             case (_, Named()):
                 return self._same(a, b.value)
             case (Named(), _):
@@ -239,7 +249,7 @@ class Grader:
             return self._same_number(a, b)
         if a.key == b.key:
             return True
-        if b.numeral is not None and not any(character.isdigit() for character in a.key):
+        if b.numeral is not None and "\\" not in a.key and not any(character.isdigit() for character in a.key):
             return False
         decided = self._same_expression(a.text, b.text)
         if decided is not None or self.algebra:
@@ -302,6 +312,14 @@ def _names(nodes: Sequence[Node]) -> list[str]:
     names = [node.name for node in nodes if isinstance(node, Named)]
     # `n = 1, 2, 3` names all of them at once.
     return names if len(names) != 1 else []
+
+
+def _by_name(node: Named) -> Items | None:
+    """`a = 1, b = 2` of `(a, b) = (1, 2)`."""
+    names = node.name.strip("()").split(",")
+    if len(names) == 1 or not isinstance(node.value, Items) or len(names) != len(node.value.items):
+        return None
+    return Items("", "", tuple(Named(*pair, node.text) for pair in zip(names, node.value.items, strict=True)))
 
 
 def _stem(name: str) -> str:

@@ -6,15 +6,20 @@ import re
 from fractions import Fraction
 from typing import Final
 
+# Full-width, Arabic, Persian, Devanagari, Bengali, Thai.
+OTHER_DIGITS: Final = {
+    chr(zero + digit): str(digit) for zero in (0xFF10, 0x660, 0x6F0, 0x966, 0x9E6, 0xE50) for digit in range(10)
+}
 _SYMBOLS: Final = str.maketrans(
     {
         **{chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)},
-        **{chr(zero + digit): str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6, 0xE50) for digit in range(10)},
+        **OTHER_DIGITS,
         "°": "^{\\circ}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
         "≈": "\\approx ", "⁄": "/", "∶": ":", "、": ",", "≡": "\\equiv ", "万": " myriad ", "亿": " hundred million ",
         "∞": "\\infty ",
         "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "√": "\\sqrt ",
-        "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ", "…": "\\ldots ",
+        "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ",
+        "…": "\\ldots ", "¢": "\\text{ cents}",
         "＄": "\\$", "￥": "¥", "￡": "£", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff", ""),
         **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u061c", ""),
@@ -124,6 +129,11 @@ def clean(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return trimmed(text)
+
+
+def repeats(text: str) -> bool:
+    """Whether a text holds a repeating decimal."""
+    return _REPEATING.search(text) is not None
 
 
 def _exactly(decimal: re.Match[str]) -> str:

@@ -20,7 +20,7 @@ _FACTORS: Final = {
 }  # fmt: skip
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNIT_TOKEN = re.compile(
-    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[^\W\d_\u0370-\u03ff][a-zA-Z.'\-\u0400-\uffdc]*|\u00a2)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
+    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[^\W\d_\u0370-\u03ff][a-zA-Z.'\-\u0400-\uffdc]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
     r"|(?P<power>\^\s*(?:\{\s*-?[1-3]\s*\}|-?[1-3]))|(?P<other>\\[a-zA-Z]+|.)",
     re.DOTALL,
 )
@@ -28,14 +28,15 @@ _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _AMOUNT = re.compile(r"(?<![a-zA-Z0-9_])[0-9]+(?:[.,][0-9]+)*")
 _NEGATION = re.compile(
     r"(?i)(?<![a-z])(?:not|no|never|n't|neither|nor|except|than|least|most|between|over|under|maybe|perhaps|either|if|unless|to"
-    r"|unknown|any|other)(?![a-z])"
+    r"|unknown|any|other|nicht|keine?|pas|jamais|nunca|não|non|не)(?![a-z])"
 )
 _NUMBER_WORDS: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
+_TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _BASE = re.compile(
-    r"\(?0*(?P<digits>(?=[a-fA-F]*[0-9])[0-9a-fA-F.]+)\)?(?:_[{(]*|,?(?:in)?base)(?:base)?(?P<base>[0-9]+|[a-z]{3,7})[)}]*"
+    r"\(?0*(?P<digits>(?=[a-fA-F]*[0-9])[0-9a-fA-F.]+)\)?(?:_[{(]*|,?\(?(?:in)?base)(?:base)?(?P<base>[0-9]+|[a-z]{3,7})[)}]*"
 )
 _BASES: Final = {"binary": "2", "octal": "8", "decimal": "10"}
 # What brings letters of its own, and commands and names that are no variables.
@@ -59,7 +60,7 @@ def variables(value: Value) -> frozenset[str] | None:
 
 def single_value(text: str, depth: int) -> Value | None:
     """The value that the text is; None of a text without any sign. `depth` counts the readings that this one is in."""
-    sign = _CURRENCY.search(text)
+    text, sign = _in_digits(text), _CURRENCY.search(text)
     core, factor, unit = _unit(_CURRENCY.sub(" ", text).strip() if sign else text)
     if sign and (unit is None or len(unit.dimensions) > 1):
         unit = find_unit(_CURRENCIES[sign[1]])
@@ -72,8 +73,6 @@ def single_value(text: str, depth: int) -> Value | None:
     key = compact(canonical)
     if not key:
         return None
-    if key.casefold() in _NUMBER_WORDS:
-        key = str(_NUMBER_WORDS.index(key.casefold()))
     base = _BASE.fullmatch(key)
     named_base = _base_name(base["base"]) if base else None
     if base and named_base:
@@ -96,6 +95,22 @@ def single_value(text: str, depth: int) -> Value | None:
         is_word or (" " in canonical and _is_prose(canonical)),
         base=named_base,
     )
+
+
+def _in_digits(text: str) -> str:
+    """The text with the number in words that it begins with, alone or before a unit, in digits: `twenty-five dozen`."""
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace("-", " ").casefold().split()
+    total, count = 0, 0
+    for word in words:
+        if word in _NUMBER_WORDS:
+            total += _NUMBER_WORDS.index(word)
+        elif word in _TENS:
+            total += 20 + 10 * _TENS.index(word)
+        else:
+            break
+        count += 1
+    rest = " ".join(words[count:])
+    return f"{total} {rest}".strip() if count and (not rest or words[count] in _FACTORS or find_unit(rest)) else text
 
 
 def _base_name(name: str) -> str | None:

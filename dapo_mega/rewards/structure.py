@@ -287,7 +287,7 @@ def _ratio(text: str, depth: int) -> Ratio | None:
     ):
         return None
     seconds = None
-    if time and (time["minute"] or half):
+    if time and (half or (time["minute"] and not time["second"])):
         hour = int(time["hour"])
         hour = hour % 12 + 12 * (half == "p") if half else hour
         seconds = 3600 * hour + 60 * int(time["minute"] or 0) + int(time["second"] or 0)

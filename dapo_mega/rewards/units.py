@@ -34,7 +34,7 @@ N newton = 1 kg m s-2; J joule = 1 kg m2 s-2; W watt = 1 kg m2 s-3; Pa pascal = 
 erg = 1e-7 kg m2 s-2; dyne = 1e-5 kg m s-2; cal calorie = 4.184 kg m2 s-2; eV = 1.602176634e-19 kg m2 s-2
 atm atmosphere = 101325 kg m-1 s-2; A amp ampere = 1 A; V volt = 1 kg m2 s-3 A-1; ohm = 1 kg m2 s-3 A-2
 mol mole = 1 mol; K kelvin = 1 K; celsius = 1 celsius; fahrenheit = 1 fahrenheit; bit = 1 bit; byte = 8 bit
-cent ¢ = 1/100 dollar; dollar usd = 1 dollar; euro eur = 1 euro; yen yuan rmb 元 = 1 yen; rupee = 1 rupee
+cent = 1/100 dollar; dollar usd = 1 dollar; euro eur = 1 euro; yen yuan rmb 元 = 1 yen; rupee = 1 rupee
 公里 千米 = 1000 m; 米 = 1 m; 厘米 = 1/100 m; 千克 公斤 = 1 kg; 克 = 1/1000 kg; 小时 = 3600 s; 分钟 = 60 s; 秒 = 1 s
 degree deg = 1 degree; rad radian = 180 degree pi-1; revolution = 360 degree; rpm = 6 degree s-1
 """
@@ -53,7 +53,7 @@ _POWERS: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _RAISED: Final = {"squared": 2, "cubed": 3}
 _HIGHEST_POWER: Final = 9
 _MODULUS = re.compile(r"\s*mod ([0-9]{1,20})\s*")
-_WORD = re.compile(r"\^?-?[0-9]+|[^\W\d_]+|[/\u00a2]")
+_WORD = re.compile(r"\^?-?[0-9]+|[^\W\d_]+|/")
 _TEMPERATURE = re.compile(r"(?i)degrees?\s+(?:(c)(?:elsius)?|f(?:ahrenheit)?)(?![a-z])")
 
 

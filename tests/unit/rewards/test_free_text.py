@@ -38,6 +38,32 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
         ("y=x/2", "\\boxed{x=2y}", True),
         ("44", "\\boxed{44} \\boxed{}", False),
         ("44", "#### 44", True),
+        # Denied.
+        ("42", "The answer isn't 42.", False),
+        ("42", "The answer can't be $42$.", False),
+        ("42", "It is not \\boxed{42}.", False),
+        ("42", "\\boxed{42}, not \\boxed{43}", True),
+        ("42", "The answer is not 41, it is 42.", True),
+        ("42", "Die Antwort ist nicht 42.", False),
+        ("42", "La réponse n'est pas 42.", False),
+        ("42", "答案不是42。", False),
+        ("42", "答案是42，不是43。", True),
+        # Other languages and digits.
+        ("42", "La respuesta es 42 manzanas.", True),
+        ("42", "A resposta é 42.", True),
+        ("42", "答えは42です。", True),
+        ("42", "정답은 42입니다.", True),
+        ("42", "الإجابة: ٤٢", True),
+        ("42", "उत्तर ४२ है।", True),
+        # More than the last number.
+        ("B", "The answer is option B.", True),
+        ("(3, 4)", "So the point is (3, 4).", True),
+        ("2, 3", "The roots are 2 and 3.", True),
+        ("3", "The roots are 2 and 3.", False),
+        ("3.4 million", "There are 3.4 million people.", True),
+        ("4:30 p.m.", "They arrive at 4:30 a.m.", False),
+        ("17_8", "In base 8 this is 17_8.", True),
+        ("4/11", "This is 0.\\overline{36}.", True),
     ]
     with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
         verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
@@ -50,6 +76,7 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         return "\\boxed{1}\n" + 10 * line
 
     fillings = [" ", ", ", " (", " - ", " —", " and not"]
+    fillings += ["not ", "n't ", "(1, ", "are 1, ", "0.", "9.9", " million", "\u0661", "$1$ not ", "\\boxed{1} not "]
     assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
 
 

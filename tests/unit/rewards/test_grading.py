@@ -65,6 +65,8 @@ from tests.unit.rewards.growth import QUADRATIC, growing_too_fast
         ("3.4 million", "3400000"),
         (r"\$3.4\text{ million}", "3,400,000"),
         ("2 dozen", "24"),
+        ("five dozen", "60"),
+        ("75¢", r"\$0.75"),
         ("14 million people", "14,000,000"),
         ("36 km/h", "10 m/s"),
         ("60 miles per hour", "60 mph"),
@@ -96,6 +98,7 @@ from tests.unit.rewards.growth import QUADRATIC, growing_too_fast
         ("y = 5, x = 2", "x = 2, y = 5"),
         ("x = 2, y = 5", "(2, 5)"),
         ("2, 5", "(x, y) = (2, 5)"),
+        ("(y, x) = (5, 2)", "x = 2, y = 5"),
         ("(1,2), (3,4)", "(3, 4), (1, 2)"),
         ("p=5,q=2; p=7,q=2", "(5,2),(7,2)"),
         (r"3 \pm \sqrt{2}", r"3 - \sqrt2, 3 + \sqrt2"),
@@ -179,6 +182,7 @@ def test_the_same_answer_in_other_words_is_right(candidate: str, truth: str) -> 
         ("x < 2", "x > 2"),
         ("-2x - 2y < -4", "x + y < 2"),
         ("x = z", "x = y"),
+        ("(y, x) = (2, 5)", "x = 2, y = 5"),
         ("x^2 = 4", "x^2 = 9"),
         # Units and shares of another size.
         ("5 m", "5 cm"),
@@ -190,6 +194,7 @@ def test_the_same_answer_in_other_words_is_right(candidate: str, truth: str) -> 
         (r"0.\overline{36}", "0.36"),
         (r"0.3\overline{6}", r"0.\overline{36}"),
         ("0.333", r"0.\overline{3}"),
+        ("0.142857", r"0.\overline{142857}"),
         ("17", "17_8"),
         ("17_8", "17"),
         ("15", "17_8"),
@@ -284,6 +289,7 @@ UNITS = (
     "a", "a ", "a.", "\\a", "\\text{a}", "\\text{a} ", "5 a", "^2", "and ", "or", "not ", ",", "1,", "1;", "=", "< ",
     "(", "[", "{", "\\{", "\\cup ", "\\pm ", "\\pma ", "\\frac{", "x_", "_{a}", "/", "-", " ", "!", "\\\\", "&", "|",
     ":", "%", "\\sin ",
+    "0.\\overline{3", "\\dot3", "9...", "sqrt(", "1 to ", "(mod ", "\\text{a}/", "\u4e07", "dozen ", "m^2 ",
 )  # fmt: skip
 
 
