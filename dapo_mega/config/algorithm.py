@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -233,8 +234,11 @@ class AlgorithmConfig(Section):
     entropy_step: float = Field(
         default=1e-4, gt=0, description="Change of the entropy bonus's weight per step, with entropy_target."
     )
-    entropy_max: float = Field(
-        default=0.005, gt=0, description="The entropy bonus's weight rises no further than this, with entropy_target."
+    entropy_max: float | None = Field(
+        default=0.005,
+        gt=0,
+        description="The entropy bonus's weight rises no further than this, with entropy_target. null: no bound, as "
+        "before the key existed; a run from then that resumes is told.",
     )
     importance_cap: float | Literal["auto"] | None = Field(
         default="auto",
@@ -281,10 +285,11 @@ class AlgorithmConfig(Section):
                 f"{'null' if self.score_threshold is None else self.score_threshold}; give a threshold with "
                 f"dynamic_sampling_on=score_threshold, and with nothing else"
             )
-        if self.entropy_target is not None and self.entropy_coefficient > self.entropy_max:
+        bound = math.inf if self.entropy_max is None else self.entropy_max
+        if self.entropy_target is not None and self.entropy_coefficient > bound:
             raise ValueError(
                 f"algorithm.entropy_coefficient={self.entropy_coefficient:g} is above algorithm.entropy_max="
-                f"{self.entropy_max:g}, which bounds it with entropy_target; lower the first or raise the second"
+                f"{bound:g}, which bounds it with entropy_target; lower the first or raise the second"
             )
         if self.old_policy == "engine" and not (isinstance(self.importance_cap, str) or self.importance_cap is None):
             raise ValueError(

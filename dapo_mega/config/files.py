@@ -41,7 +41,11 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
     """
     # Records of runs have whole paths; earlier versions wrote them as they were seen from the working folder.
     is_record = path.name == "config.yaml" and path.with_name("versions.json").is_file()
-    return configured(kind, read_yaml(path), overrides, Path() if is_record else path.parent)
+    raw = read_yaml(path)
+    algorithm = raw.get("algorithm")
+    if is_record and isinstance(algorithm, dict) and algorithm.get("entropy_target") is not None:
+        algorithm.setdefault("entropy_max", None)  # Nor did they bound the entropy bonus.
+    return configured(kind, raw, overrides, Path() if is_record else path.parent)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,7 +258,7 @@ def entropy_control(config: RunConfig) -> EntropyControl:
         algorithm.entropy_coefficient,
         algorithm.entropy_target,
         algorithm.entropy_step,
-        maximum=algorithm.entropy_max,
+        maximum=math.inf if algorithm.entropy_max is None else algorithm.entropy_max,
     )
 
 

@@ -10,6 +10,7 @@ from dapo_mega.config.base import differences, may_change_at_resume, merged
 from dapo_mega.config.files import read_yaml
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
+from dapo_mega.training.resume import refuse_changes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMAL = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
@@ -193,6 +194,20 @@ def test_runs_of_earlier_versions_say_partial_in_place_of_the_schedule(file):
     both = [*FLEET, "rollout.partial=true", "rollout.schedule=asynchronous"]
     with pytest.raises(InputError, match=r"rollout.schedule=asynchronous is given too; leave rollout.partial out"):
         load_config(RunConfig, file, both)
+
+
+def test_the_entropy_bonus_of_a_run_that_knew_no_bound_stays_unbounded_until_it_is_accepted(file):
+    given = load_config(RunConfig, file, ["algorithm.entropy_target=0.3", "algorithm.entropy_coefficient=0.004"])
+    recorded = yaml.safe_load(dump_config(given))
+    del recorded["algorithm"]["entropy_max"]
+    recorded["algorithm"]["entropy_coefficient"] = 0.02
+    (file.parent / "versions.json").write_text("{}")
+    (file.parent / "config.yaml").write_text(yaml.safe_dump(recorded))
+    before = load_config(RunConfig, file.parent / "config.yaml")
+    assert before.algorithm.entropy_max is None
+    assert differences(before, given)["algorithm.entropy_max"] == (None, 0.005)
+    with pytest.raises(InputError, match=r"algorithm.entropy_max: None -> 0.005\); .*add --accept-changes"):
+        refuse_changes(given, file.parent)
 
 
 def test_responses_of_an_asynchronous_run_continue_over_weight_updates(file):
