@@ -350,7 +350,7 @@ def test_the_key_is_in_no_file_command_line_or_environment(make_engine, monkeypa
         num_files = psutil.Process().num_fds()
         engine.end(time.monotonic())
     assert psutil.Process().num_fds() < num_files
-    assert len([path for path in tmp_path.rglob("*.yaml") if path.is_symlink()]) == 1
+    assert list(tmp_path.rglob("*.yaml")) == []
 
 
 def test_the_trainer_hears_at_once_of_changes_and_again_after_a_while(monkeypatch, tmp_path, capsys):
