@@ -41,7 +41,9 @@ def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = 
 def parse_training_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     add_run_file(parser)
-    parser.add_argument("--dry-run", action="store_true", help="validate, print configuration and layout, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the run, print its layout, and exit")
+    parser.add_argument("--elsewhere", action="store_true", help="with --dry-run: the run is for another machine")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print every key with its value, too")
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
     )
@@ -59,7 +61,7 @@ def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT
     if arguments.dry_run:
         from dapo_mega.planning.dry_run import print_dry_run
 
-        print_dry_run(config)
+        print_dry_run(config, elsewhere=arguments.elsewhere, everything=arguments.all)
         return None
     from dapo_mega.megatron.repairs import cpu_accelerator
 

@@ -60,6 +60,18 @@ def located(kind: type[Section], given: Mapping[str, Any], folder: Path, other: 
     return result
 
 
+def paths_in(section: Section, prefix: str = "") -> Iterator[tuple[str, PathKind, str]]:
+    """All paths that a section and those below it have: dotted key, kind and value."""
+    for key, field in type(section).model_fields.items():
+        value, kind = vars(section)[key], kind_of_path(field)
+        if kind and value:
+            yield prefix + key, kind, value
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+        for name, inner in (("", value), *items):
+            if isinstance(inner, Section):
+                yield from paths_in(inner, f"{prefix}{key}.{name}{'.' if name != '' else ''}")
+
+
 def misplaced(values: Any, name: str = "") -> Iterator[str]:
     """For each path that `located` found in the other of the two folders only, what to write instead."""
     if isinstance(values, _Elsewhere):

@@ -11,7 +11,7 @@ from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
 from dapo_mega.data.prompts import RenderedRow, first_rows
 from dapo_mega.data.templates import PROBLEM, template_text
-from dapo_mega.data.tokenizer import stop_tokens, template_end
+from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding
 from dapo_mega.metrics.run_text import shortened
 
 if TYPE_CHECKING:
@@ -45,10 +45,13 @@ def preview_run(config: RunConfig | SftConfig, tokenizer: PreTrainedTokenizerBas
     else:
         datasets, extraction = {"data.train": config.data.train}, None
     lines: list[str] = []
+    # Where the model lacks embeddings of tokens that there are, any row may have one.
+    lacks_tokens = without_embedding(tokenizer, list(tokenizer.get_vocab().values())) is not None
     for key, dataset in datasets.items():
         if only_local and not Path(dataset.path).exists():
             continue
-        rows = first_rows(dataset, tokenizer, _CHECKED_ROWS, has_responses=isinstance(config, SftConfig))
+        limit = None if lacks_tokens else _CHECKED_ROWS
+        rows = first_rows(dataset, tokenizer, limit, has_responses=isinstance(config, SftConfig))
         if rows:
             lines += _shown(key, rows[0], tokenizer)
             found = (

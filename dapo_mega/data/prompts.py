@@ -225,10 +225,10 @@ def first_record(config: DatasetConfig) -> RewardRecord | None:
 
 
 def first_rows(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int, *, has_responses: bool = False
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int | None, *, has_responses: bool = False
 ) -> list[RenderedRow]:
-    """The first rows, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
-    length."""
+    """The first rows, or all, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
+    length. Raises `InputError` as they do."""
     rows = []
     for row in islice(read_rows(config), num_rows):
         text = _prompt_text(row, config, tokenizer)
@@ -237,6 +237,7 @@ def first_rows(
         response = None
         if has_responses:
             response = _ids(next(_closed([row], [_response(row, config)], config, tokenizer)))
+        _check_known(row, tokenizer, [*token_ids, *(() if response is None else response.tolist())])
         rows.append(RenderedRow(row.where, before, text, _ids(token_ids), response))
     return rows
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.cli import print_once
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
 from dapo_mega.config.fleet import require_api_key
+from dapo_mega.config.paths import PathKind, paths_in
 from dapo_mega.data import check_dataset, first_record, load_tokenizer
 from dapo_mega.data.preview import preview_run
 from dapo_mega.errors import InputError
@@ -18,12 +21,15 @@ from dapo_mega.rewards.build import load_functions, make_reward, needed_correctn
 from dapo_mega.rewards.trial import try_reward
 
 
-def print_dry_run(config: RunConfig | SftConfig) -> None:
-    """Print the resolved configuration, the layout, the batch arithmetic, notes on what is not on this machine, and a
-    prompt of each dataset where the model's folder is here.
+def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, everything: bool = False) -> None:
+    """Print the layout, the batch arithmetic, notes on what is not on this machine, a prompt of each dataset where the
+    model's folder is here, and the resolved configuration if `everything` is wanted.
 
-    Raises InputError, in one line, for errors that would end the run at its start.
+    Raises InputError, in one line, for errors that would end the run at its start. The run may be for `elsewhere`:
+    then a path that looks misspelt here is only noted.
     """
+    if not elsewhere and (problems := [problem for path in paths_in(config) if (problem := _path_problem(*path))]):
+        raise InputError(f"{'; '.join(problems)}; correct it, or add --elsewhere if the run is for another machine")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(config, SftConfig):
         lines = describe_fine_tuning(config, world_size)
@@ -36,11 +42,33 @@ def print_dry_run(config: RunConfig | SftConfig) -> None:
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")
     preview = _preview(config)
-    print_once(dump_config(config))
     print_once("\n".join(lines))
     if preview:
         print_once(preview)
+    if everything:
+        print_once(f"the whole configuration:\n{dump_config(config)}")
     print_once(f"dry run: the configuration is valid{_exceptions(lines)}; nothing was started")
+
+
+def _path_problem(key: str, kind: PathKind, path: str) -> str | None:
+    """What would not work with a path here, None for one whose folder is not here either, as it may be elsewhere."""
+    place = Path(path.rpartition(":")[0] if kind == "function" else path)
+    here = place
+    while not os.path.lexists(here) and not os.path.lexists(here.parent):
+        here = here.parent
+    try:
+        if kind == "output":
+            folder = here if os.path.lexists(here) else here.parent
+            with tempfile.TemporaryFile(dir=folder):
+                return None
+        if place.exists():
+            return None
+        near = difflib.get_close_matches(here.name, os.listdir(here.parent), n=1, cutoff=0.75)
+    except OSError as error:
+        return f"{key}={path} cannot be used: {error.strerror}"
+    if near:
+        return f"{key}={path} does not exist; did you mean {here.parent / near[0] / place.relative_to(here)}?"
+    return f"{key}={path} does not exist" if here == place and place.is_absolute() else None
 
 
 def _preview(config: RunConfig | SftConfig) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig
@@ -101,11 +100,8 @@ def _missing_dataset(name: str, dataset: DatasetConfig) -> list[str]:
     path = Path(dataset.path)
     if path.exists():
         return []
-    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
     return [
-        f"{name}.path={path} is not on this machine{hint}; its columns and rows were not checked, and it must be there "
+        f"{name}.path={path} is not on this machine; its columns and rows were not checked, and it must be there "
         f"when the run starts"
     ]
 

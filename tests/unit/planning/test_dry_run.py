@@ -32,21 +32,26 @@ def file(tmp_path, monkeypatch):
         "columns": {"prompt": "question", "ground_truth": "answer"},
         "ground_truth_style": "gsm8k",
     }
-    run = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": dataset, "evaluation": dataset}}
+    run = {
+        "output_dir": "o",
+        "num_steps": 1,
+        "model": {"path": "models/m"},
+        "data": {"train": dataset, "evaluation": dataset},
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     return tmp_path / "run.yaml"
 
 
-def dry_run(capsys, file, *overrides, kind=RunConfig):
-    print_dry_run(load_config(kind, file, overrides))
+def dry_run(capsys, file, *overrides, kind=RunConfig, **options):
+    print_dry_run(load_config(kind, file, overrides), **options)
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_good_file_is_valid_and_what_is_not_here_is_noted(file, capsys):
     lines = dry_run(capsys, file)
     assert [line for line in lines if line.startswith("note: ")] == [
-        f"note: model.path={file.parent}/m is not on this machine; sizes are not checked against the model (give "
-        "model.architecture to check them)"
+        f"note: model.path={file.parent}/models/m is not on this machine; sizes are not checked against the model "
+        "(give model.architecture to check them)"
     ]
     assert lines[-1] == (
         "dry run: the configuration is valid, apart from what the note above could not check here; nothing was started"
@@ -58,7 +63,7 @@ def test_a_good_file_is_valid_and_what_is_not_here_is_noted(file, capsys):
     [
         (["data.train.template=dpao"], r"data\.train: template 'dpao' .*; did you mean 'dapo'\?"),
         (["data.evaluation.template=dpao"], r"data\.evaluation: template 'dpao'"),
-        (["data.train={path: elsewhere.jsonl, template: cot}"], r"data\.train: template 'cot'.* use one of dapo, "),
+        (["data.train={path: not/here.jsonl, template: cot}"], r"data\.train: template 'cot'.* use one of dapo, "),
         (
             ["data.train.columns.prompt=problem"],
             r"data\.train: .*train\.jsonl, line 1 has no column 'problem'; it has question, answer, reply; set "
@@ -92,7 +97,9 @@ def test_prompts_are_shown_where_the_model_is_and_a_model_without_a_tokenizer_is
     with pytest.raises(InputError, match="no tokenizer could be loaded from"):
         dry_run(capsys, file, f"model.path={model}")
     build_byte_tokenizer().save_pretrained(model)
-    lines = dry_run(capsys, file, f"model.path={model}", "data.train.template=as_is", "data.evaluation.path=elsewhere")
+    lines = dry_run(
+        capsys, file, f"model.path={model}", "data.train.template=as_is", "data.evaluation.path=else/where/x"
+    )
     at = lines.index("first prompt of data.train, 6 tokens, special tokens in ⟦⟧:")
     assert lines[at + 1] == "  | 0 + 1?"
     assert lines[at + 2].startswith("WARNING: data.train: 3 of the first 3 prompts do not ask for a line 'Answer: ...'")
@@ -112,8 +119,66 @@ def test_a_dataset_that_is_not_here_may_be_on_the_cluster(file, capsys):
         "it must be there when the run starts"
     ) in lines
     assert "apart from what the 2 notes above could not check here" in lines[-1]
-    near = dry_run(capsys, file, f"data.train.path={file.parent}/trian.jsonl")
-    assert any(f"did you mean {file.parent}/train.jsonl?" in line for line in near)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.path=FOLDER/trian.jsonl", "trian.jsonl does not exist; did you mean FOLDER/train.jsonl?"),
+        ("data.evaluation.path=FOLDER/other.csv", "data.evaluation.path=FOLDER/other.csv does not exist; correct it"),
+        ("data.train.path=FOLDER/dta/x/train.jsonl", "did you mean FOLDER/data/x/train.jsonl?"),
+        ("data.train.path=FOLDER/train.jsonl/x", "cannot be used: Not a directory"),
+        ("model.path=FOLDER/modl", "model.path=FOLDER/modl does not exist; did you mean FOLDER/model?"),
+        ("critic.path=FOLDER/critic", "critic.path=FOLDER/critic does not exist"),
+        ("model.architecture=FOLDER/a.json", "model.architecture=FOLDER/a.json does not exist"),
+        ("reward.components=[{kind: remote, urls: [http://h], api_key_file: FOLDER/key}, {kind: answer}]",
+         "reward.components.0.api_key_file=FOLDER/key does not exist"),
+        ("output_dir=FOLDER/train.jsonl/run", "output_dir=FOLDER/train.jsonl/run cannot be used: Not a directory"),
+        ("output_dir=FOLDER/train.jsonl", "output_dir=FOLDER/train.jsonl cannot be used: Not a directory"),
+        ("output_dir=/proc/run/1", "output_dir=/proc/run/1 cannot be used: "),
+        ("weight_sync.folder=/proc/run", "weight_sync.folder=/proc/run cannot be used: "),
+    ],
+)  # fmt: skip
+def test_a_path_that_cannot_be_used_here_is_one_line_unless_the_run_is_for_elsewhere(file, capsys, override, message):
+    for folder in ("data", "model"):
+        (file.parent / folder).mkdir()
+    before = sorted(file.parent.iterdir())
+    overrides = ("output_dir=" + str(file.parent / "new" / "run"), override.replace("FOLDER", str(file.parent)))
+    with pytest.raises(InputError, match=re.escape(message.replace("FOLDER", str(file.parent)))) as caught:
+        dry_run(capsys, file, *overrides)
+    assert "\n" not in str(caught.value)
+    assert not capsys.readouterr().out
+    if "model.path" not in override and "train.jsonl" not in override:
+        assert "is valid" in dry_run(capsys, file, *overrides, elsewhere=True)[-1]
+    assert sorted(file.parent.iterdir()) == before
+
+
+def test_what_matters_comes_first_and_all_keys_only_when_they_are_asked_for(file, capsys):
+    lines = dry_run(capsys, file)
+    assert lines[0].startswith("parallel layout: ")
+    assert len(lines) < 15
+    more = dry_run(capsys, file, everything=True)
+    assert more[: len(lines) - 1] == lines[:-1]
+    assert more[-1] == lines[-1]
+    assert yaml.safe_load("\n".join(more[len(lines) : -1])) == load_config(RunConfig, file).model_dump(mode="json")
+
+
+def test_a_token_without_an_embedding_is_found_in_any_row(file, capsys):
+    model = file.parent / "model"
+    model.mkdir()
+    tokenizer = build_byte_tokenizer()
+    (model / "config.json").write_text(json.dumps(TINY | {"vocab_size": len(tokenizer)}))
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(model)
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(150)] + [
+        {"question": "<new>", "answer": "#### 1"}
+    ]
+    (file.parent / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "is valid" in dry_run(capsys, file, f"model.path={model}")[-1]
+    with pytest.raises(
+        InputError, match=r"late.jsonl, line 151 has token \d+ \('<new>'\), for which the model has no emb"
+    ):
+        dry_run(capsys, file, f"model.path={model}", f"data.train.path={file.parent}/late.jsonl")
 
 
 def test_engines_need_a_key_which_may_be_on_the_cluster_only(file, capsys, monkeypatch):
@@ -142,7 +207,7 @@ def fine_tuning(file):
     values = {
         "output_dir": "o",
         "num_steps": 5,
-        "model": {"path": "m"},
+        "model": {"path": "models/m"},
         "data": {
             "train": {"path": str(file.parent / "train.jsonl"), "columns": {"prompt": "question", "response": "reply"}}
         },
