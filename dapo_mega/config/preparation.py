@@ -125,8 +125,8 @@ class PreparationConfig(Section):
     )
     broken_files: Literal["refuse", "skip"] = Field(
         default="refuse",
-        description="What to do with a file that cannot be read to its end. refuse: end with its name; skip: leave the "
-        "rest of it out and name it in the card.",
+        description="What to do with what cannot be read. refuse: end with its place; skip: leave out and count lines "
+        "or rows, and of a JSON list or object the rest, which the card names.",
     )
 
     @model_validator(mode="after")

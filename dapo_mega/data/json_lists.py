@@ -11,6 +11,7 @@ from dapo_mega.errors import InputError
 
 _PIECE_CHARACTERS = 2**20
 _MAX_ITEM_CHARACTERS = 2**26
+_AS_TEXT = json.JSONDecoder(parse_float=str, parse_int=str)
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -21,7 +22,8 @@ class RepeatedFieldError(json.JSONDecodeError):
 def list_items(
     file: TextIO, name: str, decoder: json.JSONDecoder, piece_characters: int = _PIECE_CHARACTERS
 ) -> Iterator[Any]:
-    """The items of the JSON list that `file` holds, which is read in pieces. Memory: a piece and the largest item.
+    """The items of the JSON list that `file` holds, which is read in pieces; for one with a repeated field its error.
+    Memory: a piece and the largest item.
 
     Raises `InputError` with `name` and the line for anything else.
     """
@@ -72,9 +74,10 @@ class _Buffer:
         self.next_character()
         while True:
             try:
-                value, end = decoder.raw_decode(self._text, self._place)
-            except RepeatedFieldError as error:
-                raise self.error(error.msg) from error
+                try:
+                    value, end = decoder.raw_decode(self._text, self._place)
+                except RepeatedFieldError as error:
+                    value, end = error, _AS_TEXT.raw_decode(self._text, self._place)[1]
             except json.JSONDecodeError as error:
                 if len(self._text) - self._place < _MAX_ITEM_CHARACTERS and self._read_on():
                     continue

@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -34,17 +34,21 @@ _BATCH_ROWS = 1024
 _MAX_CELL_CHARACTERS = 2**24
 _MAX_LINE_CHARACTERS = 2**24
 _MAX_WHOLE_BYTES = 2**31
+_NO_UTF8 = "surrogateescape"
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "demonstrations")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line"."""
+    """One record. `number` counts the rows of `source` from 0, or its lines from 1 where `unit` is "line".
+    `broken` says why it cannot be read, where it cannot; `values` then hold its text."""
 
     source: str
     number: int
     values: Mapping[str, Any]
     unit: str = "row"
+    broken: str = ""
 
     @property
     def where(self) -> str:
@@ -160,35 +164,60 @@ def is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def file_rows(path: Path, split: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of one file. Raises `InputError` for what cannot be read; see `read_rows` for the arguments."""
+def file_rows(
+    path: Path, split: str, columns: Sequence[str] | None = None, *, keep_broken: bool = False
+) -> Iterator[Row]:
+    """The rows of one file; see `read_rows` for the arguments. Raises `InputError` for what cannot be read. With
+    `keep_broken` a row that cannot is one with `broken`, and `InputError` says that the file's rest cannot be read."""
+    try:
+        for row in _rows_by_format(path, split, columns):
+            if row.broken and not keep_broken:
+                raise InputError(row.broken)
+            yield row
+    except _unreadable() as error:
+        raise InputError(_no_file(path, error)) from error
+
+
+def _rows_by_format(path: Path, split: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, columns)
+    if path.suffix == ".arrow":
+        return _arrow_rows(_ipc_batches(path), str(path))
+    if path.suffix == ".jsonl":
+        return _json_lines(path)
+    return _csv_rows(path) if path.suffix == ".csv" else _json_rows(path, split)
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
     import pyarrow as pa
 
-    try:
-        if path.suffix == ".parquet":
-            yield from _arrow_rows(_parquet_batches(path, columns), str(path))
-        elif path.suffix == ".arrow":
-            yield from _arrow_rows(_ipc_batches(path), str(path))
-        elif path.suffix == ".jsonl":
-            yield from _json_lines(path)
-        elif path.suffix == ".csv":
-            yield from _csv_rows(path)
-        else:
-            yield from _json_rows(path, split)
-    except (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error, RecursionError, OverflowError) as error:
-        reason = str(error).split("\n")[0]
-        raise InputError(
-            f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
-        ) from error
+    return (OSError, pa.ArrowException, UnicodeDecodeError, csv.Error, RecursionError, OverflowError)
 
 
-def _parquet_batches(path: Path, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+def _no_file(path: Path, error: Exception) -> str:
+    reason = str(error).split("\n")[0]
+    return f"{path} cannot be read as {path.suffix[1:]} ({reason}); check or re-create the file"
+
+
+def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    """By row groups, so that a broken one costs its own rows only."""
     import pyarrow.parquet as pq
 
-    # One thread: each rank reads, and they share the machine's cores.
+    number = end = 0
     with pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        yield from file.iter_batches(_BATCH_ROWS, columns=_top_level(columns, names, str(path)), use_threads=False)
+        wanted = _top_level(columns, file.schema_arrow.names, str(path))
+        for group in range(file.num_row_groups):
+            end += file.metadata.row_group(group).num_rows
+            try:
+                # One thread: each rank reads, and they share the machine's cores.
+                batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False)
+                for row in _arrow_rows(batches, str(path), number):
+                    number += 1
+                    yield row
+            except _unreadable() as error:
+                for lost in range(number, end):
+                    yield Row(str(path), lost, {}, broken=_no_file(path, error))
+            number = end
 
 
 def _ipc_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -203,8 +232,7 @@ def _ipc_batches(path: Path) -> Iterator[pa.RecordBatch]:
             yield from pa.ipc.open_stream(source)
 
 
-def _arrow_rows(batches: Iterator[pa.RecordBatch], source: str) -> Iterator[Row]:
-    number = 0
+def _arrow_rows(batches: Iterator[pa.RecordBatch], source: str, number: int = 0) -> Iterator[Row]:
     for batch in batches:
         _refuse_repeated(batch.schema.names, source)
         for field in batch.schema:
@@ -233,25 +261,76 @@ def _refuse_repeated_fields(field: pa.Field, path: Path | str) -> None:
 def _csv_rows(path: Path) -> Iterator[Row]:
     """Rows of text under the names of the first line; a cell may span lines if it is quoted."""
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        names = next(reader, [])
+    with path.open(encoding="utf-8-sig", errors=_NO_UTF8, newline="") as lines:
+        records = _csv_records(lines)
+        _, names, reason = next(records, (1, [], ""))
+        if reason or any(map(_no_utf8, names)):
+            raise InputError(f"{path}, line 1 {reason or 'is not utf-8'}; check or re-create the file")
         _refuse_repeated(names, path)
-        for cells in reader:
-            if not cells:
-                continue
-            if len(cells) != len(names):
-                raise InputError(
-                    f"{path}, line {reader.line_num} has {len(cells)} cells under {len(names)} columns; correct the "
-                    f"line: text with a comma or a line break needs double quotes"
+        for line, cells, reason in records:
+            if not reason and len(cells) != len(names):
+                reason = (
+                    f"has {len(cells)} cells under {len(names)} columns; correct the line: text with a comma or a line "
+                    f"break needs double quotes"
                 )
-            yield Row(str(path), reader.line_num, dict(zip(names, cells, strict=True)), "line")
+            elif not reason and (text := next(filter(_no_utf8, cells), None)):
+                reason = f"is not utf-8 ({_NOT_UTF8.sub('?', text):.80}); correct the line"
+            if reason:
+                yield Row(str(path), line, {"text": cells}, "line", f"{path}, line {line} {reason}")
+            else:
+                yield Row(str(path), line, dict(zip(names, cells, strict=True)), "line")
+
+
+def _csv_records(lines: Iterable[str]) -> Iterator[tuple[int, list[str], str]]:
+    """The last line of each record that is not empty, its cells, and what is wrong with it.
+
+    A record with an open quote runs into the lines behind it. Where each of them is a record by itself, they are read
+    as such, and only the first line is broken.
+    """
+    taken: list[str] = []
+
+    def kept() -> Iterator[str]:
+        for line in lines:
+            taken.append(line)
+            yield line
+
+    reader, num_columns = csv.reader(kept(), strict=True), 0
+    while True:
+        taken.clear()
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            reason = f"is not valid CSV ({error}); correct the line"
+            behind = [_single_record(line) for line in taken[1:]]
+            is_one = len({len(found) for found in behind} | {num_columns}) != 1
+            first = reader.line_num - (0 if is_one else len(behind))
+            yield first, taken[:] if is_one else taken[:1], reason
+            yield from () if is_one else ((first + i, found, "") for i, found in enumerate(behind, start=1))
+            continue
+        if cells is None:
+            return
+        num_columns = num_columns or len(cells)
+        if cells:
+            yield reader.line_num, cells, ""
+
+
+def _single_record(line: str) -> list[str]:
+    """The cells of a line that is a record by itself, else none."""
+    try:
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _no_utf8(text: str) -> bool:
+    """Whether a text that was read with `_NO_UTF8` has bytes that are no UTF-8."""
+    return not text.isascii() and _NOT_UTF8.search(text) is not None
 
 
 def _json_rows(path: Path, split: str) -> Iterator[Row]:
     """A list of records, which is read piece by piece; the same under a key of an object, which is read as a whole; or
     (as many files in use are) one record per line."""
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding="utf-8-sig", errors=_NO_UTF8) as file:
         is_list = file.read(1024).lstrip().startswith("[")
     if is_list:
         with path.open(encoding="utf-8-sig") as file:
@@ -283,7 +362,7 @@ def _json_rows(path: Path, split: str) -> Iterator[Row]:
 
 def _is_one_record_per_line(path: Path) -> bool:
     """Whether the first line that is not empty is a whole record, and another follows."""
-    with path.open(encoding="utf-8-sig") as lines:
+    with path.open(encoding="utf-8-sig", errors=_NO_UTF8) as lines:
         filled = (line for line in iter(lambda: lines.readline(_MAX_LINE_CHARACTERS), "") if line.strip())
         first, second = next(filled, ""), next(filled, "")
         try:
@@ -293,15 +372,19 @@ def _is_one_record_per_line(path: Path) -> bool:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:
+    with path.open(encoding="utf-8-sig", errors=_NO_UTF8) as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
+            if not line.strip():
+                continue
+            reason = "is not utf-8"
+            if not _no_utf8(line):
                 try:
                     yield _record(Row(str(path), number, _parse_json(line), "line"))
-                except json.JSONDecodeError as error:
-                    raise InputError(
-                        f"{path}, line {number} is not valid JSON ({error.msg}); correct the line"
-                    ) from error
+                    continue
+                except (json.JSONDecodeError, RecursionError) as error:
+                    reason = f"is not valid JSON ({str(error).partition(': line ')[0]})"
+            text = _NOT_UTF8.sub("?", line.strip())
+            yield Row(str(path), number, {"text": text}, "line", f"{path}, line {number} {reason}; correct the line")
 
 
 def _parse_json(text: str) -> Any:
@@ -329,10 +412,13 @@ def _is_records(value: Any) -> bool:
 
 
 def _record(row: Row) -> Row:
-    if not isinstance(row.values, Mapping):
-        kind = type(plain(row.values)).__name__
-        raise InputError(f"{row.where} is a JSON {kind}; expected a record with named fields")
-    return row
+    if isinstance(row.values, Mapping):
+        return row
+    reason = f"is a JSON {type(plain(row.values)).__name__}; expected a record with named fields"
+    if isinstance(row.values, RepeatedFieldError):
+        reason = f"is not valid JSON ({row.values.msg}); correct the file"
+    text = "" if isinstance(row.values, RepeatedFieldError) else row.values
+    return Row(row.source, row.number, {"text": text}, row.unit, f"{row.where} {reason}")
 
 
 def _saved_dataset(path: Path, split: str) -> datasets.Dataset:

@@ -111,8 +111,14 @@ class _Preparation:
         """Read all rows of a source; returns the number of prompts from which an instruction was taken off."""
         config = self._config.sources[source.name]
         reader = CandidateReader(source.name, config, keep_unparsed=not self._config.filters.unparsed_answers)
+        is_checked = False
         for row in source.rows(skip_broken=self._config.broken_files == "skip"):
-            if source.num_rows == 1:
+            if row.broken:
+                evidence = row.broken.removeprefix(row.where).strip()
+                self._drop(source.name, "cannot be read", evidence, row.where, row.values)
+                continue
+            if not is_checked:
+                is_checked = True
                 _refuse_ambiguous_columns(row, config.columns.prompt, config.columns.ground_truth)
             candidate = reader.read(row)
             refusal = self._refusal(candidate, row)

@@ -186,7 +186,7 @@ def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
         return config
     usual = type(own.columns)()
     changes: dict[str, Any] = {"columns": own.columns.model_copy(update={n: getattr(usual, n) for n in lacking})}
-    if "ground_truth" in lacking:  # Prepared ground truths are bare answers.
+    if "ground_truth" in lacking and own.ground_truth_style != "unchecked":  # Prepared truths are bare answers.
         changes["ground_truth_style"] = type(own).model_fields["ground_truth_style"].default
     logger.info("the dataset has no column %r; read as prepared", getattr(own.columns, lacking[0]))
     data = config.data.model_copy(update={"train": own.model_copy(update=changes)})

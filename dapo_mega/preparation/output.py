@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_mega.atomic_files import errors_naming
+from dapo_mega.data.numbers import plain
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.card import CARD, DATA, Card, SourceRecord, card_of, file_record, read_card, verified_card
 from dapo_mega.preparation.columns import ColumnType, plain_value
@@ -151,7 +152,7 @@ class _DroppedRows:
         self._parquet = None if self._lines else _ParquetRows(content / "dropped.parquet", self._types)
 
     def add(self, reason: str, evidence: str, where: str, values: Mapping[str, Any]) -> None:
-        row = _json_value(values)
+        row = _json_value(plain(values))
         if self._lines:
             line = {"reason": reason, "evidence": evidence, "where": where, "row": row}
             self._lines.write(json.dumps(line) + "\n")

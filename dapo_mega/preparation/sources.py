@@ -48,10 +48,11 @@ class Source:
     def rows(self, *, skip_broken: bool = False) -> Iterator[Row]:
         """The rows, at most `max_rows`, their places given by the source's and the file's name.
 
-        A file that cannot be read to its end raises `InputError`, or is named in `broken` and left there.
+        What cannot be read raises `InputError`, or with `skip_broken` is a row that says so (`Row.broken`); a file
+        whose rest cannot be read is named in the source's `broken`.
         """
         limit = self.config.max_rows
-        for name, part in self._parts():
+        for name, part in self._parts(skip_broken):
             before = self.num_rows
             try:
                 for row in part:
@@ -66,18 +67,18 @@ class Source:
                     raise InputError(f"{error}; or set broken_files=skip to leave out what cannot be read") from error
                 self.broken[f"{name}, after {self.num_rows - before} rows"] = str(error)
 
-    def _parts(self) -> Iterator[tuple[str, Iterator[Row]]]:
+    def _parts(self, keep_broken: bool) -> Iterator[tuple[str, Iterator[Row]]]:
         """The name of each file, or of the dataset, and its rows."""
         if self._paths is None or is_saved_dataset(self._folder):
             yield self.name, self._rows_of_dataset()
             return
         for path in self._paths:
             name = f"{self.name}/{self._inner(path)}"
-            yield name, self._rows_of_file(path, name)
+            yield name, self._rows_of_file(path, name, keep_broken)
 
-    def _rows_of_file(self, path: Path, name: str) -> Iterator[Row]:
-        for row in file_rows(path, self.config.split):
-            yield replace(row, source=name)
+    def _rows_of_file(self, path: Path, name: str, keep_broken: bool) -> Iterator[Row]:
+        for row in file_rows(path, self.config.split, keep_broken=keep_broken):
+            yield replace(row, source=name, broken=row.broken.replace(str(path), name))
 
     def _rows_of_dataset(self) -> Iterator[Row]:
         for row in read_rows(self.config):

@@ -171,8 +171,50 @@ def test_a_broken_file_is_named_and_refused_or_skipped(prepared: Prepare, tmp_pa
     card = prepared(source, broken_files="skip")
     assert card.num_rows == 2
     broken = card.details["broken_files"]
-    assert list(broken) == ["mine/b.jsonl, after 1 rows", "mine/c.parquet, after 0 rows"]
-    assert "line 2 is not valid JSON" in broken["mine/b.jsonl, after 1 rows"]
+    assert list(broken) == ["mine/c.parquet, after 0 rows"]
+    assert card.dropped["cannot be read"] == 1
+    assert card.details["examples"]["cannot be read"][0].startswith("mine/b.jsonl, line 2: is not valid JSON")
+
+
+def _parquet_with_a_broken_group(path: Path, good: list[dict]) -> None:
+    pq.write_table(pa.Table.from_pylist(good), path, row_group_size=2, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content[start : start + 8] = b"\xff" * 8
+    path.write_bytes(content)
+
+
+def test_only_what_cannot_be_read_is_skipped_and_each_row_of_it_is_counted(prepared: Prepare, tmp_path: Path) -> None:
+    good = [{"prompt": f"Say {word} as it is.", "answer": "1"} for word in ("one", "two", "three", "four", "five")]
+    a, b, c, d, e = (json.dumps(row).encode() + b"\n" for row in good)
+    broken = [b'{"prompt": "cut\n', b"5\n", b'{"prompt": "\xff?", "answer": 1}\n', b'{"a": 1, "a": 2}\n']
+    broken.append(b"[" * 99999 + b"\n")
+    cells = [f"{row['prompt']},1\n".encode() for row in good]
+    quoted = b'"Say four as it is.",1\n'
+    files = {
+        "x.jsonl": (a + broken[0] + broken[1] + b + broken[2] + c + broken[3] + d + broken[4] + e + b"{", 6, 5),
+        "x.json": (b"[" + b",".join([a, broken[3], b, b"5", c, d, b'{"x": {"a": 1, "a": [1]}}', e]) + b"]", 3, 5),
+        "x.csv": (
+            b"prompt,answer\n" + cells[0] + b'"open,1\n' + cells[1] + cells[2] + quoted + b"x,1,2\n" + b"\xff,1\n"
+            b'"a"b,1\n' + cells[4] + b'"cut off,\n',
+            *(5, 5),
+        ),
+        "x.parquet": (b"", 2, 3),
+    }
+    for name, (content, num_broken, num_good) in files.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        if name == "x.parquet":
+            _parquet_with_a_broken_group(path, good)
+        source = {"mine": {"path": str(path), "columns": {"ground_truth": "answer"}}}
+        with pytest.raises(InputError, match=rf"{name}.*broken_files=skip"):
+            prepared(source)
+        card = prepared(source, broken_files="skip")
+        counts = (card.num_rows, card.dropped["cannot be read"], card.num_rows_read, card.details["broken_files"])
+        assert counts == (num_good, num_broken, num_good + num_broken, {}), name
+        found = dropped(tmp_path)
+        assert [reason for reason, _, _ in found] == ["cannot be read"] * num_broken
+        assert all(what and where.startswith("mine") and str(tmp_path) not in what for _, where, what in found), name
 
 
 def test_the_same_input_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
