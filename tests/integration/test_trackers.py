@@ -51,7 +51,7 @@ def packages():
 @pytest.fixture(scope="module")
 def folder(packages, tmp_path_factory):
     """A run that all trackers get: steps 0 to 3, stopped; then continued from step 2 to 5, and finished. What belongs
-    to steps 1 and 4 comes late."""
+    to steps 1 and 4 comes late. The continued run has another name."""
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
@@ -68,7 +68,8 @@ def folder(packages, tmp_path_factory):
         stopped = open_writer(config, 0)
         record(stopped, range(4), is_second=False)
         stopped.close(is_finished=False)
-        continued = open_writer(config, 2)
+        tracking = config.tracking.model_copy(update={"run_name": "renamed"})
+        continued = open_writer(config.model_copy(update={"tracking": tracking}), 2)
         continued.write(2, {"policy/loss": 2.5})
         continued.add(1, {"evaluation/late": 0.125})
         record(continued, range(3, 6), is_second=True)
@@ -140,7 +141,7 @@ def test_wandb_has_one_run_with_each_step_once(folder):
                 rows.append((found.history.step.num, row))
             if found.HasField("exit"):
                 exits.append(found.exit.exit_code)
-    assert set(runs) == {(identity, "mine", "tests")}
+    assert list(dict.fromkeys(runs)) == [(identity, "mine", "tests"), (identity, "renamed", "tests")]
     assert [(step, row["policy/loss"]) for step, row in rows if "policy/loss" in row] == EXPECTED
     late = [(row["evaluation_step"], row["evaluation/late"]) for _, row in rows if "evaluation/late" in row]
     assert late == LATE
@@ -159,7 +160,7 @@ def test_mlflow_has_one_run_with_each_step_once(folder):
         late = database.execute(losses.replace("policy/loss", "evaluation/late")).fetchall()
         names = {name for (name,) in database.execute("select key from metrics")}
         params = dict(database.execute("select key, value from params").fetchall())
-    assert runs == [("mine", "FINISHED")]
+    assert runs == [("renamed", "FINISHED")]
     assert history == EXPECTED
     assert late == LATE
     assert names == {"policy/loss", "evaluation/pass_at_1", "evaluation/late"}

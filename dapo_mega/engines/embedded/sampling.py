@@ -29,10 +29,10 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Inverse-CDF draws from softmax(logits / temperature) filtered by top-k, then top-p: (tokens, log-probs).
 
-    `logits` [B, V]; `uniforms` [B] in [0, 1], one number per row. Tokens are [B] int64. Log-probs are [B] float32
-    in nats under the unfiltered softmax(logits / temperature), as SGLang reports them. `temperature` 0 takes the
-    most probable token, with its log-prob at temperature 1. `top_k` 0 means no limit; `top_p` is the share of the
-    top-k's mass. Raises FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
+    `logits` [B, V]; `uniforms` [B] in [0, 1] on their device, one number per row. Tokens are [B] int64. Log-probs are
+    [B] float32 in nats under the unfiltered softmax(logits / temperature), as SGLang reports them. `temperature` 0
+    takes the most probable token, with its log-prob at temperature 1. `top_k` 0 means no limit; `top_p` is the share of
+    the top-k's mass. Raises FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
     """
     _check_parameters(temperature, top_p, top_k)
     num_tokens = logits.shape[-1]
@@ -85,5 +85,5 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     cdf = _fixed_point(weights).cumsum(dim=-1)
     total = cdf[:, -1]
     # Below the total even when the uniform is 1 or rounds to 1, so the index found has positive weight.
-    target = torch.minimum((uniforms.to(total.device, torch.float64) * total.double()).long(), total - 1)
+    target = torch.minimum((uniforms.double() * total.double()).long(), total - 1)
     return torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)

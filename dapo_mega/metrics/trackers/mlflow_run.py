@@ -34,7 +34,7 @@ class MlflowRun:
         found = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.id}'", max_results=1)
         if found:
             self._id = found[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
+            self._client.update_run(self._id, status="RUNNING", name=run.name)
         else:
             versions = {f"version.{name}": version for name, version in run.versions.items()}
             created = self._client.create_run(experiment, run_name=run.name, tags={_TAG: run.id, **versions})

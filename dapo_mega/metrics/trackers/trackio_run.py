@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,21 @@ from dapo_mega.metrics.trackers.records import Record, TrackedRun
 class TrackioRun:
     """Metrics under their names, which Trackio groups by what stands before the slash; histograms; samples as text.
 
-    Trackio continues the run of the same name, so the name ends with the run's identity.
+    Trackio continues the run of the same name, so the name ends with the run's identity, and stays the first one.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         if run.offline:
             for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(name, None)
+        name, known = f"{run.name}-{run.id[:6]}", Path(run.folder, "trackio_name.txt")
+        if known.is_file() and known.read_text().endswith(run.id[:6]):
+            name = known.read_text()
+        else:
+            known.write_text(name)
         self._run = trackio.init(
             project=run.project,
-            name=f"{run.name}-{run.id[:6]}",
+            name=name,
             space_id=run.trackio_space,
             private=True,
             config={**run.config, "versions": dict(run.versions)},
