@@ -42,7 +42,6 @@ setup(
         "latex2sympy2_extended>=1.11,<2",
         "antlr4-python3-runtime>=4.13.2,<4.14",
         "sympy>=1.13,<2",
-        "pebble>=5.1,<6",
         "pydantic>=2.9,<3",
         "PyYAML>=6",
         "aiohttp>=3.10,<4",

@@ -97,7 +97,10 @@ class RewardConfig(Section):
         "Raise it if reward/num_timeout grows.",
     )
     time_limit_s: float = Field(
-        default=5.0, gt=0, description="Seconds one comparison may take; the answer counts as wrong after that."
+        default=5.0,
+        gt=0,
+        description="Processor time of one comparison in seconds; the answer counts as wrong after that. All that "
+        "exceed it may cost two such limits for each process, and a tenth of the time that passes.",
     )
     call_time_limit_s: float = Field(
         default=60.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,9 @@ class FunctionReward:
         self._max_responses = max_responses
         self._retries = retries
         self._output = OutputLog()
-        self._workers = [WorkerProcess(path, memory_limit_mib, time_limit_s, self._output) for _ in range(num_workers)]
+        self._time_limit_s = time_limit_s
+        arguments = {"path": path, "memory_limit_mib": memory_limit_mib}
+        self._workers = [WorkerProcess("function_worker", arguments, self._output) for _ in range(num_workers)]
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -124,7 +127,12 @@ class FunctionReward:
             return CallError(f"not tried, as {self._num_hung_in_a_row} calls in a row hung")
         worker = self._idle.get()
         try:
-            results = worker.call(records)
+            what = f"a call with {len(records)} responses"
+            request = pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL)
+            results = worker.ask(request, self._time_limit_s, what).get("scores")
+            if not isinstance(results, list) or len(results) != len(records) or not all(map(_is_score, results)):
+                worker.stop()
+                raise CallError(f"the process answered {what} with something else than scores")
         except CallError as error:
             if error.hung and not self._num_hung_in_a_row and not self._closed:
                 logger.warning("%s", self._named(error))
@@ -151,3 +159,8 @@ class FunctionReward:
 
     def _named(self, error: Exception) -> str:
         return f"reward function {self._path}: {error}"
+
+
+def _is_score(score: Any) -> bool:
+    """Whether it is what `function_worker` sends, as the function can write to its descriptors, too."""
+    return isinstance(score, list) and [type(item) for item in score[::2]] == [float, dict]

@@ -1,4 +1,4 @@
-"""A process that calls a reward function, with limits of time and memory, and without anything that outlives it."""
+"""A process that works for a reward, with a limit of time, and without anything that outlives it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import logging
 import logging.handlers
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,14 +22,14 @@ import psutil
 from dapo_mega.rewards.sandbox.frames import HEAD, FrameError, receive_before, send_before
 
 START_LIMIT_S: Final = 300.0
-"""Seconds that importing a reward function may take."""
+"""Seconds that a process may take to import what it needs."""
 
 _PROGRAM: Final = (
     "import json, sys\n"
     "arguments = json.loads(sys.argv[1])\n"
     "sys.path[:] = arguments.pop('sys_path')\n"
-    "from dapo_mega.rewards.function_worker import main\n"
-    "main(**arguments)\n"
+    "import importlib\n"
+    "importlib.import_module(arguments.pop('module')).main(**arguments)\n"
 )
 _LOG_BYTES: Final = 5 * 2**20
 _TAIL_LINES: Final = 20
@@ -97,18 +96,19 @@ class OutputLog:
 
 
 class WorkerProcess:
-    """One process with the function `path`, started when needed and again after it was ended. Not thread-safe."""
+    """One process of `module.main(**arguments)`, started when needed and again after it was ended. Not thread-safe.
 
-    def __init__(self, path: str, memory_limit_mib: int, time_limit_s: float, output: OutputLog) -> None:
-        self._path = path
-        self._memory_limit_mib = memory_limit_mib
-        self._time_limit_s = time_limit_s
+    What it prints goes to `output`, or where the trainer prints to. It may end with the thread that starts it.
+    """
+
+    def __init__(self, module: str, arguments: Mapping[str, Any], output: OutputLog | None = None) -> None:
+        self._arguments = {"module": f"dapo_mega.rewards.{module}", **arguments}
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptors: tuple[int, int, int] | None = None
 
     def start(self) -> None:
-        """Start the process and import the function, unless that is done. Raises as `call`."""
+        """Start the process, which then imports what it needs, unless that is done. Raises as `ask`."""
         if self._process is not None:
             return
         (requests, send), (receive, answers), (alive, lifeline) = os.pipe(), os.pipe(), os.pipe()
@@ -118,15 +118,15 @@ class WorkerProcess:
             "requests_fd": requests,
             "answers_fd": answers,
             "lifeline_fd": alive,
-            "path": self._path,
-            "memory_limit_mib": self._memory_limit_mib,
+            **self._arguments,
         }
+        printed = self._output.write_fd if self._output else None
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output.write_fd,
-                stderr=self._output.write_fd,
+                stdout=printed,
+                stderr=printed,
                 pass_fds=(requests, answers, alive),
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C is for the trainer, which ends this process.
@@ -139,25 +139,19 @@ class WorkerProcess:
         self._descriptors = send, receive, lifeline
         self._exchange(b"", START_LIMIT_S, "importing it")
 
-    def call(self, records: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        """[score, correct, parts, answer] of every record. Raises CallError, and MisuseError."""
+    def ask(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
+        """The answer, at most `limit_s` after the process has started. Raises CallError, the process being ended where
+        it did not answer, and MisuseError."""
         self.start()
-        content = pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL)
-        what = f"a call with {len(records)} responses"
-        scores = self._exchange(HEAD.pack(len(content)) + content, self._time_limit_s, what).get("scores")
-        if not isinstance(scores, list) or len(scores) != len(records) or not all(map(_is_score, scores)):
-            self.stop()
-            raise CallError(f"the process answered {what} with something else than scores")
-        return scores
+        return self._exchange(HEAD.pack(len(request)) + request, limit_s, what)
 
-    def _exchange(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
-        """Send and receive within the limit; the process is ended where that fails."""
+    def _exchange(self, content: bytes, limit_s: float, what: str) -> dict[str, Any]:
         assert self._descriptors
         assert self._process
         send, receive, _ = self._descriptors
         deadline = time.monotonic() + limit_s
         try:
-            send_before(deadline, send, request)
+            send_before(deadline, send, content)
             answer: dict[str, Any] = receive_before(deadline, receive)
             if not isinstance(answer, dict):
                 raise FrameError(f"it is {type(answer).__name__}")
@@ -181,7 +175,7 @@ class WorkerProcess:
         return answer
 
     def _printed(self) -> str:
-        tail = self._output.tail()
+        tail = self._output.tail() if self._output else ""
         return f"its last output:\n{tail}" if tail else ""
 
     def kill(self) -> None:
@@ -206,11 +200,6 @@ class WorkerProcess:
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _is_score(score: Any) -> bool:
-    """Whether it is what `function_worker` sends, as the function can write to its descriptors, too."""
-    return isinstance(score, list) and [type(item) for item in score[::2]] == [float, dict]
 
 
 def end_tree(pid: int) -> None:

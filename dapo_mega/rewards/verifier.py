@@ -1,31 +1,43 @@
-"""Verifies batches of answers: cheap cases in this process, computer algebra in a process pool with hard limits."""
+"""Verifies batches of answers: cheap cases in this process, computer algebra in processes with hard limits."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures.process import BrokenProcessPool
+import base64
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Final, Literal, Self
-
-from pebble import ProcessPool
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
 from dapo_mega.rewards.extraction import check_extraction_style, extract_answer
 from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
-from dapo_mega.rewards.worker import Compare, ready, run_comparison, start_worker
+from dapo_mega.rewards.processes import CallError, WorkerProcess
+from dapo_mega.rewards.sandbox.worker import clock_limit_s
+from dapo_mega.rewards.worker import Compare
+
+logger = logging.getLogger(__name__)
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "crash", "refused"]
 Forms = tuple[str, str]
 
-# How often all open answers are tried again together after the pool itself broke, before one by one.
-_SHARED_ATTEMPTS: Final = 2
-_POOL_CHECK_INTERVAL_S: Final = 0.5
-# The pool sees a comparison's end of time up to 0.1 s late, and ending a worker takes time, too.
-_ENDING_S: Final = 0.2
+# Processor time of a first try, of later ones as a multiple of the one before, and of a try when the budget is used up.
+_FIRST_TRY_S: Final = 0.1
+_NEXT_TRY: Final = 4
+_LAST_RESORT_S: Final = 0.05
+# What answers that run out of time may cost at once, in limits for each process, and then as a share of the clock.
+_BUDGET_LIMITS: Final = 2
+_BUDGET_SHARE: Final = 0.1
+# For a process that does not even end when its time is over, since it is stopped.
+_GRACE_S: Final = 20.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,11 @@ class Verdict:
 class AnswerVerifier:
     """Compares responses with ground truths, in order, and survives whatever a response contains.
 
-    Extraction and cheap comparisons run in the calling process. The rest goes to `num_workers` spawned
-    processes, each held to `memory_limit_mib` MiB above its start. A comparison is ended in time for its
-    verdict to be there after `time_limit_s` seconds. The pool starts when first needed; `close()`, or leaving
-    the context, ends it.
-
-    Spawned processes import the main script again under another name: it needs the usual
-    `if __name__ == "__main__"` guard, and every import at its top level is paid once per worker.
+    Extraction and cheap comparisons run in the calling process. The rest goes to `num_workers` processes, each held to
+    `memory_limit_mib` MiB above its start. A comparison may take `time_limit_s` seconds of processor time, or three
+    times this and 2 s by the clock. All that run out of time may together cost twice that for each process, and a tenth
+    of the time that passes: beyond that, comparisons get the time that ordinary ones need, and no more. The processes
+    start when first needed; `close()`, or leaving the context, ends them.
 
     All styles compare as `grading` does. `numeric_tolerance` accepts numbers that differ from the truth by at most this
     share of it. A ground truth that is a JSON list of texts is met by any of them.
@@ -77,16 +87,26 @@ class AnswerVerifier:
             if not value > 0:
                 raise ValueError(f"{name}={value}; it must be positive")
         check_extraction_style(extraction)
-        self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._extraction = extraction
         if not 0 <= numeric_tolerance < 1:
             raise ValueError(f"numeric_tolerance={numeric_tolerance}; it must be at least 0 and below 1")
         self._grader = Grader(numeric_tolerance)
         self._compare = compare or partial(graded, tolerance=numeric_tolerance)
-        self._memory_limit_mib = memory_limit_mib
-        self._pool: ProcessPool | None = None
-        self._closed = False
+        arguments = {
+            "trainer": os.getpid(),
+            "compare": base64.b64encode(pickle.dumps(self._compare)).decode(),
+            "memory_limit_mib": memory_limit_mib,
+        }
+        self._workers = [WorkerProcess("worker", arguments) for _ in range(num_workers)]
+        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="comparisons")
+        self._full_budget_s = _BUDGET_LIMITS * num_workers * time_limit_s
+        self._budget_s, self._budget_at = self._full_budget_s, time.monotonic()
+        self._budget_lock = threading.Lock()
+        self._warned = self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +122,11 @@ class AnswerVerifier:
     def close(self) -> None:
         """End all workers; further calls of `verify` raise RuntimeError. May be called more than once."""
         self._closed = True
-        self._stop_pool()
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
 
     def verify(self, items: Sequence[tuple[str, str | Sequence[str]]]) -> list[Verdict]:
         """Verdicts for (response, ground truth) pairs, in the order given. Of several ground truths any one will do."""
@@ -114,7 +138,7 @@ class AnswerVerifier:
         ]
         # Responses to one prompt often agree: each pair is compared once.
         open_forms = list(dict.fromkeys(form for found in settled if isinstance(found, list) for form in found))
-        outcomes = dict(zip(open_forms, self._compare_in_pool(open_forms), strict=True)) if open_forms else {}
+        outcomes = dict(zip(open_forms, self._compare_all(open_forms), strict=True)) if open_forms else {}
         return [
             found if not isinstance(found, list) else _best(answer, [outcomes[form] for form in found])
             for answer, found in zip(answers, settled, strict=True)
@@ -143,89 +167,67 @@ class AnswerVerifier:
             return Verdict(False, answer, "refused")
         return answer, truth
 
-    def _compare_in_pool(self, forms: list[Forms]) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        remaining = list(range(len(forms)))
-        for _ in range(_SHARED_ATTEMPTS):
-            outcomes.update(self._try_all(forms, remaining))
-            remaining = [index for index in remaining if index not in outcomes]
-            if not remaining:
+    def _compare_all(self, forms: list[Forms]) -> list[Outcome]:
+        """All with little time first, and again with more time what did not end, as far as the budget goes."""
+        outcomes: dict[Forms, Outcome] = {}
+        limit_s, open_forms = min(_FIRST_TRY_S, self._time_limit_s), forms
+        while True:
+            results = self._threads.map(partial(self._compare_one, limit_s=limit_s), open_forms)
+            outcomes.update(zip(open_forms, results, strict=True))
+            open_forms = [form for form in open_forms if outcomes[form] == "timeout"]
+            share_s = self._left_of_budget() / max(1, len(open_forms))
+            next_s = min(_NEXT_TRY * limit_s, self._time_limit_s, share_s)
+            if not open_forms or next_s <= limit_s:
                 break
-            self._require_workers_to_start()
-        # The pool broke repeatedly. Alone in a pool, an answer can break it only for itself.
-        for index in remaining:
-            outcomes.update(self._try_all(forms, [index]))
-            outcomes.setdefault(index, "crash")
-        return [outcomes[index] for index in range(len(forms))]
-
-    def _try_all(self, forms: list[Forms], indices: list[int]) -> dict[int, Outcome]:
-        """Outcomes by index, without those that were lost because the pool broke."""
-        pool = self._running_pool()
-        futures: dict[int, Future[bool]] = {}
-        limit_s = max(self._time_limit_s - _ENDING_S, self._time_limit_s / 2)
-        for index in indices:
-            args = (self._compare, *forms[index], self._time_limit_s)
-            try:
-                futures[index] = pool.schedule(run_comparison, args=args, timeout=limit_s)
-            except RuntimeError:  # pebble: the pool is no longer active
-                break
-        _wait_while_active(pool, futures.values())
-        outcomes = {index: _outcome(future) for index, future in futures.items() if future.done()}
-        if not pool.active:
-            self._stop_pool()
-        return {index: outcome for index, outcome in outcomes.items() if outcome is not None}
-
-    def _require_workers_to_start(self) -> None:
-        """Raises RuntimeError where the machine or the main script, not an answer, breaks the pool."""
-        pool = self._running_pool()
-        probe = pool.schedule(ready)
-        _wait_while_active(pool, [probe])
-        if not probe.done() or probe.exception() is not None:
-            self._stop_pool()
-            raise RuntimeError(
-                "verification workers end before their first task; see their error output. Usual causes: "
-                'a main script without `if __name__ == "__main__"`, too little memory, or a missing package'
+            limit_s = next_s
+        if open_forms and limit_s < self._time_limit_s and not self._warned:
+            self._warned = True
+            logger.warning(
+                "answers that take long to compare have used up their time, and count as wrong after %g s instead of "
+                "%g s until they are fewer (reward/num_timeout)",
+                limit_s,
+                self._time_limit_s,
             )
+        return [outcomes[form] for form in forms]
 
-    def _running_pool(self) -> ProcessPool:
-        if self._pool is None:
-            self._pool = ProcessPool(
-                max_workers=self._num_workers,
-                initializer=start_worker,
-                initargs=(self._memory_limit_mib,),
-                # Not fork: the parent holds threads, process groups and perhaps a CUDA context.
-                context=multiprocessing.get_context("spawn"),
-            )
-        return self._pool
+    def _compare_one(self, form: Forms, limit_s: float) -> Outcome:
+        if self._left_of_budget() <= 0:
+            limit_s = min(limit_s, _LAST_RESORT_S)
+        outcome = self._asked(form, limit_s)
+        if outcome == "timeout":
+            self._left_of_budget(less_s=limit_s)
+        return outcome
 
-    def _stop_pool(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = None
+    def _left_of_budget(self, less_s: float = 0.0) -> float:
+        """Seconds of processor time that answers may use up without a verdict, after `less_s` were."""
+        with self._budget_lock:
+            earned = _BUDGET_SHARE * (time.monotonic() - self._budget_at)
+            self._budget_s = min(self._full_budget_s, self._budget_s + earned) - less_s
+            self._budget_at = time.monotonic()
+            return self._budget_s
+
+    def _asked(self, form: Forms, limit_s: float) -> Outcome:
+        """What a process says; asked again where it was ended from outside. Raises RuntimeError where none starts."""
+        worker = self._idle.get()
+        try:
+            for _ in range(2):
+                if self._closed:
+                    break
+                try:
+                    worker.start()
+                except CallError as error:
+                    raise RuntimeError(f"no process that compares answers starts: {error}") from None
+                try:
+                    request = json.dumps([*form, limit_s]).encode()
+                    return worker.ask(request, clock_limit_s(limit_s) + _GRACE_S, "a comparison")["outcome"]  # type: ignore[no-any-return]
+                except CallError:
+                    continue
+            return "crash"
+        finally:
+            self._idle.put(worker)
 
 
 def _best(answer: str | None, outcomes: Sequence[Outcome]) -> Verdict:
     """The verdict on an answer that was compared with several right ones."""
     outcome = "correct" if "correct" in outcomes else outcomes[0]
     return Verdict(outcome == "correct", answer, outcome)
-
-
-def _wait_while_active(pool: ProcessPool, futures: Iterable[Future[bool]]) -> None:
-    """Wait until all futures are done or the pool broke: a broken pool leaves futures that never finish."""
-    pending = set(futures)
-    while pending and pool.active:
-        _, pending = wait(pending, timeout=_POOL_CHECK_INTERVAL_S)
-
-
-def _outcome(future: Future[bool]) -> Outcome | None:
-    """Outcome of a finished comparison; None where the pool broke, which says nothing about this answer."""
-    if future.cancelled():
-        return None
-    error = future.exception()
-    if error is None:
-        return "correct" if future.result() else "wrong"
-    if isinstance(error, BrokenProcessPool):
-        return None
-    # Anything else ended this one comparison: ProcessExpired, MemoryError, an exception of a custom compare.
-    return "timeout" if isinstance(error, TimeoutError) else "crash"

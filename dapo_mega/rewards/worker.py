@@ -1,58 +1,87 @@
-"""The main loop of a verification process: sets its limits, then makes one comparison at a time."""
+"""The program of a process that compares answers: imports computer algebra once, and makes comparisons in a child.
+
+The kernel ends the child when a comparison has used up its processor time; the next child is there at once.
+"""
 
 from __future__ import annotations
 
+import base64
+import mmap
+import os
+import pickle
+import resource
 import signal
 import sys
 from collections.abc import Callable
+from typing import Final
+
+from dapo_mega.rewards.sandbox.frames import read_frame, write_frame
+from dapo_mega.rewards.sandbox.isolation import end_with_parent, mapped_bytes
+from dapo_mega.rewards.sandbox.worker import clock_limit_s
 
 Compare = Callable[[str, str], bool]
 
-_MIB = 2**20
+_OVER_TIME: Final = (signal.SIGPROF, signal.SIGALRM)
 
 
-def start_worker(memory_limit_mib: int) -> None:
-    """Initialise a worker: memory limit on top of what is mapped now, default signals, algebra imported.
-
-    The import and a first parse happen here, so that no answer's time limit pays for them.
-    """
-    # The pool ends a worker by SIGTERM. Python's own handlers wait for the interpreter, which a huge integer
-    # power can keep busy in C for minutes; the default action does not wait.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform != "win32":
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+def main(
+    requests_fd: int, answers_fd: int, lifeline_fd: int, trainer: int, compare: str, memory_limit_mib: int
+) -> None:
+    """Serve until the trainer closes the pipe of requests. `compare` is a pickled function, in base64."""
+    _end_with(trainer)
+    os.close(lifeline_fd)
+    # No answer's time pays for the imports and for the first parse.
     from dapo_mega.rewards.algebra import latex_equal
 
     latex_equal("x+x", "2x")
-    limit_memory(memory_limit_mib)
+    function = pickle.loads(base64.b64decode(compare))
+    is_busy = mmap.mmap(-1, 1)  # Shared with the children.
+    write_frame(answers_fd, {"ready": True})
+    own_pid = os.getpid()
+    while True:
+        child = os.fork()
+        if not child:
+            _end_with(own_pid)
+            limit_memory(memory_limit_mib)
+            _serve(requests_fd, answers_fd, function, is_busy)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if is_busy[0]:
+            is_busy[0] = 0
+            over_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in _OVER_TIME
+            write_frame(answers_fd, {"outcome": "timeout" if over_time else "crash"})
+        elif status == 0:
+            return
+
+
+def _serve(requests: int, answers: int, compare: Compare, is_busy: mmap.mmap) -> None:
+    while request := read_frame(requests):
+        candidate, truth, limit_s = request
+        is_busy[0] = 1
+        # Their default actions end a process at once, also within a long call of C.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, clock_limit_s(limit_s))
+        try:
+            outcome = "correct" if compare(candidate, truth) else "wrong"
+        except Exception:
+            outcome = "crash"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        write_frame(answers, {"outcome": outcome})
+        is_busy[0] = 0
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform == "linux":
+        end_with_parent(parent)
 
 
 def limit_memory(memory_limit_mib: int) -> None:
     """Cap the address space at what is mapped now plus the limit, where the platform can (Linux)."""
     if sys.platform != "linux":
         return
-    import resource
-
-    from dapo_mega.rewards.sandbox.isolation import mapped_bytes
-
-    limit = mapped_bytes() + memory_limit_mib * _MIB
+    limit = mapped_bytes() + memory_limit_mib * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def ready() -> bool:
-    """True, from a worker that could start."""
-    return True
-
-
-def run_comparison(compare: Compare, candidate: str, truth: str, time_limit_s: float) -> bool:
-    """Make one comparison. The alarm ends this process even if its parent is gone."""
-    if sys.platform == "win32":
-        return bool(compare(candidate, truth))
-    signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 5)
-    try:
-        return bool(compare(candidate, truth))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -182,7 +182,7 @@ GROUPS_AND_REWARDS: tuple[Metric, ...] = (
     Metric(
         "reward/num_timeout",
         "responses",
-        "Comparing took longer than `reward.time_limit_s`.",
+        "Comparing took more processor time than `reward.time_limit_s`, or than what was left for such answers.",
         "0 or few",
         "grows: time goes into verification",
         "raise `reward.num_workers`",
