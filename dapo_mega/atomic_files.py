@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import os
+import shutil
 import stat
 import zlib
 from collections.abc import Iterator
@@ -12,6 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dapo_mega.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**22
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -32,6 +37,30 @@ def replace_file(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def set_aside(path: Path, problem: str, readable: bytes | None = None) -> None:
+    """Keep what stands at `path` under another name, with a warning. Afterwards the file holds what was `readable`;
+    None: nothing stands there."""
+    # TensorBoard reads every file with "tfevents" in its name.
+    names = (f"{path.name.replace('tfevents', 'events')}.damaged-{number}" for number in itertools.count(1))
+    kept = next(aside for name in names if not os.path.lexists(aside := path.with_name(name)))
+    if readable is None:
+        path.rename(kept)
+    else:
+        shutil.copyfile(path, kept)
+        replace_file(path, readable)
+    logger.warning("%s %s; it is kept as %s, and the run goes on with what could be read", path, problem, kept.name)
+
+
+def make_way(path: Path, *, for_folder: bool = False) -> None:
+    """Set aside what stands where a run keeps a file, or a folder, of its own, unless it is one that can be read and
+    written."""
+    is_right = path.is_dir() if for_folder else path.is_file() and os.access(path, os.R_OK | os.W_OK)
+    if os.path.lexists(path) and not is_right:
+        is_readable = not for_folder and path.is_file() and os.access(path, os.R_OK)
+        problem = f"is no {'folder' if for_folder else 'file'} that can be read and written"
+        set_aside(path, problem, path.read_bytes() if is_readable else None)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_mega.atomic_files import checksum, replace_file
+from dapo_mega.atomic_files import checksum, make_way, replace_file
 
 _STEP = re.compile(r"step_(\d+)")
 MANIFEST_FILE = "manifest.json"
@@ -101,6 +101,7 @@ class CheckpointFolders:
         if latest.is_dir():
             shutil.rmtree(latest)
         replace_file(latest, final.name)
+        make_way(self.last_saved)
         replace_file(self.last_saved, f"{final.name}\n")
         self._rotate(step)
 

@@ -7,13 +7,14 @@ Each line is strict JSON. JSON has no NaN and no infinities, so these are writte
 "NaN", "Infinity" and "-Infinity"; `read_metrics` turns them back into floats.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from dapo_mega.atomic_files import replace_file
+from dapo_mega.atomic_files import make_way, parse_json, replace_file, set_aside
 
 R = TypeVar("R")
 _FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -45,19 +46,35 @@ def _step_of(line: bytes) -> float:
 def drop_from_step(path: Path, start_step: int, step_of: Callable[[bytes], float] = _step_of) -> int:
     """Remove the records with step >= `start_step`, and a torn last line, in one atomic replacement.
 
-    `step_of` decodes a line of another file of steps; it raises ValueError for what is no record.
+    `step_of` decodes a line of another file of steps; it raises ValueError for what is no record. A file with such
+    lines is set aside with a warning, and goes on without them; so is what is no file.
 
-    The other lines keep their bytes. Returns the number of complete records removed; a missing file
-    has none. Raises ValueError as `read_metrics`.
+    The other lines keep their bytes. Returns the number of complete records removed; a missing file has none.
     """
+    make_way(path)
     if not path.exists():
         return 0
-    records = list(step_records(path, step_of))
-    kept = [line for line, step in records if step < start_step]
-    content = b"".join(line + b"\n" for line in kept)
-    if content != path.read_bytes():
-        replace_file(path, content)
-    return len(records) - len(kept)
+    content = path.read_bytes()
+    *lines, last = content.split(b"\n")
+    kept, num_removed, damaged = [], 0, []
+    for number, line in enumerate([*lines, *([last] if last else [])], start=1):
+        try:
+            step = step_of(line)
+        except ValueError:
+            # Only the beginning of a last line can be torn: each is flushed before the next one.
+            if number <= len(lines) or not line.startswith(b"{"):
+                damaged.append(number)
+            continue
+        if step < start_step:
+            kept.append(line + b"\n")
+        else:
+            num_removed += 1
+    if damaged:
+        several = f" and {len(damaged) - 1} other lines" if damaged[1:] else ""
+        set_aside(path, f"has no record of a step in line {damaged[0]}{several}", b"".join(kept))
+    elif b"".join(kept) != content:
+        replace_file(path, b"".join(kept))
+    return num_removed
 
 
 def _encode_value(value: float) -> float | str:
@@ -90,7 +107,7 @@ def step_records(path: Path, decode: Callable[[bytes], R]) -> Iterator[tuple[byt
 
 
 def _decode_line(line: bytes) -> dict[str, float]:
-    record = json.loads(line)
+    record = parse_json(line)
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         raise ValueError("not a metrics record with an integer 'step'")
     return {name: value if name == "step" else _decode_value(name, value) for name, value in record.items()}
@@ -100,5 +117,6 @@ def _decode_value(name: str, value: object) -> float:
     if isinstance(value, str) and value in _FROM_TEXT:
         return _FROM_TEXT[value]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
     raise ValueError(f"the value of {name!r} is {value!r}, not a number")

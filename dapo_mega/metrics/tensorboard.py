@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
@@ -20,7 +21,7 @@ from tensorboard.plugins.hparams.api_pb2 import DataType, Experiment, HParamInfo
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from torch.utils.tensorboard import SummaryWriter
 
-from dapo_mega.atomic_files import replace_file
+from dapo_mega.atomic_files import make_way, replace_file, set_aside
 from dapo_mega.metrics import figures, names
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.catalogue.tables import metric_tables
@@ -42,8 +43,11 @@ class TensorBoardLog:
     """Writes event files into a folder. What earlier runs wrote there from `start_step` on is removed."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
+        make_way(folder, for_folder=True)
         for path in folder.glob("events.out.tfevents.*.tmp"):  # A start that was killed here left it.
             path.unlink()
+        for path in folder.glob("events.out.tfevents.*"):
+            make_way(path)
         earlier = sorted(folder.glob("events.out.tfevents.*"))
         for path in earlier:
             drop_events_from(path, start_step)
@@ -144,30 +148,34 @@ def _metric_info(name: str) -> MetricInfo:
 
 
 def drop_events_from(path: Path, start_step: int) -> None:
-    """Remove an event file's events of `start_step` or later, and what TensorBoard could not read: records with a wrong
-    checksum, and all behind a wrong length. Events of earlier steps stay also where they come after those of later
-    steps, as results of evaluations beside training do."""
+    """Remove an event file's events of `start_step` or later, and what TensorBoard could not read: a torn last record,
+    and with a copy of the file kept those with a wrong checksum and all behind a wrong length. Events of earlier steps
+    stay also where they come after those of later steps, as results of evaluations beside training do."""
     content = path.read_bytes()
-    kept, events, start = [], 0, 0
+    kept, damage, start = [], -1, 0
     while start + 12 <= len(content):
         # A record: its length in 8 bytes, their checksum in 4, the event, its checksum in 4.
         head, (length, checksum) = content[start : start + 8], struct.unpack_from("<QI", content, start)
         end = start + 16 + length
-        if end > len(content) or masked_crc32c(head) != checksum:
+        if masked_crc32c(head) != checksum:
+            damage = start
+            break
+        if end > len(content):
             break
         body = content[start + 12 : end - 4]
-        if masked_crc32c(body) == struct.unpack_from("<I", content, end - 4)[0]:
+        try:
+            if masked_crc32c(body) != struct.unpack_from("<I", content, end - 4)[0]:
+                raise DecodeError("its checksum is wrong")
             event = Event.FromString(body)
-            events += 1
             if event.step < start_step or event.HasField("file_version"):
                 kept.append(content[start:end])
-        else:
-            logger.warning("%s is damaged at byte %d: TensorBoard will lack what stood there", path, start)
+        except DecodeError:
+            damage = start
         start = end
-    if start < len(content):
-        logger.warning("%s ends unreadable at byte %d, after %d events, and is cut off there", path, start, events)
     remaining = b"".join(kept)
-    if len(remaining) < len(content):
+    if damage >= 0:
+        set_aside(path, f"is damaged at byte {damage}: TensorBoard will lack what stood there", remaining)
+    elif len(remaining) < len(content):
         replace_file(path, remaining)
 
 

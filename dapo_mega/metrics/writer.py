@@ -35,7 +35,7 @@ class MetricsWriter:
         run: RunDescription | None = None,
         trackers: Sequence[BackgroundTracker] = (),
     ) -> None:
-        """Raises ValueError if `start_step` is negative or an existing metrics.jsonl is not readable."""
+        """Raises ValueError if `start_step` is negative."""
         if start_step < 0:
             raise ValueError(f"start_step is {start_step}; expected a step >= 0")
         # Imported here: it takes seconds, and readers of metrics.jsonl do not need it.

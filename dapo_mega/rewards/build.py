@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dapo_mega.atomic_files import make_way
 from dapo_mega.config import RewardConfig, RunConfig
 from dapo_mega.config.algorithm import OTHER_FILTERS
 from dapo_mega.config.components import (
@@ -114,6 +115,7 @@ def load_functions(reward: ComposedReward) -> None:
 
 def log_functions(reward: ComposedReward, path: Path) -> None:
     """Write what the reward's functions print into this file."""
+    make_way(path)
     for component in reward.components:
         if isinstance(component.reward, FunctionReward):
             component.reward.log_to(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dapo_mega.atomic_files import errors_naming
+from dapo_mega.atomic_files import errors_naming, make_way
 from dapo_mega.samples.rows import Kind
 
 _NAME = re.compile(r"(step|evaluation)_(\d{8,})\.parquet")
@@ -103,8 +103,11 @@ def rotate(folder: Path, max_bytes: int) -> list[Path]:
 def discard_after(folder: Path, step: int) -> int:
     """Remove the files of steps after `step`, which will be done again, and those that a kill cut off; returns how
     many steps' and evaluations' files went."""
+    make_way(folder, for_folder=True)
     for path in folder.glob("*.parquet.tmp"):
         path.unlink()
+    for path in folder.glob("*.parquet"):
+        make_way(path)
     late = [file for file in stored_files(folder) if file.step > step]
     for file in late:
         file.path.unlink()

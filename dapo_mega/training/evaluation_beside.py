@@ -141,7 +141,11 @@ LOST = {"evaluation/lost": 1.0}
 
 
 def is_recorded(output_dir: str, step: int) -> bool:
-    """Whether `metrics.jsonl` says what came of the evaluation of a step."""
+    """Whether `metrics.jsonl` says what came of the evaluation of a step; a damaged one, which the next start mends,
+    does not."""
     path = Path(output_dir) / "metrics.jsonl"
-    records = read_metrics(path) if path.is_file() else []
+    try:
+        records = read_metrics(path) if path.is_file() else []
+    except (OSError, ValueError):
+        records = []
     return any(record["step"] == step and any(name.startswith("evaluation/") for name in record) for record in records)

@@ -74,9 +74,10 @@ def find_checkpoint(store: CheckpointStore, processes: Processes) -> Path | None
 
     Raises InputError where the run has completed checkpoints of which none is intact: its records would be lost."""
     newest, skipped = store.newest_intact(processes)
-    if not newest and store.last_saved.is_file():
+    if not newest and store.last_saved.exists():
+        named = store.last_saved.read_text(errors="replace").strip() if store.last_saved.is_file() else ""
         raise InputError(
-            f"{store.root.parent} holds a run that has saved {store.last_saved.read_text().strip()}, but no intact "
+            f"{store.root.parent} holds a run that has saved {named or 'a checkpoint'}, but no intact "
             f"checkpoint is there now ({'; '.join(skipped) or f'{store.root} is empty or missing'}); restore "
             f"{store.root}, or give another output_dir; to begin anew here and lose the records of the steps so far, "
             f"delete {store.last_saved}"

@@ -9,6 +9,8 @@ from dapo_mega.config import RunConfig, TrainingConfig, load_config
 from dapo_mega.config.base import differences, may_change_at_resume
 from dapo_mega.errors import InputError
 
+CONFIG_FILE = "config.yaml"
+
 
 def refuse_changes(config: TrainingConfig, folder: Path) -> None:
     """Raise InputError if the run saved in the folder has other values for keys that may not change at a resume."""
@@ -21,12 +23,20 @@ def refuse_changes(config: TrainingConfig, folder: Path) -> None:
 
 def changes_since(config: TrainingConfig, folder: Path, may_change: Callable[[str], bool]) -> str:
     """The keys for which the run saved in the folder has other values, but for those that may change, as text; empty
-    if there are none, or no run."""
-    saved_file = folder / "config.yaml"
-    if not saved_file.is_file():
-        return ""
-    changed = differences(load_config(type(config), saved_file), config)
+    if there are none, no run, or none whose configuration can be read."""
+    saved, _ = saved_config(config, folder)
+    changed = differences(saved, config) if saved else {}
     return "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items() if not may_change(name))
+
+
+def saved_config(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig | None, str]:
+    """The configuration of the run saved in the folder, of the same kind, if there is one; and why it cannot be read,
+    if it cannot."""
+    file = folder / CONFIG_FILE
+    try:
+        return (load_config(type(config), file) if file.is_file() else None), ""
+    except (InputError, OSError, ValueError, RecursionError) as error:
+        return None, " ".join(str(error).split())
 
 
 def is_free(name: str, config: TrainingConfig) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dapo_mega.atomic_files import errors_naming
+from dapo_mega.atomic_files import errors_naming, parse_json, set_aside
 from dapo_mega.cli import before_leaving, forget_before_leaving, print_once
 from dapo_mega.errors import InputError
 
@@ -94,6 +94,8 @@ class RunLock:
         """Raises InputError when another trainer holds the lock."""
         self._made_folder = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._file.is_dir():
+            set_aside(self._file, "is a folder and no lock")
         started = time.monotonic()
         observed = _Observation()
         while not self._create_and_keep():
@@ -226,7 +228,8 @@ class _Observation:
 def _read(file: Path) -> LockHolder | None:
     """The lock's holder; None if the file is missing or incomplete."""
     try:
-        return LockHolder(**json.loads(file.read_text()))
+        holder = LockHolder(**parse_json(file.read_bytes()))
+        return holder if type(holder.pid) is int else None
     except (OSError, ValueError, TypeError):
         return None
 

@@ -9,28 +9,21 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from dapo_mega.atomic_files import replace_file
+from dapo_mega.atomic_files import make_way, replace_file, set_aside
 from dapo_mega.config import TrainingConfig, dump_config
 from dapo_mega.config.base import flat
-from dapo_mega.errors import InputError
 from dapo_mega.metrics import MetricsWriter, RunDescription
 from dapo_mega.metrics.run_text import package_versions, without_credentials
 from dapo_mega.metrics.timeline.file import TimelineWriter
-from dapo_mega.metrics.trackers import BackgroundTracker, TrackedRun, run_id_in
+from dapo_mega.metrics.trackers import BackgroundTracker, LastStep, TrackedRun, run_id_in
 from dapo_mega.preparation.card import CardReference, verified_card
-from dapo_mega.training.resume import is_free
+from dapo_mega.training.resume import CONFIG_FILE, is_free, saved_config
 
 
 def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") -> MetricsWriter:
-    """The metrics writer from `first_step` on; `preview` shows prompts. Raises InputError if the file of earlier steps
-    is unreadable."""
+    """The metrics writer from `first_step` on; `preview` shows prompts."""
     run = run_description(config, preview)
-    try:
-        return MetricsWriter(
-            Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0)
-        )
-    except ValueError as error:
-        raise InputError(f"{error}; move the file away, or give another output_dir") from error
+    return MetricsWriter(Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0))
 
 
 def open_timeline(config: TrainingConfig, first_step: int) -> TimelineWriter:
@@ -59,6 +52,10 @@ def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) 
         hyper_parameters=run.hyper_parameters,
         versions=run.versions,
     )
+    for backend in tracking.backends:
+        for suffix in ("log", "lock"):
+            make_way(folder / f"{backend}.{suffix}")
+        LastStep(folder / f"{backend}.json", tracked.id)  # Here, as what is said of a damaged file is seen here.
     # Keys of engines and judges are not for trackers, which may upload what they find in their environment.
     hidden = [str(name) for key, name in flat(config.model_dump()).items() if key.endswith("_env")]
     return [BackgroundTracker(backend, tracked, hidden=hidden) for backend in tracking.backends]
@@ -83,10 +80,17 @@ def write_run_record(config: TrainingConfig, cards: Mapping[str, CardReference])
     """Write the resolved configuration, the package versions and the `dataset_cards` into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.yaml", dump_config(config))
-    replace_file(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
     datasets = {name: asdict(card) for name, card in cards.items()}
-    replace_file(folder / "datasets.json", json.dumps(datasets, indent=2) + "\n")
+    contents = {
+        CONFIG_FILE: dump_config(config),
+        "versions.json": json.dumps(package_versions(), indent=2) + "\n",
+        "datasets.json": json.dumps(datasets, indent=2) + "\n",
+    }
+    for name, content in contents.items():
+        make_way(folder / name)
+        if name == CONFIG_FILE and (problem := saved_config(config, folder)[1]):
+            set_aside(folder / name, f"cannot be read, so nobody knows what has changed since ({problem})")
+        replace_file(folder / name, content)
 
 
 def dataset_cards(config: TrainingConfig) -> dict[str, CardReference]:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from dapo_mega.atomic_files import make_way, parse_json
 from dapo_mega.cli import EXIT_CONTINUE, EXIT_FLEET
 from dapo_mega.training.run_lock import is_locked
 
@@ -40,7 +41,7 @@ class RunStatus:
     def is_finished(self) -> bool:
         """Whether the file says `finished`."""
         try:
-            content = json.loads(self._file.read_text())
+            content = parse_json(self._file.read_bytes()) if self._file.is_file() else None
         except (OSError, ValueError):
             return False
         return isinstance(content, dict) and content.get("state") == "finished"
@@ -66,6 +67,7 @@ class RunStatus:
         # Several processes may leave at the same moment.
         temporary = self._file.with_name(f".{STATUS_FILE}.{os.getpid()}")
         try:
+            make_way(self._file)
             temporary.write_text(json.dumps(content, indent=1) + "\n")
             temporary.replace(self._file)
         except OSError:

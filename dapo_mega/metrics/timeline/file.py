@@ -80,7 +80,7 @@ def decode_timeline(line: bytes) -> StepTimeline:
             scoring=loads(record["scoring"]),
             engines={str(name): loads(parts) for name, parts in record["engines"].items()},
         )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a record of a timeline ({error!r})") from error
 
 

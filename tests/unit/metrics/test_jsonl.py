@@ -97,12 +97,3 @@ def test_drop_leaves_the_old_file_whole_when_replacing_it_fails(tmp_path, monkey
     with pytest.raises(OSError, match="crash"):
         drop_from_step(path, 1)
     assert path.read_text() == content
-
-
-def test_drop_does_not_touch_a_damaged_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    content = "damaged\n" + encode_line(1, {"a/b": 1.0})
-    path.write_text(content)
-    with pytest.raises(ValueError, match="line 1"):
-        drop_from_step(path, 1)
-    assert path.read_text() == content
