@@ -1,7 +1,7 @@
-"""Draw the training curves of a run, alone or against other runs, as one PNG; or what it did when.
+"""Draw the training curves of a run, or of several over one another, as one PNG; or what a run did when.
 
 dapo-mega plot runs/dapo-7b
-dapo-mega plot runs/dapo-7b --compare runs/grpo-7b --output dapo-and-grpo.png
+dapo-mega plot runs/dapo-7b runs/grpo-7b --output dapo-and-grpo.png
 dapo-mega plot runs/dapo-7b --timeline --steps 10:12
 dapo-mega plot runs/dapo-7b --timeline --step 10 --output step_10.json.gz
 """
@@ -24,15 +24,17 @@ _STEPS = re.compile(r"(?=.*\d)(\d*):(\d*)")
 def main(argv: Sequence[str] | None = None) -> None:
     """Plot as the arguments say. Raises InputError if a run has nothing that can be drawn."""
     parser = argparse.ArgumentParser(description="Draw the training curves of a run, or a timeline of its steps.")
-    parser.add_argument("run_dir", type=Path, help="folder of the run, which holds metrics.jsonl and timeline.jsonl")
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, which holds metrics.jsonl"
+    )
     parser.add_argument(
         "--output",
         type=Path,
-        help="PNG file to write (default: RUN_DIR/curves.png or RUN_DIR/timeline.png); with --timeline also .json or "
-        ".json.gz, which ui.perfetto.dev and chrome://tracing open",
+        help="PNG file to write (default: curves.png or timeline.png in the first RUN_DIR); with --timeline "
+        "also .json or .json.gz, which ui.perfetto.dev and chrome://tracing open",
     )
     parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="OTHER_RUN_DIR", help="runs to draw over it"
+        "--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="the same as naming them without it"
     )
     parser.add_argument("--timeline", action="store_true", help="draw what trainer and engines did when")
     parser.add_argument("--step", type=int, help="the step of --timeline")
@@ -41,26 +43,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="A:B",
         help=f"the steps of --timeline; without A or B from the first or to the last (default: the last {NUM_SHOWN})",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.timeline:
         _plot_timeline(arguments)
         return
     if arguments.step is not None or arguments.steps is not None:
         raise InputError("--step and --steps choose what --timeline draws; add --timeline, or leave them out")
-    output = arguments.output or arguments.run_dir / "curves.png"
+    run_dirs: list[Path] = [*arguments.run_dirs, *arguments.compare]
+    output = arguments.output or run_dirs[0] / "curves.png"
     try:
-        plot_run([arguments.run_dir, *arguments.compare], output)
+        plot_run(run_dirs, output)
     except ValueError as error:
         raise InputError(str(error)) from error
-    print("\n".join(before_and_after(arguments.run_dir)))
+    for run_dir in run_dirs:
+        if len(run_dirs) > 1:
+            print(f"{run_dir}:")
+        print("\n".join(before_and_after(run_dir)))
     print(f"curves: {output}")
 
 
 def _plot_timeline(arguments: argparse.Namespace) -> None:
-    if arguments.compare:
-        raise InputError("--timeline draws one run; leave out --compare")
+    if len(arguments.run_dirs) > 1 or arguments.compare:
+        raise InputError("--timeline draws one run; give one folder")
     first, last = _chosen_steps(arguments.step, arguments.steps)
-    run_dir: Path = arguments.run_dir
+    run_dir: Path = arguments.run_dirs[0]
     output: Path = arguments.output or run_dir / "timeline.png"
     name = output.name.lower()
     if not name.endswith((".png", ".json", ".json.gz")):

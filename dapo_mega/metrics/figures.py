@@ -1,15 +1,18 @@
-"""The training curves that the DAPO paper monitors (arXiv 2503.14476, figures 2, 3 and 7)."""
+"""The curves to watch a run by: those that the DAPO paper monitors (arXiv 2503.14476, figures 2, 3 and 7) and more."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from dapo_mega.metrics import names
+
+_ANY = "<name>"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a figure."""
+    """One metric of a figure, or with `<name>` in it a family."""
 
     metric: str
     label: str
@@ -18,7 +21,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves that are drawn over one another."""
+    """Curves that are drawn over one another; those of families once for each name."""
 
     title: str
     y_label: str
@@ -30,8 +33,9 @@ FIGURES = (
         "Reward",
         "mean reward",
         (
-            Curve(names.REWARD_MEAN, "with length shaping"),
-            Curve(names.ACCURACY_REWARD_MEAN, "correctness only"),
+            Curve(names.REWARD_MEAN, "training"),
+            Curve(names.ACCURACY_REWARD_MEAN, "training, without length rewards"),
+            Curve(names.EVALUATION_REWARD_MEAN, "evaluation", is_evaluation=True),
         ),
     ),
     Figure(
@@ -52,8 +56,16 @@ FIGURES = (
         ),
     ),
     Figure("Generation entropy", "nats per token", (Curve(names.ENTROPY, "entropy"),)),
+    Figure("Loss", "loss", (Curve(names.LOSS, "loss"),)),
     Figure(
-        "Probability of generated tokens", "mean probability", (Curve(names.MEAN_TOKEN_PROBABILITY, "probability"),)
+        "KL divergence",
+        "nats per token",
+        (Curve(names.KL_TO_OLD, "to the step's start"), Curve(names.KL_TO_REFERENCE, "to the starting model")),
+    ),
+    Figure(
+        "Reward: <name>",
+        "mean of this part",
+        (Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation", is_evaluation=True)),
     ),
     Figure(
         "Groups by outcome",
@@ -64,6 +76,28 @@ FIGURES = (
             Curve(names.ALL_WRONG_SHARE, "all wrong"),
         ),
     ),
+    Figure(
+        "Probability of generated tokens", "mean probability", (Curve(names.MEAN_TOKEN_PROBABILITY, "probability"),)
+    ),
+    Figure("Engines against trainer", "mean |log-prob difference|, nats", (Curve(names.LOGPROB_DIFFERENCE, "nats"),)),
+    Figure("Gradient", "norm", (Curve(names.GRAD_NORM, "policy"), Curve("critic/grad_norm", "critic"))),
+    Figure("Critic: loss", "reward^2", (Curve("critic/value_loss", "loss"),)),
+    Figure("Critic: explained variance", "share", (Curve("critic/explained_variance", "share"),)),
 )
-MAIN_METRICS = tuple(curve.metric for figure in FIGURES for curve in figure.curves)
+MAIN_METRICS = tuple(curve.metric for figure in FIGURES for curve in figure.curves if _ANY not in curve.metric)
 """What runs are compared by."""
+
+
+def figures_of(metrics: Collection[str]) -> list[Figure]:
+    """The figures that have a curve among these metrics, with a figure for each name of a family, such as each part of
+    the reward."""
+    found = []
+    for figure in FIGURES:
+        if _ANY not in figure.title:
+            found += [figure] if any(curve.metric in metrics for curve in figure.curves) else []
+            continue
+        starts = tuple(curve.metric.removesuffix(_ANY) for curve in figure.curves)
+        for name in dict.fromkeys(metric.partition("_")[2] for metric in metrics if metric.startswith(starts)):
+            curves = tuple(replace(curve, metric=curve.metric.replace(_ANY, name)) for curve in figure.curves)
+            found.append(Figure(figure.title.replace(_ANY, name), figure.y_label, curves))
+    return found

@@ -1,7 +1,7 @@
-"""Plots the training curves that the DAPO paper monitors, as one PNG."""
+"""Plots the curves to watch a run by, as one PNG."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ class _Run:
 
 
 _LINE_STYLES = ("-", "--", ":")
+_COLUMNS = 3
 _NOT_FINITE_COLOR = "crimson"
 _NOT_FINITE_LABEL = "not finite"
 
@@ -29,8 +30,9 @@ def plot_run(run_dirs: Sequence[Path], output: Path) -> None:
     """Draw the curves of one run, or of several over one another, into the PNG file `output`.
 
     With one run the colours tell its curves apart; with several, the colours are the runs. Steps whose
-    value is NaN or infinite get a red cross at the foot of the panel. `output` is replaced as a whole
-    or not touched. Raises ValueError, in one line, for runs without metrics and for a bad output.
+    value is NaN or infinite get a red cross at the foot of the panel. There is a panel for what any of the runs has.
+    `output` is replaced as a whole or not touched. Raises ValueError, in one line, for runs without metrics, a run
+    given twice, and a bad output.
     """
     runs = _load_runs(run_dirs)
     if output.suffix.lower() != ".png":
@@ -53,6 +55,8 @@ def save_png(figure: "Figure", output: Path) -> None:
 def _load_runs(run_dirs: Sequence[Path]) -> list[_Run]:
     if not run_dirs:
         raise ValueError("no run to plot")
+    if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
+        raise ValueError("a run is given twice; give each once")
     folder_names = [run_dir.absolute().name for run_dir in run_dirs]
     labels = folder_names if len(set(folder_names)) == len(run_dirs) else [str(path) for path in run_dirs]
     return [_Run(label, _load(run_dir)) for label, run_dir in zip(labels, run_dirs, strict=True)]
@@ -67,10 +71,13 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     records = read_metrics(path)
     if not records:
         raise ValueError(f"{path} holds no complete step yet")
-    drawn = set(figures.MAIN_METRICS)
-    if not any(drawn & record.keys() for record in records):
+    if not figures.figures_of(_names(records)):
         raise ValueError(f"{path} holds none of the metrics that are drawn, such as {names.REWARD_MEAN}")
     return records
+
+
+def _names(records: Iterable[Mapping[str, float]]) -> dict[str, None]:
+    return dict.fromkeys(name for record in records for name in record)
 
 
 def empty_figure(width: float, height: float) -> "Figure":
@@ -85,9 +92,11 @@ def empty_figure(width: float, height: float) -> "Figure":
 
 
 def _draw(runs: Sequence[_Run]) -> "Figure":
-    figure = empty_figure(15, 8)
-    for axes, panel in zip(figure.subplots(2, 3).flat, figures.FIGURES, strict=True):
-        _draw_panel(axes, panel, runs)
+    panels = figures.figures_of(_names(record for run in runs for record in run.records))
+    num_rows = -(-len(panels) // _COLUMNS)
+    figure = empty_figure(15, 4 * num_rows)
+    for number, panel in enumerate(panels, start=1):
+        _draw_panel(figure.add_subplot(num_rows, _COLUMNS, number), panel, runs)
     title = f"Run {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"
     # parse_math=False: a dollar sign in a folder's name is no formula.
     figure.suptitle(title, parse_math=False)
@@ -97,27 +106,24 @@ def _draw(runs: Sequence[_Run]) -> "Figure":
 
 
 def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[_Run]) -> None:
-    axes.set_title(panel.title)
+    axes.set_title(panel.title, parse_math=False)
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
-    is_empty = True
     for run_index, run in enumerate(runs):
         for curve_index, curve in enumerate(panel.curves):
             color_index = curve_index if len(runs) == 1 else run_index
-            is_drawn = _draw_curve(axes, curve, run, f"C{color_index % 10}", _LINE_STYLES[curve_index])
-            is_empty = is_empty and not is_drawn
-    if is_empty:
-        axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
-    elif len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
+            _draw_curve(axes, curve, run, f"C{color_index % 10}", _LINE_STYLES[curve_index])
+    if len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
         _add_curve_legend(axes)
 
 
-def _draw_curve(axes: "Axes", curve: figures.Curve, run: _Run, color: str, line_style: str) -> bool:
-    """Draw one curve of one run; False if the run has no such metric."""
+def _draw_curve(axes: "Axes", curve: figures.Curve, run: _Run, color: str, line_style: str) -> None:
+    """Draw one curve of one run, if the run has such a metric."""
     points = [(record["step"], record[curve.metric]) for record in run.records if curve.metric in record]
     if not points:
-        return False
+        return
     # A point between two gaps has no line to be seen by, so short and sparse curves get markers.
     marker = "o" if curve.is_evaluation else "." if len(points) <= 30 else None
     steps = [step for step, _ in points]
@@ -133,7 +139,6 @@ def _draw_curve(axes: "Axes", curve: figures.Curve, run: _Run, color: str, line_
             transform=axes.get_xaxis_transform(),
             label=_NOT_FINITE_LABEL,
         )
-    return True
 
 
 def _add_curve_legend(axes: "Axes") -> None:

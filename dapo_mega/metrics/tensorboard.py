@@ -1,5 +1,5 @@
-"""A run in TensorBoard: curves, histograms, texts, the paper's figures as a layout of custom scalars, hyper-parameters,
-and what the catalogue says of the metrics."""
+"""A run in TensorBoard: curves, histograms, texts, the figures of `figures.py` as a layout of custom scalars,
+hyper-parameters, and what the catalogue says of the metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _WATCHED: Final = frozenset(
     {
         *(names.REWARD_MEAN, names.ACCURACY_MEAN, names.RESPONSE_LENGTH_MEAN, names.ENTROPY, names.KEPT_SHARE),
-        *(names.EVALUATION_AVG_AT_K, "evaluation/reward_mean", "rollout/logprob_abs_diff_mean", "policy/loss"),
+        *(names.EVALUATION_AVG_AT_K, names.EVALUATION_REWARD_MEAN, names.LOGPROB_DIFFERENCE, names.LOSS),
     }
 )
 
@@ -69,7 +69,7 @@ class TensorBoardLog:
         if self._is_described:
             return
         self._writer.add_custom_scalars(
-            {"The DAPO paper's figures": {figure.title: ["Multiline", _tags(figure)] for figure in figures.FIGURES}}
+            {"What to watch": {figure.title: ["Multiline", _tags(figure)] for figure in figures.FIGURES}}
         )
         assert self._writer.file_writer is not None
         for summary in _hyper_parameters(run):
@@ -116,8 +116,8 @@ class TensorBoardLog:
 
 
 def _tags(figure: figures.Figure) -> list[str]:
-    """Patterns that match the figure's metrics and no others."""
-    return [f"^{re.escape(curve.metric)}$" for curve in figure.curves]
+    """Patterns that match the figure's metrics, whole families too, and no others."""
+    return [f"^{re.escape(curve.metric).replace('<name>', '.+')}$" for curve in figure.curves]
 
 
 def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:

@@ -20,6 +20,7 @@ from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, describe
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "dapo_mega" / "metrics" / "README.md"
 NAME = re.compile(r"[a-z_]+/[a-z<][a-z0-9_<>]*")
+FAMILIES = {metric.name for metric in CATALOGUE}
 KNOWN_PREFIX = re.compile("|".join(f"{prefix}/" for prefix in PREFIXES))
 
 
@@ -122,7 +123,7 @@ def test_every_metric_that_is_read_is_described():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                 is_name = NAME.fullmatch(node.value) and KNOWN_PREFIX.match(node.value)
-                if is_name and describe(node.value) is None:
+                if is_name and describe(node.value) is None and node.value not in FAMILIES:
                     offenders.append(f"{path}:{node.lineno} {node.value}")
     assert not offenders, "\n".join(offenders)
 

@@ -56,9 +56,36 @@ def test_the_curves_hold_the_recorded_points(tmp_path):
     assert list(accuracy["training"].get_xdata()) == list(range(8))
 
 
+def write_records(run_dir: Path, *records: dict[str, float]) -> Path:
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("".join(encode_line(step, record) for step, record in enumerate(records)))
+    return run_dir
+
+
+def test_parts_of_the_reward_and_held_out_reward_are_drawn_of_every_run_that_has_them(tmp_path):
+    own = write_records(
+        tmp_path / "own",
+        {"evaluation/reward_mean": 0.1, "evaluation/part_a_b": 0.5},
+        {"rollout/reward_mean": 0.2, "reward/part_a_b": 0.6, "reward/part_long$": 7.0},
+    )
+    other = write_records(tmp_path / "other", {}, {"rollout/reward_mean": 0.3, "reward/part_a_b": 0.9})
+    sft = write_records(tmp_path / "sft", {"policy/loss": 2.0})
+    panels = {axes.get_title(): axes for axes in _draw(_load_runs([own, other, sft])).axes}
+    assert list(panels) == ["Reward", "Loss", "Reward: a_b", "Reward: long$"]
+    drawn = {
+        title: [(line.get_color(), line.get_label(), list(line.get_ydata())) for line in axes.lines]
+        for title, axes in panels.items()
+    }
+    assert drawn["Reward"] == [("C0", "training", [0.2]), ("C0", "evaluation", [0.1]), ("C1", "training", [0.3])]
+    assert drawn["Loss"] == [("C2", "loss", [2.0])]
+    assert drawn["Reward: a_b"] == [("C0", "training", [0.6]), ("C0", "evaluation", [0.5]), ("C1", "training", [0.9])]
+    assert drawn["Reward: long$"] == [("C0", "training", [7.0])]
+
+
 def test_a_value_that_is_not_finite_is_marked_at_its_step(tmp_path):
     figure = _draw(_load_runs([write_run(tmp_path / "run")]))
-    entropy, marks = figure.axes[3].lines
+    (panel,) = (axes for axes in figure.axes if axes.get_title() == "Generation entropy")
+    entropy, marks = panel.lines
     assert math.isnan(entropy.get_ydata()[3])
     assert list(marks.get_xdata()) == [3]
     assert marks.get_label() == "not finite"
@@ -127,15 +154,21 @@ def test_a_bad_output_is_refused(tmp_path):
         plot_run([run_dir], tmp_path / "curves.pdf")
     with pytest.raises(ValueError, match="does not exist"):
         plot_run([run_dir], tmp_path / "missing" / "curves.png")
+    with pytest.raises(ValueError, match="given twice"):
+        plot_run([run_dir, run_dir / "."], tmp_path / "curves.png")
 
 
 def test_the_tool_draws_and_compares(tmp_path):
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", num_steps=50)
-    result = run_tool(first, "--compare", second)
+    result = run_tool(first, second, "--compare", write_records(tmp_path / "own", {"evaluation/reward_mean": 0.5}))
     assert result.returncode == 0
     *summary, last = result.stdout.splitlines()
     assert last == f"curves: {first / 'curves.png'}"
+    assert [line for line in summary if line.endswith(":")] == [
+        f"{tmp_path / name}:" for name in ("first", "second", "own")
+    ]
     assert any(line.startswith("held-out accuracy (avg@k)") and "0.250 -> 0.450" in line for line in summary)
+    assert summary[-1].split()[-7:-3] == ["0.500", "->", "0.500", "(steps"]
     assert imread(first / "curves.png").shape == (960, 1800, 4)
 
 

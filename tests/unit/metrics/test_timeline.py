@@ -221,7 +221,7 @@ def test_the_command_draws_the_last_steps_and_writes_traces(tmp_path, capsys):
         (["run", "--timeline", "--steps", "3:2"], "steps 3 to 2 are not in"),
         (["run", "--timeline", "--steps", "2-3"], "--steps 2-3 is not of the form A:B"),
         (["run", "--timeline", "--steps", "1:2", "--step", "1"], "exclude each other"),
-        (["run", "--timeline", "--compare", "run"], "leave out --compare"),
+        (["run", "--timeline", "--compare", "run"], "one run"),
         (["run", "--timeline", "--output", "x.pdf"], r"output x\.pdf must end in \.png, \.json or \.json\.gz"),
         (["run", "--timeline", "--output", "missing/x.json"], "the folder of the output missing/x.json does not exist"),
         (["run", "--step", "1"], "add --timeline"),
