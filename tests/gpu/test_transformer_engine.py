@@ -32,12 +32,19 @@ def processes():
     stop_processes()
 
 
+def packed_for(subject):
+    return pack(
+        flatten(make_samples(16, all_in_loss=True)),
+        PackingLayout(multiple_of=subject.token_multiple),
+        max_response_tokens=64,
+    )
+
+
 def score_and_update(subject):
     """Scores of a batch before an update, the update's metrics, and scores after it."""
     from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 
-    samples = flatten(make_samples(16, all_in_loss=True))
-    batch = pack(samples, PackingLayout(multiple_of=subject.token_multiple), max_response_tokens=64)
+    batch = packed_for(subject)
     before = subject.score([batch])[0].logprobs
     metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(LossSettings()))
     return before, metrics, subject.score([batch])[0].logprobs
@@ -86,12 +93,27 @@ def test_delayed_scaling_has_scales_before_the_first_update(tmp_path, processes,
     torch.nn.init.normal_(model.lm_head.weight, std=3.0 / 16)  # Logits of standard deviation 3.
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     fp8 = {"scaling": "delayed", "amax_history": 16, "params": params}
-    of_local, of_delayed = (
-        score_and_update(device_policy(tmp_path, processes, name, **compute))[0]
-        for name, compute in (("local", {}), ("transformer_engine", {"fp8": fp8}))
-    )
+    of_local = score_and_update(device_policy(tmp_path, processes, "local"))[0]
+    subject = device_policy(tmp_path, processes, "transformer_engine", fp8=fp8)
+    subject.score([packed_for(subject)])
+    scales = input_scales(subject)
+    of_delayed = score_and_update(subject)[0]
     # 0.01 with scales; 0.12 without, on the emulated device.
     assert (of_delayed - of_local).abs().mean() < 0.03
+    # The same tokens show the same largest values again, to within a step of bf16: they came out of layers that had
+    # scales themselves.
+    assert scales
+    for name, scale in input_scales(subject).items():
+        assert scale == pytest.approx(scales[name], rel=2**-8), name
+
+
+def input_scales(subject):
+    """Of each product whose scales follow the passes before."""
+    return {
+        name: float(module.fp8_meta["scaling_fwd"].scale[0])
+        for name, module in subject.chunks[0].named_modules()
+        if "scaling_fwd" in getattr(module, "fp8_meta", {})
+    }
 
 
 @pytest.mark.parametrize(

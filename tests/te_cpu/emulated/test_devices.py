@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch.nn import functional
 
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
-from dapo_mega.config import PRESETS, ParallelConfig
+from dapo_mega.config import PRESETS, ParallelConfig, SftConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.engines.sglang.weight_protocol import unpack_changes
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
@@ -24,6 +26,7 @@ from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.sglang_plugin.patches import make_patch
 from dapo_mega.training import loop as trainer
+from dapo_mega.training.sft import run_sft
 from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from tests import te_cpu
@@ -45,7 +48,7 @@ def indices(device, *shape):
     return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
-def saved(tensor, **options):
+def saved_and_loaded(tensor, **options):
     file = io.BytesIO()
     torch.save({"a": tensor}, file)
     file.seek(0)
@@ -131,9 +134,9 @@ TAKEN = {
     "nonzero": (lambda: on(CUDA, 3).nonzero(), CUDA),
     "bincount": (lambda: torch.bincount(indices(CUDA, 2)), CUDA),
     "sums of whole numbers": (lambda: indices(CUDA, 3).cumsum(0), CUDA),
-    "saved": (lambda: saved(on(CUDA, 3)), CUDA),
-    "saved, to the host": (lambda: saved(on(CUDA, 3), map_location="cpu"), CPU),
-    "saved from the host to the GPU": (lambda: saved(on(CPU, 3), map_location="cuda"), CUDA),
+    "saved": (lambda: saved_and_loaded(on(CUDA, 3)), CUDA),
+    "saved, to the host": (lambda: saved_and_loaded(on(CUDA, 3), map_location="cpu"), CPU),
+    "saved from the host to the GPU": (lambda: saved_and_loaded(on(CPU, 3), map_location="cuda"), CUDA),
     "pinned": (lambda: on(CPU, 3).pin_memory(), CPU),
     "generator": (lambda: torch.randn(3, device="cuda", generator=torch.Generator("cuda")), CUDA),
     "gradient": (lambda: gradient_of(lambda t: t.max() + t[:2].prod() + t.gather(0, indices(CUDA, 1)), CUDA), CUDA),
@@ -300,6 +303,8 @@ def run(folder, models, case, place=None):
                 dist.init_process_group("nccl", store=place[0], rank=place[1], world_size=2)
             training_run = stack.enter_context(training_run_of(values))
             assert all(devices.on_gpu(p) for chunk in training_run.policy.chunks for p in chunk.parameters())
+            if saved := training_run.store.latest():
+                trainer.restore(training_run, training_run.store.load(training_run.policy, saved, training_run.critic))
             trainer.train(training_run)
             return recorded(training_run) if training_run.controller else None
     finally:
@@ -342,6 +347,35 @@ def test_no_step_of_training_mixes_devices(tmp_path, models, name):
     assert [record["step"] for record in records] == list(range(1, RUNS[name].get("num_steps", 2) + 1))
     assert all(record["policy/grad_norm"] > 0 for record in records)
     assert records[-1]["rollout/logprob_abs_diff_mean"] < (0.5 if name in FP8 else 0.05)
+
+
+def test_a_resumed_run_mixes_no_devices(tmp_path, models):
+    """Loading brings the policy, its critic, their optimizers and FP8 scales back to the GPU."""
+    case = {"algorithm": {"preset": "ppo"}, "checkpoint": {"every": 1}, **FP8["delayed"]}
+    run(tmp_path, models, {**case, "num_steps": 1})
+    (record,) = run(tmp_path, models, case)
+    assert record["step"] == 2
+    assert all(record[f"{model}/grad_norm"] > 0 for model in ("policy", "critic"))
+
+
+def test_supervised_training_mixes_no_devices(tmp_path, models):
+    rows = {"prompt": [f"{i}?" for i in range(20)], "response": [str(i) for i in range(20)]}
+    pq.write_table(pa.table(rows), tmp_path / "demonstrations.parquet")
+    values = {
+        "output_dir": str(tmp_path / "run"),
+        "batch_samples": 8,
+        "model": {"path": str(models["dense"]), "dtype": "bf16"},
+        "compute": FP8["blockwise parameters"]["compute"],
+        "data": {"max_tokens": 16, "train": {"path": str(tmp_path / "demonstrations.parquet"), "template": "as_is"}},
+        "checkpoint": {"every": 1},
+    }
+    with devices.pretending():
+        for num_steps in (1, 2):  # The second run loads what the first has saved.
+            run_sft(SftConfig.model_validate({**values, "num_steps": num_steps}), accept_changes=True)
+            te_cpu.forget_models()
+    losses = [record["policy/loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 2
+    assert all(loss > 0 for loss in losses)
 
 
 def test_what_engines_are_sent_is_on_the_gpu(models):

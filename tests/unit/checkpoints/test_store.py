@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
 from dapo_mega.batching.microbatch import pack
@@ -86,7 +87,12 @@ def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dty
     writer_released.set()
     store.finish(first)
     second = policy(model, processes, dtype)
+    tracker = get_cuda_rng_tracker()
+    kept = tracker.get_states()
+    tracker.set_states({name: torch.zeros_like(state) for name, state in kept.items()})
     loaded = store.load(second, store.latest())
+    assert kept
+    assert all(torch.equal(tracker.get_states()[name], state) for name, state in kept.items())
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
     assert (loaded.step, loaded.values["collector"]) == (2, {"position": 7})
     assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]

@@ -14,9 +14,10 @@ from megatron.core.transformer import TransformerConfig, transformer_config
 
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
-from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model
+from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model, value_model
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
 from dapo_mega.models.rope import YarnScaling
+from dapo_mega.training import build
 
 from .test_compute_checks import DENSE
 
@@ -29,14 +30,23 @@ class Made:
 
     def __init__(self, patch):
         self.settings = {}
+        self.models = {}
+        """By the names of their classes."""
+        for name in ("MegatronPolicy", "ScoringModel", "ValueModel"):
+            patch.setattr(build, name, partial(self.model, name, getattr(build, name)))
         for place, name, make in (
             (megatron_policy, "PolicyStage", self.stage),
+            (value_model, "ValueStage", self.stage),
             (model, "Float16Module", lambda config, stage: stage),
             (model, "DistributedDataParallel", self.wrapped),
             (trained_model, "get_megatron_optimizer", self.optimizer),
             (trained_model, "OptimizerParamScheduler", self.schedule),
         ):
             patch.setattr(place, name, make)
+
+    def model(self, name, make, *arguments, **options):
+        self.settings = self.models[name] = {}
+        make(*arguments, **options)
 
     def stage(self, config, spec, **arguments):
         self.note("transformer", fields(config))
@@ -57,7 +67,7 @@ class Made:
         self.note("schedule", arguments)
 
     def note(self, kind, values):
-        self.settings |= {f"{kind}.{name}": value for name, value in values.items()}
+        self.settings.update({f"{kind}.{name}": value for name, value in values.items()})
 
 
 def fields(config):
@@ -72,8 +82,8 @@ def settings(monkeypatch):
     ends = {f"is_pipeline_{end}_stage": lambda **_: True for end in ("first", "last")}
     monkeypatch.setattr(model, "parallel_state", SimpleNamespace(**ends))
     monkeypatch.setattr(model, "block_spec", lambda *_: None)
-    monkeypatch.setattr(megatron_policy, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
-    monkeypatch.setattr(megatron_model, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
+    for place in (megatron_policy, megatron_model, value_model):
+        monkeypatch.setattr(place, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
     monkeypatch.setattr(megatron_model, "load_weights", lambda *_: None)
     monkeypatch.setattr(megatron_model, "get_forward_backward_func", lambda: None)
     monkeypatch.setattr(megatron_model, "unwrapped", lambda chunk: chunk)
@@ -87,25 +97,39 @@ def settings(monkeypatch):
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda version: True)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
 
-    def settings_of(*, arch=None, model=None, parallel=None, compute=None, optimizer=None, machine="gpu te"):
+    def settings_of(
+        *,
+        arch=None,
+        model=None,
+        parallel=None,
+        compute=None,
+        optimizer=None,
+        machine="gpu te",
+        of="MegatronPolicy",
+    ):
         monkeypatch.setattr(accelerator, "has_gpu", lambda: "gpu" in machine)
         found = {"transformer_engine": "te" in machine, "fused_weight_gradient_mlp_cuda": "apex" in machine}
         monkeypatch.setattr(layer_specs.importlib.util, "find_spec", lambda name: found.get(name) or None)
         architecture = dataclasses.replace(DENSE, **(arch or {}))
         stored = SimpleNamespace(arch=architecture, family=None, config=None, source=None)
         monkeypatch.setattr(megatron_policy, "open_policy", lambda path: stored)
-        made.settings = {}
-        megatron_policy.MegatronPolicy(
-            ModelConfig(path="model", **(model or {})),
-            ParallelConfig(**(parallel or {})),
-            OptimizerConfig(**(optimizer or {})),
-            SimpleNamespace(control=None),
-            temperature=0.7,
-            updates_per_step=3,
-            num_steps=50,
+        monkeypatch.setattr(value_model, "open_value_model", lambda path: stored)
+        made.models = {}
+        config = SimpleNamespace(
+            model=ModelConfig(path="model", **(model or {})),
+            parallel=ParallelConfig(**(parallel or {})),
+            optimizer=OptimizerConfig(**(optimizer or {})),
             compute=ComputeConfig(**(compute or {})),
+            rollout=SimpleNamespace(temperature=0.7),
+            batch=SimpleNamespace(updates_per_step=3),
+            num_steps=50,
+            algorithm=SimpleNamespace(kl=SimpleNamespace(coefficient=0.1)),
+            uses_critic=True,
+            critic_model=ModelConfig(path="critic", **(model or {})),
+            critic_optimizer=OptimizerConfig(learning_rate=0.25, warmup_steps=40),
         )
-        return made.settings
+        build.build_models(config, SimpleNamespace(control=None))
+        return made.models[of]
 
     return settings_of
 
@@ -420,3 +444,38 @@ def test_a_section_changes_what_it_names_and_nothing_else(settings):
         got, wanted = settings(**sections), {**base, **expected}
         wrong += [(sections, name, got.get(name)) for name in wanted.keys() | got if got.get(name) != wanted.get(name)]
     assert not wrong
+
+
+ALL_OF_COMPUTE = {
+    "recompute": "selective",
+    "recompute_modules": ["mlp"],
+    **OVERLAP,
+    "optimizer_offload": 0.5,
+    "deterministic": True,
+    "fused_output_layer": False,
+}
+
+
+@pytest.mark.parametrize("scaling", ["none", "blockwise", "delayed"])
+def test_a_runs_reference_and_critic_compute_as_its_policy(settings, scaling):
+    """But for what is theirs: a frozen copy learns nothing, so it has no gradients and no scales of earlier passes."""
+    sections = {
+        "parallel": {"expert": 2},
+        "arch": experts(),
+        "compute": {**ALL_OF_COMPUTE, "fp8": {"scaling": scaling, "format": "e4m3", "amax_history": 7}},
+        "optimizer": {"beta1": 0.5, "clip_grad": 0.25},
+    }
+    policy, reference, critic = (
+        settings(**sections, of=name) for name in ("MegatronPolicy", "ScoringModel", "ValueModel")
+    )
+    of_learning = ("ddp", "optimizer", "schedule", "transformer.no_sync_func")
+    computed = {name: value for name, value in policy.items() if not name.startswith(of_learning)}
+    recipe = {"transformer.fp8_recipe": "tensorwise"} if scaling == "delayed" else {}
+    assert {name: value for name, value in reference.items() if not name.startswith(of_learning)} == computed | recipe
+    assert reference["transformer.no_sync_func"] is None
+    own = of("optimizer", lr=0.25, min_lr=0.25, adam_beta1=0.9, clip_grad=1.0)
+    own |= of("schedule", max_lr=0.25, min_lr=0.25, lr_warmup_steps=120)
+    heads = ("stage.temperature", "stage.true_vocab_size", "stage.fused", "stage.share_embeddings_and_output_weights")
+    assert {name: value for name, value in critic.items() if name != "stage.has_bias"} == {
+        name: value for name, value in (policy | own).items() if name not in heads
+    }
