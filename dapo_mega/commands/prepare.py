@@ -124,7 +124,11 @@ def inspect(options: argparse.Namespace) -> None:
             f"no column {column!r}: to see a prompt as it is asked, add --prompt-column with one of the columns above"
         )
         return
-    prompt = render_prompt(first.value(column, "--prompt-column"), options.template)
+    value = first.value(column, "--prompt-column")
+    try:
+        prompt = render_prompt(value, options.template)
+    except InputError as error:
+        raise InputError(f"{first.where}: {error}") from error
     print(f"first prompt ({column}, template {options.template}):\n{prompt}")
 
 

@@ -17,7 +17,7 @@ from dapo_mega.errors import InputError
 _EXTRACTION = {"verbatim": "none", "boxed": "boxed", "gsm8k": "gsm8k"}
 """`SourceConfig.ground_truth_style` in the names of `dapo_mega.rewards`."""
 
-_JSON_TEXTS = re.compile(r'\s*\[\s*"')
+_JSON_TEXTS = re.compile(r'\s*[\[{]\s*"')
 
 
 def ground_truth_text(row: Row, config: SourceConfig) -> str:
@@ -46,7 +46,8 @@ def _listed(value: Any) -> list[Any]:
     """The answers of a value: its items if it is a list, also one of texts that is written as JSON."""
     if isinstance(value, str) and _JSON_TEXTS.match(value):
         with contextlib.suppress(ValueError, RecursionError):
-            return list(json.loads(value))
+            found = json.loads(value)
+            return found if isinstance(found, list) else [found]
     return value if isinstance(value, list) else [value]
 
 

@@ -48,7 +48,7 @@ TEMPLATES: Mapping[str, str] = {
 Message = Mapping[str, str]
 """One turn of a conversation: `role` and `content`."""
 
-_BEGINS_AS_MESSAGES = re.compile(r"""[\s\ufeff]*(?:array\()?[\[{][\s{]*['"]\w+['"]\s*:""")
+_BEGINS_AS_MESSAGES = re.compile(r"""[\s\ufeff]*(?:array\()?[\[{][\s\[{]*['"]\w+['"]\s*:""")
 _MESSAGE_FIELDS = [(f"{q}{a}{q}", f"{q}{b}{q}") for q in "'\"" for a, b in (("role", "content"), ("from", "value"))]
 
 
@@ -103,13 +103,13 @@ def as_messages(prompt: Any) -> list[dict[str, str]]:
 def _written_messages(text: str) -> Any:
     """The list of messages that a text spells, and the text if it spells none. Raises `InputError` for one that begins
     as such a list and cannot be read."""
+    if text[:2] == '"[' and isinstance(inner := _parsed(text), str):  # Written as JSON twice.
+        return _written_messages(inner) if _BEGINS_AS_MESSAGES.match(inner) else text
     if not (_BEGINS_AS_MESSAGES.match(text) and any(a in text and b in text for a, b in _MESSAGE_FIELDS)):
         return text
     bare = text.strip().strip("\ufeff").strip()
-    for parse in (partial(json.loads, strict=False), ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            found = parse(bare)
-            return found if isinstance(found, list) else [found]
+    if (found := _parsed(bare)) is not None:
+        return found if isinstance(found, list) else [found]
     if bare.startswith("{"):  # A problem about an object that looks so.
         return text
     raise InputError(
@@ -128,6 +128,14 @@ def refuse_shown_answer(messages: Sequence[Message]) -> None:
                 f"({message['content'][:60]!r}), which would be shown to the policy as part of its prompt; end each "
                 f"prompt with the user's message"
             )
+
+
+def _parsed(text: str) -> Any:
+    """What a text says as JSON, or as Python writes values; None where it is neither."""
+    for parse in (partial(json.loads, strict=False), ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    return None
 
 
 def response_text(value: Any) -> str:

@@ -109,10 +109,11 @@ def evaluation_problems(
     frames = instruction_frames("auto")
     for row in source.rows():
         column = config.prompt or next((c for c in _PROBLEM_COLUMNS if row.optional(c) is not None), "prompt")
+        value = row.value(column, f"decontamination.sets.{name}.prompt")
         try:
-            messages = as_messages(row.value(column, f"decontamination.sets.{name}.prompt"))
+            messages = as_messages(value)
         except InputError as error:
-            raise InputError(f"decontamination set {name}: {error}") from error
+            raise InputError(f"decontamination set {row.where}: {error}") from error
         text = next(message["content"] for message in reversed(messages) if message["role"] == "user")
         bare = without_instruction(text, frames)
         problems.append(EvaluationProblem(row.where, text if bare is None else bare))

@@ -52,6 +52,7 @@ MESSAGES_AS_TEXT = [
     " \ufeff" + json.dumps([USER], indent=1),
     str([USER]),
     json.dumps(USER),
+    json.dumps(json.dumps([USER])),
     json.dumps([{"from": "human", "value": "6 x 7?"}]),
     '[{"role": "user", "content": "6 x 7?", "name": null}]',
 ]
@@ -70,6 +71,7 @@ REFUSED_PROMPTS = [
     (str([USER]).replace("}", "}\n {'a': 1}"), "neither JSON nor a Python list"),
     (f"array({[USER]}, dtype=object)", "neither JSON nor a Python list"),
     (json.dumps({"messages": [USER]}), "a message must be a record"),
+    (json.dumps([[USER]]), "a message must be a record"),
     (json.dumps([USER, ASSISTANT]), "role 'assistant' .'It is 42.'., which would be shown to the policy"),
     ([USER, ASSISTANT], "role 'assistant'"),
     ([USER, {"role": "model", "content": ""}], "role 'model'"),

@@ -12,6 +12,7 @@ from dapo_mega.data.prompts import (
     PromptDataset,
     check_dataset,
     load_demonstrations,
+    load_evaluation_prompts,
     load_prompts,
     load_training_prompts,
 )
@@ -152,6 +153,11 @@ def test_a_long_prompt_is_refused_with_its_length_or_dropped_and_counted(tmp_pat
     ):
         _load(config, 10)
     data = _load(config, 10, long_prompts="drop")
+    held_out = DataConfig(train=config, evaluation=config, max_prompt_tokens=10)
+    with pytest.raises(
+        InputError, match=r"data.evaluation: .*x.jsonl, line 2: the prompt is 11 tokens, .*prompt_tokens=10"
+    ):
+        load_evaluation_prompts(held_out, TOKENIZER)
     assert [(p.index, p.ground_truth) for p in data.prompts] == [(0, "5"), (1, "10")]
     assert (data.num_rows, data.num_long) == (3, 1)
     with pytest.raises(InputError, match="all 3 prompts"):

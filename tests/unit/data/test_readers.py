@@ -325,6 +325,7 @@ NOT_A_TRUTH = {
     "null": (pa.array([None], pa.string()), "got null"),
     "null in a list": (pa.array([["1", None]]), "got ..1., None"),
     "null in JSON": (pa.array(['["1", null]']), "must be text"),
+    "record in JSON": (pa.array(['{"answer": "72"}']), "must be text"),
     "nested lists": (pa.array([[[1, 2]]]), "must be text"),
     "date": (pa.array([datetime.date(2024, 5, 1)]), "must be text"),
     "bytes": (pa.array([b"72"]), "must be text"),
