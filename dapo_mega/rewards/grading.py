@@ -29,7 +29,9 @@ from dapo_mega.rewards.units import Unit
 _MAX_ITEMS: Final = 64
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _PLAIN_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
-_VARIABLES = re.compile(r"[a-zA-Z]|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
+_VARIABLE = r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega))(?:_(?:\{\w+\}|\w))?"
+_VARIABLES = re.compile(rf"{_VARIABLE}|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
+_FUNCTION = re.compile(r"[a-zA-Z]\([a-z]\)")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,11 @@ class Grader:
 
     def _same_named(self, a: Named, b: Named) -> bool | None:
         same = self._same(a.value, b.value)
-        if same and a.name != b.name and _VARIABLES.fullmatch(a.name) and _VARIABLES.fullmatch(b.name):
+        if (
+            same
+            and re.sub(r"[{}]", "", a.name) != re.sub(r"[{}]", "", b.name)
+            and any(kind.fullmatch(a.name) and kind.fullmatch(b.name) for kind in (_VARIABLES, _FUNCTION))
+        ):
             # `x = 2` is not `y = 2`, while `A = 2` may be `area = 2`.
             is_rule = isinstance(a.value, Value) and not _is_number(a.value)
             return self._same_relation(a.text, b.text) if is_rule else False
@@ -328,10 +334,8 @@ def _stem(name: str) -> str:
 
 
 def _deduplicated(nodes: Sequence[Node]) -> list[Node]:
-    seen: dict[Node, Node] = {}
-    for node in nodes:
-        seen.setdefault(node.value if isinstance(node, Named) else node, node)
-    return list(seen.values())
+    """The values, each once, without their names."""
+    return list(dict.fromkeys(node.value if isinstance(node, Named) else node for node in nodes))
 
 
 def _united(union: Union) -> list[Node]:

@@ -38,6 +38,7 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         # Functions and signs in plain letters; degrees in a function; powers of ten.
         (r"(?<![\\a-zA-Z])(pi|sqrt|(?:arc)?(?:sin|cos|tan)|cot|log|ln|(?:exp|sec|csc)(?=\s*\())(?![a-zA-Z])", r"\\\1 "),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\log\s*_\s*(?:\{\s*e\s*\}|e(?![a-zA-Z]))", r"\\ln "),
         (
             r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?)\s*[({]?\s*([0-9]+(?:\.[0-9]+)?)"
             r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree)\s*[)}]?",
@@ -117,15 +118,19 @@ _DOLLAR = re.compile(r"(?<!\\)\$+|(?<!\\)\\[()\[\]]")
 
 def clean(text: str) -> str:
     """The answer with one spelling per sign, without math delimiters, spacing and layout."""
-    text = _MARKED.sub(lambda run: f"\\overline{{{run.group()[::2]}}}", _DOTTED.sub(r"\\dot{\1}", text))
-    text = _POWER.sub("^", text.translate(_SYMBOLS)).replace("**", " ").strip().strip("*`").strip()
+    if not text.isascii():
+        text = _MARKED.sub(lambda run: f"\\overline{{{run.group()[::2]}}}", _DOTTED.sub(r"\\dot{\1}", text))
+        text = text.translate(_SYMBOLS)
+    text = _POWER.sub("^", text).replace("**", " ").strip().strip("*`").strip()
     if not _HAS_ROWS.search(text):
         text = _DOUBLED_COMMAND.sub(r"\\", text)
     else:
         text = _ENVIRONMENT.sub(" ", text) if _ENVIRONMENT.search(text) and "matrix" not in text else text
         if "matrix" not in text and "array" not in text:
             text = text.replace("\\\\", ",").replace("&", " ")
-    text = _REPEATING.sub(_exactly, _DOLLAR.sub(" ", text))
+    text = _DOLLAR.sub(" ", text)
+    if "." in text or "," in text:
+        text = _REPEATING.sub(_exactly, text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return trimmed(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_NESTING
@@ -28,13 +29,19 @@ _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _AMOUNT = re.compile(r"(?<![a-zA-Z0-9_])[0-9]+(?:[.,][0-9]+)*")
 _NEGATION = re.compile(
     r"(?i)(?<![a-z])(?:not|no|never|n't|neither|nor|except|than|least|most|between|over|under|maybe|perhaps|either|if|unless|to"
-    r"|unknown|any|other|nicht|keine?|pas|jamais|nunca|não|non|не)(?![a-z])"
+    r"|unknown|any|anything|other|nicht|keine?|pas|jamais|nunca|não|non|не)(?![a-z])"
 )
 _NUMBER_WORDS: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
 _TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_PARTS: Final = {
+    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+    "ninth": 9, "tenth": 10,
+}  # fmt: skip
+_COMPOUND = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,15})?\s*[a-zA-Z]+\.?[\s,]*){2,4}")
+_COMPOUND_PART = re.compile(r"([0-9.]+)\s*([a-zA-Z]+)")
 _BASE = re.compile(
     r"\(?0*(?P<digits>(?=[a-fA-F]*[0-9])[0-9a-fA-F.]+)\)?(?:_[{(]*|,?\(?(?:in)?base)(?:base)?(?P<base>[0-9]+|[a-z]{3,7})[)}]*"
 )
@@ -99,7 +106,9 @@ def single_value(text: str, depth: int) -> Value | None:
 
 def _in_digits(text: str) -> str:
     """The text with the number in words that it begins with, alone or before a unit, in digits: `twenty-five dozen`."""
-    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace("-", " ").casefold().split()
+    if not (text[:1].isalpha() or text.startswith("\\text")):
+        return text
+    words = _TEXT.sub(r"\1", text).replace("-", " ").casefold().split()
     total, count = 0, 0
     for word in words:
         if word in _NUMBER_WORDS:
@@ -109,8 +118,25 @@ def _in_digits(text: str) -> str:
         else:
             break
         count += 1
+    if count and len(words) == count + 1 and (part := words[count].removesuffix("s")) in _PARTS:
+        return rf"\frac{{{total}}}{{{_PARTS[part]}}}"
     rest = " ".join(words[count:])
     return f"{total} {rest}".strip() if count and (not rest or words[count] in _FACTORS or find_unit(rest)) else text
+
+
+def compound_value(text: str) -> Value | None:
+    """The sum of an amount in smaller and smaller units: `5 feet 3 inches`; None of anything else."""
+    words = _TEXT.sub(r"\1", text).replace("\\", " ")
+    if not words[:1].isdecimal() or not _COMPOUND.fullmatch(words):
+        return None
+    amounts = [(Fraction(number), find_unit(name)) for number, name in _COMPOUND_PART.findall(words)]
+    units = [unit for _, unit in amounts if unit is not None]
+    sizes = [unit.size for unit in units]
+    if len(units) < len(amounts) or len({unit.dimensions for unit in units}) > 1 or sorted(set(sizes))[::-1] != sizes:
+        return None
+    total = sum(number * size for (number, _), size in zip(amounts, sizes, strict=True)) / sizes[-1]
+    canonical = rf"\frac{{{total.numerator}}}{{{total.denominator}}}"
+    return Value(canonical, canonical, Numeral(total, is_decimal=False), unit=units[-1])
 
 
 def _base_name(name: str) -> str | None:
@@ -130,7 +156,7 @@ def _unit(text: str) -> tuple[str, int, Unit | None]:
     core, words = text[:cut].rstrip(), text[cut:]
     if not words.strip() or not (core.endswith("\\pi") or (core and core[-1] in "0123456789})%")):
         return text, 1, None
-    plain = _TEXT.sub(r" \1 ", words)
+    plain = _TEXT.sub(r" \1 ", words).replace("\\cdot", " ")
     if _NEGATION.search(plain) or len(plain.split()) > 8:
         return text, 1, None
     factor, rest = 1, plain.split()

@@ -14,7 +14,7 @@ from dapo_mega.rewards.bounds import MAX_NESTING
 from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Ratio, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
 from dapo_mega.rewards.signs import clean, trimmed
-from dapo_mega.rewards.single_values import single_value
+from dapo_mega.rewards.single_values import compound_value, single_value
 
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv)(?![a-zA-Z])|(?<![<>!:])=+|[<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\s*\{[clr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -52,6 +52,8 @@ def readings(text: str) -> tuple[Node, ...]:
         node = _read(spelling, 0)
         if node is not None:
             found.setdefault(node)
+    if (sum_of_parts := compound_value(latex)) is not None:
+        found.setdefault(sum_of_parts)
     return tuple(found)
 
 

@@ -48,6 +48,13 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
         ("42", "La réponse n'est pas 42.", False),
         ("42", "答案不是42。", False),
         ("42", "答案是42，不是43。", True),
+        ("42", "42 is not the answer.", False),
+        ("43", "It is neither 41 nor 43.", False),
+        ("42", "\\boxed{42}\n\nWe check our answer: 42/6 = 7.", True),
+        ("72", "The answer is 72; she has 5 left.", True),
+        ("72", "The answer is 72: 48 in April and 24 in May.", True),
+        ("72", "The answer is 72, 48 of them from April.", True),
+        ("1:2:3", "The ratio is 2:4:6.", True),
         # Other languages and digits.
         ("42", "La respuesta es 42 manzanas.", True),
         ("42", "A resposta é 42.", True),
