@@ -245,11 +245,21 @@ def _repeat_after_launcher(line: str, limit_s: float | None) -> None:
 
 
 class CurrentStandardError(logging.Handler):
-    """Writes to the current `sys.stderr`, which a progress bar replaces to stay below all lines."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces to stay below all lines. What repeats the line
+    before is left out; messages of ours have no name, and no level if that is INFO."""
+
+    _last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            line = self.format(record)
+            if record.name.startswith("dapo_mega"):
+                line = line if record.levelno == logging.INFO else f"{record.levelname}: {line}"
+            else:
+                line = f"{record.levelname} {record.name}: {line}"
+            if line != self._last:
+                print(line, file=sys.stderr, flush=True)
+            self._last = line
         except (OSError, ValueError):  # It is full, or closed.
             self.handleError(record)
 
@@ -261,9 +271,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)(\.|$)")
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[CurrentStandardError()]
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[CurrentStandardError()])
     logging.getLogger("dapo_mega").setLevel(logging.INFO if is_rank_zero() else logging.ERROR)
     for name in ("megatron", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

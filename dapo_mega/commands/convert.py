@@ -1,10 +1,12 @@
 """Convert checkpoints between Hugging Face's format and Megatron's, at any layout; compare and inspect them.
 
 dapo-mega convert hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
-dapo-mega convert megatron-to-hf RUN/checkpoints/step_00000100 NEW_FOLDER [--critic]
+dapo-mega convert megatron-to-hf RUN NEW_FOLDER [--critic]
 dapo-mega convert reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
 dapo-mega convert verify FOLDER OTHER_FOLDER
 dapo-mega convert inspect FOLDER --tensors
+
+Of a run's folder the newest checkpoint is taken; RUN/checkpoints/step_00000100 is one of it.
 
 Needs memory for a few tensors and one shard, not for the model. Started again after an interruption, a conversion
 continues. Under torchrun the processes share the files among them.
@@ -51,18 +53,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     is_critic = options.command in _TAKE_CRITIC and options.critic
     with together():
-        checkpoint = open_checkpoint(options.source, options.model, is_critic=is_critic)
+        source = _checkpoint_in(options.source, exported=options.command == "hf-to-megatron")
+        checkpoint = open_checkpoint(source, options.model, is_critic=is_critic)
     if options.command == "inspect":
         from dapo_mega.conversion.inspection import describe
 
         for line in describe(checkpoint, options.tensors):
             print_once(line)
     elif options.command == "verify":
-        is_critic = options.critic and (options.other / CRITIC_CONFIG_FILE).is_file()
-        other = open_checkpoint(options.other, options.model, is_critic=is_critic)
+        found = _checkpoint_in(options.other)
+        is_critic = options.critic and (found / CRITIC_CONFIG_FILE).is_file()
+        other = open_checkpoint(found, options.model, is_critic=is_critic)
         _verify(checkpoint, other, options.tensors_only)
     else:
         _convert(checkpoint, options)
+
+
+def _checkpoint_in(path: Path, *, exported: bool = False) -> Path:
+    """`path`, or of a run's folder its newest complete checkpoint, or else or if `exported` its export. Raises
+    InputError for a run's folder that has none."""
+    from dapo_mega.checkpoints.folders import CheckpointFolders
+
+    roots = [root for root in (path / "checkpoints", path) if root.name == "checkpoints" and root.is_dir()]
+    if not roots or (path / "config.json").exists():
+        return path
+    newest, export = CheckpointFolders(roots[0], 1, None).newest(), roots[0].with_name("hf")
+    chosen = export if (exported or not newest) and export.is_dir() else newest
+    if chosen is None:
+        raise InputError(f"{path} is the folder of a run without a complete checkpoint; give a run that has saved one")
+    print_once(f"of the run in {path} {chosen.name} is taken")
+    return chosen
 
 
 def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:

@@ -45,7 +45,7 @@ class MetricsWriter:
         self._path = log_dir / "metrics.jsonl"
         num_dropped = drop_from_step(self._path, start_step)
         if num_dropped:
-            logger.warning(
+            logger.info(
                 "removed %d records of an earlier run from step %d on from %s",
                 num_dropped,
                 start_step,

@@ -297,14 +297,10 @@ def _controller(
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
     for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
         if dataset:
-            logger.info(
-                "%s: %d of %d rows, %d duplicates and %d over data.max_prompt_tokens dropped",
-                name,
-                len(dataset.prompts),
-                dataset.num_rows,
-                dataset.num_duplicates,
-                dataset.num_long,
-            )
+            left_out = {"duplicates": dataset.num_duplicates, "over data.max_prompt_tokens": dataset.num_long}
+            reasons = " and ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+            dropped = f", {reasons} dropped" if reasons else ""
+            logger.info("%s: %d of %d rows%s", name, len(dataset.prompts), dataset.num_rows, dropped)
     collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity)
     return Controller(
         collector=collector,

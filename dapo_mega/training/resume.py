@@ -12,12 +12,21 @@ from dapo_mega.errors import InputError
 CONFIG_FILE = "config.yaml"
 
 
-def refuse_changes(config: TrainingConfig, folder: Path) -> None:
-    """Raise InputError if the run saved in the folder has other values for keys that may not change at a resume."""
+def refuse_changes(config: TrainingConfig, folder: Path, *, accepted: bool = False) -> None:
+    """Raise InputError if the run saved in the folder has other values for keys that may not change at a resume, which
+    for the seed cannot be `accepted`."""
+    if changes := changes_since(config, folder, lambda name: name != "seed"):
+        raise InputError(
+            f"{folder} holds checkpoints of a run with another seed ({changes}), and --accept-changes does not cover "
+            f"it; undo the change, or give another output_dir, with the export of this run as model.path"
+        )
+    if accepted:
+        return
     if changes := changes_since(config, folder, lambda name: is_free(name, config)):
         raise InputError(
             f"{folder} holds checkpoints of a run with another configuration ({changes}); give another output_dir, "
             f"undo the change, or add --accept-changes to continue with it"
+            + (", which other training prompts do not allow" if "data." in changes else "")
         )
 
 

@@ -58,8 +58,8 @@ def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> 
     start_step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
     is_complete = newest is not None and not _lacks_records(store, newest, folder)
-    if newest and not accept_changes:
-        refuse_changes(config, folder)
+    if newest:
+        refuse_changes(config, folder, accepted=accept_changes)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         print_once(

@@ -65,8 +65,8 @@ def _is_finished(config: SftConfig, accept_changes: bool) -> bool:
     newest = CheckpointStore.of_run(config.output_dir, config.checkpoint).latest()
     step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
-    if (step or is_exported) and not accept_changes:
-        refuse_changes(config, folder)
+    if step or is_exported:
+        refuse_changes(config, folder, accepted=accept_changes)
     is_complete = step >= config.num_steps or (is_exported and not step)  # Earlier versions wrote no checkpoints.
     if is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
         print_once(f"{folder} already holds a model fine-tuned for {step or config.num_steps} steps; nothing to do")

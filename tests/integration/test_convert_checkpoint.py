@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from dapo_mega.checkpoints.folders import write_manifest
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.models.hf_writer import shard_files, write_index
 from tests.distributed.launching import REPOSITORY, run_script, start_workers, wait_for
@@ -62,6 +63,20 @@ def test_every_command_works_on_paths_with_spaces(tmp_path, model):
     assert "model.layers.3.self_attn.q_proj.weight  [48, 48]  float32" in said
     loaded, original = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (back, model))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in original.items())
+
+
+def test_of_a_runs_folder_the_newest_complete_checkpoint_is_taken(tmp_path, model):
+    run, made = tmp_path / "run", tmp_path / "made"
+    finished("hf-to-megatron", model, run / "checkpoints" / "step_00000003")
+    write_manifest(run / "checkpoints" / "step_00000003")
+    (run / "checkpoints" / "step_00000004").mkdir()
+    assert f"of the run in {run} step_00000003 is taken\nwrote {made}" in finished("megatron-to-hf", run, made)
+    assert "all 50 tensors are equal" in finished("verify", run / "checkpoints", made, "--tensors-only")
+    shutil.copytree(model, run / "hf")
+    assert f"of the run in {run} hf is taken\nwrote" in finished("hf-to-megatron", run, tmp_path / "again")
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    said = finished("megatron-to-hf", tmp_path / "new", tmp_path / "x", status=2)
+    assert "is the folder of a run without a complete checkpoint" in said
 
 
 def test_differences_and_bad_input_have_their_exit_statuses(tmp_path, model):

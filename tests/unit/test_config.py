@@ -196,6 +196,18 @@ def test_runs_of_earlier_versions_say_partial_in_place_of_the_schedule(file):
         load_config(RunConfig, file, both)
 
 
+def test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted(file):
+    (file.parent / "versions.json").write_text("{}")
+    (file.parent / "config.yaml").write_text(dump_config(load_config(RunConfig, file)))
+    for accepted in (False, True):
+        with pytest.raises(InputError, match=r"another seed \(seed: 0 -> 3\), and --accept-changes does not cover it"):
+            refuse_changes(load_config(RunConfig, file, ["seed=3"]), file.parent, accepted=accepted)
+    other = load_config(RunConfig, file, ["data.train.template=r1"])
+    with pytest.raises(InputError, match=r"add --accept-changes .*, which other training prompts do not allow"):
+        refuse_changes(other, file.parent)
+    refuse_changes(other, file.parent, accepted=True)
+
+
 def test_the_entropy_bonus_of_a_run_that_knew_no_bound_stays_unbounded_until_it_is_accepted(file):
     given = load_config(RunConfig, file, ["algorithm.entropy_target=0.3", "algorithm.entropy_coefficient=0.004"])
     recorded = yaml.safe_load(dump_config(given))

@@ -158,7 +158,7 @@ class Dispatcher:
             self.counters.moved()
             self._wait_first(attempt.work)
         if attempts:
-            logger.info("%d requests move away from %s: %s", len(attempts), url, reason)
+            logger.debug("%d requests move away from %s: %s", len(attempts), url, reason)
             self._start_background(slot.client.abort(all=True))
         self._start_calls()
 

@@ -211,7 +211,7 @@ class HealthMonitor:
         old, watch.state, watch.reason = watch.state, new, reason
         if old != new:
             watch.changed = self._loop.time()
-            logger.info("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
+            logger.debug("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
             await self._on_change(watch.client.url, old, new, reason)
 
 

@@ -291,7 +291,7 @@ class Membership:
         for registration in registrations:
             known = self.members.get(registration.url)
             if known is None:
-                logger.info("engine %s has registered", registration.url)
+                logger.debug("engine %s has registered", registration.url)
                 self._watch(registration.url, registration.instance)
             elif known.instance != registration.instance:
                 known.instance = registration.instance

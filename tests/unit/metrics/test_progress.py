@@ -110,8 +110,32 @@ def test_log_lines_stand_once_above_a_terminals_bar(wide_terminal):
     stream = Terminal()
     handler = CurrentStandardError()
     with ProgressDisplay(10, stream=stream):
-        handler.emit(logging.makeLogRecord({"msg": "engine [b] is slow", "levelno": logging.WARNING}))
+        handler.emit(
+            logging.makeLogRecord({"name": "dapo_mega", "msg": "engine [b] is slow", "levelno": logging.WARNING})
+        )
     assert visible(stream.getvalue()).count("engine [b] is slow") == 1
+
+
+def test_the_console_shows_neither_names_of_modules_nor_a_line_twice(capsys):
+    handler = CurrentStandardError()
+    for name, level, message in (
+        ("dapo_mega.training.build", logging.INFO, "ready"),
+        ("dapo_mega.engines.health", logging.INFO, "ready"),
+        ("dapo_mega.engines.health", logging.WARNING, "slow"),
+        ("dapo_mega.training.build", logging.INFO, "ready"),
+        ("torch.distributed", logging.ERROR, "broken"),
+    ):
+        handler.emit(
+            logging.makeLogRecord(
+                {"name": name, "msg": message, "levelno": level, "levelname": logging.getLevelName(level)}
+            )
+        )
+    assert capsys.readouterr().err.splitlines() == [
+        "ready",
+        "WARNING: slow",
+        "ready",
+        "ERROR torch.distributed: broken",
+    ]
 
 
 def test_the_terminal_is_restored_after_an_exception(wide_terminal):
