@@ -10,10 +10,12 @@ import yaml
 import dapo_mega
 from dapo_mega.config import RunConfig, Section, SftConfig, load_config
 from dapo_mega.config.base import differences
+from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
 from dapo_mega.training.run import run_training
 from dapo_mega.training.sft import run_sft
+from tests.unit.checkpoints.test_store import in_effect
 
 from .runs import prepare
 
@@ -232,7 +234,7 @@ def test_a_resume_reads_every_changed_key(tmp_path, reads):
     assert records[2]["buffer/staleness_max"] == 0, "groups of another size are not held"
 
 
-def test_fine_tuning_reads_every_key(tmp_path, reads):
+def test_fine_tuning_reads_every_key(tmp_path, reads, monkeypatch):
     prepare(tmp_path)
     values = {
         "output_dir": str(tmp_path / "tuned"),
@@ -247,3 +249,16 @@ def test_fine_tuning_reads_every_key(tmp_path, reads):
     seen = reads(config)
     run_sft(config)
     assert_all_read(config, seen, NOT_READ_BY_FINE_TUNING)
+    assert_changes_of_the_optimizer_take_effect(tmp_path, monkeypatch)
+
+
+def assert_changes_of_the_optimizer_take_effect(tmp_path, monkeypatch):
+    """Where fine-tuning resumes; what each setting does is shown in unit/checkpoints/test_store.py."""
+    models, load = [], TrainedModel.load_optimizer
+    monkeypatch.setattr(TrainedModel, "load_optimizer", lambda self, *given: (models.append(self), load(self, *given)))
+    changes = {key: value for key, value in CHANGED.items() if key.startswith("optimizer.")}
+    overrides = ["num_steps=2", *(f"{key}={value}" for key, value in changes.items())]
+    run_sft(load_config(SftConfig, tmp_path / "sft.yaml", overrides), accept_changes=True)
+    (model,) = models
+    wanted = {key.partition(".")[2]: value for key, value in changes.items() if "skipped" not in key}
+    assert in_effect(model) == wanted

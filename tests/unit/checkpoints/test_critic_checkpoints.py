@@ -12,7 +12,7 @@ from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.commands import convert
-from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf, to_megatron
 from dapo_mega.conversion.inspection import describe
 from dapo_mega.errors import InputError
@@ -24,8 +24,11 @@ from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
 from dapo_mega.megatron.value_model import ValueModel
 from tests.distributed.tiny import make_llama_model, make_model, make_samples, make_value_model
 
+from .test_store import CHANGES, in_effect
+
 TP2 = {"tensor": 2, "sequence": True}
 SHARD_BYTES = 40_000
+RUN = {"output_dir": "o", "num_steps": 10, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,24 @@ def test_a_restored_policy_and_critic_continue_bit_for_bit(models, processes, tm
     loaded = store.load(second[0], store.latest(), second[1])
     assert (loaded.step, loaded.values) == (2, {})
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
+
+
+def test_changed_settings_of_the_critics_optimizer_take_effect_at_a_resume(models, processes, tmp_path):
+    """As the run's configuration gives them to the critic; what each does is shown of a policy, in test_store.py."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    first = make_both(models, processes)
+    for seed in (1, 2):
+        update(first, seed)
+    save(store, first, 2)
+    own = {key: value for key, (value, _) in CHANGES.items() if key in ("learning_rate", "warmup_steps")}
+    shared = {key: value for key, (value, _) in CHANGES.items() if key not in own}
+    config = RunConfig.model_validate({**RUN, "optimizer": shared, "critic": own})
+    model, layout, _ = settings(models[1], "fp32")
+    critic = ValueModel(model, layout, config.critic_optimizer, processes, updates_per_step=1, num_steps=10)
+    policy = make_both(models, processes)[0]
+    store.load(policy, store.latest(), critic)
+    assert update((policy, critic), 3)["critic/learning_rate"] == pytest.approx(1e-3 * 3 / 6)
+    assert in_effect(critic) == {key: value for key, (value, _) in CHANGES.items()}
 
 
 def test_a_checkpoint_without_critic_is_refused_where_one_is_needed(models, processes, tmp_path):

@@ -111,6 +111,23 @@ CHANGES = {
 }
 
 
+def in_effect(subject):
+    """The optimizer's keys -> values with which the next update will be made."""
+    groups, schedule = subject.optimizer.param_groups, subject.scheduler
+    ((betas, epsilon),) = {(tuple(group["betas"]), group["eps"]) for group in groups}
+    (clip_grad,) = {part.config.clip_grad for part in subject.optimizer.chained_optimizers}
+    return {
+        "learning_rate": schedule.max_lr,
+        "warmup_steps": schedule.lr_warmup_steps,
+        "schedule": schedule.lr_decay_style,
+        "weight_decay": max(group["weight_decay"] for group in groups),
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "epsilon": epsilon,
+        "clip_grad": clip_grad,
+    }
+
+
 def test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume(model, processes, tmp_path):
     """Each alone, after two of three updates of warm-up; what a checkpoint brings back is state, never a setting."""
     elsewhere = {"max_skipped_updates"}  # distributed/test_skipped_updates.py
