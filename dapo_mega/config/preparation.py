@@ -126,7 +126,7 @@ class PreparationConfig(Section):
     broken_files: Literal["refuse", "skip"] = Field(
         default="refuse",
         description="What to do with what cannot be read. refuse: end with its place; skip: leave out and count lines "
-        "or rows, and of a JSON list or object the rest, which the card names.",
+        "and rows; where it cannot go on, the rest of the file, which the card names.",
     )
 
     @model_validator(mode="after")

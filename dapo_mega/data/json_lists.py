@@ -11,6 +11,7 @@ from dapo_mega.errors import InputError
 
 _PIECE_CHARACTERS = 2**20
 _MAX_ITEM_CHARACTERS = 2**26
+_MAX_INDENT = 200
 _AS_TEXT = json.JSONDecoder(parse_float=str, parse_int=str)
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -22,10 +23,11 @@ class RepeatedFieldError(json.JSONDecodeError):
 def list_items(
     file: TextIO, name: str, decoder: json.JSONDecoder, piece_characters: int = _PIECE_CHARACTERS
 ) -> Iterator[Any]:
-    """The items of the JSON list that `file` holds, which is read in pieces; for one with a repeated field its error.
-    Memory: a piece and the largest item.
+    """The items of the JSON list that `file` holds, which is read in pieces; in place of one that cannot be read its
+    error. Memory: a piece and the largest item.
 
-    Raises `InputError` with `name` and the line for anything else.
+    Items go on behind a broken one at the next line that begins as that did. Raises `InputError` with `name` and the
+    line where there is none, and for anything else.
     """
     buffer = _Buffer(file, name, piece_characters)
     buffer.take("[")
@@ -33,7 +35,14 @@ def list_items(
         buffer.take("]")
     else:
         while True:
-            yield buffer.value(decoder)
+            try:
+                item = buffer.value(decoder)
+            except InputError as error:
+                if not buffer.find_next():
+                    raise
+                yield error
+                continue
+            yield item
             if buffer.next_character() != ",":
                 buffer.take("]")
                 break
@@ -53,6 +62,7 @@ class _Buffer:
         self._place = 0
         self._is_at_end = False
         self._num_lines = 1
+        self._before = ""  # What stands before the place in its line, or the end of it.
 
     def next_character(self) -> str:
         """The next character that is no white space, not taken yet; empty at the end."""
@@ -81,20 +91,37 @@ class _Buffer:
             except json.JSONDecodeError as error:
                 if len(self._text) - self._place < _MAX_ITEM_CHARACTERS and self._read_on():
                     continue
-                self._skip(max(0, error.pos - self._place))
-                raise self.error(error.msg) from error
+                raise self.error(error.msg, error.pos) from error
             # A number may go on behind the end of the buffer, and `6.` is one that ends there.
             following = self._text[end : end + 1]
             if following in {",", "]"} or following.isspace() or not self._read_on():
                 self._skip(end - self._place)
                 return value
 
-    def error(self, reason: str) -> InputError:
-        return InputError(f"{self._name}:{self._num_lines} is not valid JSON ({reason}); correct the file")
+    def find_next(self) -> bool:
+        """Go on at the next line that begins as that of the item here, which is broken; whether there is one."""
+        if self._before.strip(" \t,["):
+            return False
+        start, place = f"\n{'' if '[' in self._before else self._before}{{", self._place + 1
+        while (found := self._text.find(start, place)) < 0:
+            self._skip(max(0, len(self._text) - self._place - len(start)))
+            if not self._read_on():
+                return False
+            place = self._place
+        self._skip(found + len(start) - 1 - self._place)
+        return True
+
+    def error(self, reason: str, place: int | None = None) -> InputError:
+        line = self._num_lines + self._text.count("\n", self._place, self._place if place is None else place)
+        return InputError(f"{self._name}:{line} is not valid JSON ({reason}); correct the file")
 
     def _skip(self, count: int) -> None:
-        self._num_lines += self._text.count("\n", self._place, self._place + count)
-        self._place += count
+        end = self._place + count
+        self._num_lines += self._text.count("\n", self._place, end)
+        begin = self._text.rfind("\n", self._place, end) + 1
+        known = self._text[max(begin or self._place, end - _MAX_INDENT) : end]
+        self._before = known if begin else (self._before + known)[-_MAX_INDENT:]
+        self._place = end
 
     def _read_on(self) -> bool:
         """Whether there was more; reads more the longer the value is, so that reading stays linear."""

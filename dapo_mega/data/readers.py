@@ -412,13 +412,16 @@ def _is_records(value: Any) -> bool:
 
 
 def _record(row: Row) -> Row:
-    if isinstance(row.values, Mapping):
+    value: Any = row.values
+    if isinstance(value, Mapping):
         return row
-    reason = f"is a JSON {type(plain(row.values)).__name__}; expected a record with named fields"
-    if isinstance(row.values, RepeatedFieldError):
-        reason = f"is not valid JSON ({row.values.msg}); correct the file"
-    text = "" if isinstance(row.values, RepeatedFieldError) else row.values
-    return Row(row.source, row.number, {"text": text}, row.unit, f"{row.where} {reason}")
+    if isinstance(value, InputError):
+        value, broken = "", str(value)
+    elif isinstance(value, RepeatedFieldError):
+        value, broken = "", f"{row.where} is not valid JSON ({value.msg}); correct the file"
+    else:
+        broken = f"{row.where} is a JSON {type(plain(value)).__name__}; expected a record with named fields"
+    return Row(row.source, row.number, {"text": value}, row.unit, broken)
 
 
 def _saved_dataset(path: Path, split: str) -> datasets.Dataset:

@@ -194,6 +194,11 @@ def test_only_what_cannot_be_read_is_skipped_and_each_row_of_it_is_counted(prepa
     files = {
         "x.jsonl": (a + broken[0] + broken[1] + b + broken[2] + c + broken[3] + d + broken[4] + e + b"{", 6, 5),
         "x.json": (b"[" + b",".join([a, broken[3], b, b"5", c, d, b'{"x": {"a": 1, "a": [1]}}', e]) + b"]", 3, 5),
+        "lines.json": (b"[" + b",".join([a, b, broken[0], c, b'{"a": 1\n', d, b"{]\n", e]) + b"]", 3, 5),
+        "deep.json": (
+            json.dumps([*good[:2], {"x": {"prompt": 1}}, *good[2:]], indent=1).encode().replace(b": 1\n", b": 1,\n"),
+            *(1, 5),
+        ),
         "x.csv": (
             b"prompt,answer\n" + cells[0] + b'"open,1\n' + cells[1] + cells[2] + quoted + b"x,1,2\n" + b"\xff,1\n"
             b'"a"b,1\n' + cells[4] + b'"cut off,\n',
