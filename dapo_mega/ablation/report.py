@@ -13,7 +13,7 @@ from dapo_mega.ablation.curves import draw_curves
 from dapo_mega.ablation.intervals import Estimate
 from dapo_mega.ablation.outcomes import Outcome
 from dapo_mega.ablation.plan import Plan
-from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather
+from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather, held_out
 from dapo_mega.atomic_files import replace_file
 
 _TITLES = {"ladder": "The ladder (DAPO, Table 1)", "methods": "All methods"}
@@ -40,6 +40,9 @@ def markdown(results: Sequence[ArmResult]) -> str:
     unfinished = [_unfinished_line(run) for result in results for run in result.runs if run.outcome.state != "finished"]
     if unfinished:
         parts.append("## Not finished\n\n" + "\n".join(unfinished))
+    finished = [run for result in results for run in result.finished]
+    if lacking := [line for run in finished if (line := _without_score(run))]:
+        parts.append("## Without a score\n\n" + "\n".join(lacking))
     parts.append(_EXPLANATION)
     return "\n\n".join(parts) + "\n"
 
@@ -91,6 +94,17 @@ def _unfinished_line(result: RunResult) -> str:
     state = {"absent": "not begun", "begun": "begun"}.get(outcome.state, outcome.state)
     reason = f": {outcome.message}" if outcome.message else ""
     return f"- {result.run.arm.title}, seed {result.run.seed}: {state}, step {outcome.step}{reason}"
+
+
+def _without_score(result: RunResult) -> str:
+    """Which of a finished run's first and last evaluation has no score; empty if both have one."""
+    ends = [word for word, place in (("first", 0), ("last", -1)) if held_out(result.records, place) is None]
+    return (
+        f"- {result.run.arm.title}, seed {result.run.seed}: no accuracy in the {' and the '.join(ends)} evaluation; it "
+        "is in no mean of these"
+        if ends
+        else ""
+    )
 
 
 _EXPLANATION = """\

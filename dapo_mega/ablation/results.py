@@ -61,18 +61,17 @@ def gather(plan: Plan, outcomes: Mapping[str, Outcome]) -> list[ArmResult]:
     return results
 
 
-def first_value(records: Records, metric: str) -> float | None:
-    return next((record[metric] for record in records if metric in record), None)
-
-
-def last_value(records: Records, metric: str) -> float | None:
-    return first_value(records[::-1], metric)
+def held_out(records: Records, place: int, metric: str = names.EVALUATION_AVG_AT_K) -> float | None:
+    """A value of the first (`place` 0) or last (-1) evaluation; None if that one has no score, as of one whose
+    responses are missing: another evaluation's is no substitute."""
+    evaluations = [record for record in records if any(name.startswith("evaluation/") for name in record)]
+    return evaluations[place].get(metric) if evaluations else None
 
 
 def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResult, ...]) -> ArmResult:
     finished = [result.records for result in runs if result.outcome.state == "finished"]
-    before = [first_value(records, names.EVALUATION_AVG_AT_K) for records in finished]
-    after = [last_value(records, names.EVALUATION_AVG_AT_K) for records in finished]
+    before = [held_out(records, 0) for records in finished]
+    after = [held_out(records, -1) for records in finished]
     return ArmResult(
         arm,
         runs,
@@ -80,9 +79,9 @@ def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResul
         after=_estimate(after),
         gain=_estimate([_minus(last, first) for last, first in zip(after, before, strict=True)]),
         versus_previous=_estimate(_paired_differences(runs, reference), estimate_difference),
-        response_length=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_RESPONSE_LENGTH_MEAN)),
-        cut_off=_mean_of(finished, lambda r: last_value(r, names.EVALUATION_TRUNCATED_SHARE)),
-        entropy=_mean_of(finished, lambda r: last_value(r, names.ENTROPY)),
+        response_length=_mean_of(finished, lambda r: held_out(r, -1, names.EVALUATION_RESPONSE_LENGTH_MEAN)),
+        cut_off=_mean_of(finished, lambda r: held_out(r, -1, names.EVALUATION_TRUNCATED_SHARE)),
+        entropy=_mean_of(finished, lambda r: next((x[names.ENTROPY] for x in reversed(r) if names.ENTROPY in x), None)),
         minutes=_mean_of(finished, lambda r: sum(record.get(names.STEP_SECONDS, 0.0) for record in r) / 60),
     )
 
@@ -90,12 +89,10 @@ def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResul
 def _paired_differences(runs: Sequence[RunResult], reference: Sequence[RunResult]) -> list[float | None]:
     """Final accuracy minus that of the reference's run with the same seed."""
     final = {
-        result.run.seed: last_value(result.records, names.EVALUATION_AVG_AT_K)
-        for result in reference
-        if result.outcome.state == "finished"
+        result.run.seed: held_out(result.records, -1) for result in reference if result.outcome.state == "finished"
     }
     return [
-        _minus(last_value(result.records, names.EVALUATION_AVG_AT_K), final.get(result.run.seed))
+        _minus(held_out(result.records, -1), final.get(result.run.seed))
         for result in runs
         if result.outcome.state == "finished"
     ]

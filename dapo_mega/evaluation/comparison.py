@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 
 from dapo_mega.errors import InputError
-from dapo_mega.evaluation.matching import aligned, common_benchmarks, different_settings
+from dapo_mega.evaluation.matching import aligned, common_benchmarks, different_settings, paired
 from dapo_mega.evaluation.measures import ProblemResponses, measure, powers_of_two
 from dapo_mega.evaluation.saved import Problem, SavedEvaluation
 from dapo_mega.evaluation.statistics import (
@@ -146,6 +146,8 @@ def _compare(
     name: str, evaluations: Sequence[SavedEvaluation], given: Sequence[int], allowed: Collection[str]
 ) -> BenchmarkComparison:
     notes = different_settings(name, evaluations, allowed)
+    evaluations, missing = paired(name, evaluations)
+    notes += missing
     problems, responses = aligned(name, evaluations, allowed)
     labels = [one.label for one in evaluations]
     sizes = {label: [problem.num_samples for problem in found] for label, found in zip(labels, responses, strict=True)}

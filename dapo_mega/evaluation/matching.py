@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dapo_mega.errors import InputError
@@ -49,6 +50,38 @@ def different_settings(name: str, evaluations: Sequence[SavedEvaluation], allowe
                     raise InputError(f"{name}: {difference}; --allow-different {group} compares them nevertheless")
                 notes.append(difference)
     return notes
+
+
+def paired(name: str, evaluations: Sequence[SavedEvaluation]) -> tuple[list[SavedEvaluation], list[str]]:
+    """The evaluations without the problems of the benchmark `name` that one of them has no scored response to, and
+    notes on what is missing. Problems that an evaluation lacks for another reason stay."""
+    found = [one.benchmarks[name] for one in evaluations]
+    if not any(benchmark.num_missing for benchmark in found):
+        return list(evaluations), []
+    # By prompt and ground truth, or where the same problems are asked in other words by number.
+    keys: list[dict[Problem, Any]]
+    for by_text in (True, False):
+        keys = [
+            {one: (one.prompt, one.ground_truth) if by_text else one.index for one in benchmark.responses}
+            for benchmark in found
+        ]
+        sets = [set(known.values()) for known in keys]
+        num_known, common = len(set.union(*sets)), set.intersection(*sets)
+        lost = [benchmark.num_asked - len(benchmark.responses) for benchmark in found]
+        if common and all(num_known - len(known) <= absent for known, absent in zip(sets, lost, strict=True)):
+            break
+    else:
+        return list(evaluations), []
+    notes, kept = [], []
+    for one, benchmark, known, absent in zip(evaluations, found, keys, lost, strict=True):
+        if benchmark.num_missing:
+            notes.append(
+                f"{one.label} lacks {benchmark.num_missing} responses that could not be had or scored, and with them "
+                f"{absent} of {benchmark.num_asked} problems; compared are the {len(common)} problems that all have"
+            )
+        responses = {problem: given for problem, given in benchmark.responses.items() if known[problem] in common}
+        kept.append(replace(one, benchmarks={name: replace(benchmark, responses=responses)}))
+    return kept, notes
 
 
 def aligned(

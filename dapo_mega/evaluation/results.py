@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,22 @@ def results_table(content: Mapping[str, Any]) -> str:
             cells.append(f"{metrics[key]['value']:.1%}" if metrics else "-")
         rows.append([*cells, str(result["num_failed"] + result["num_unscored"])])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        [*lines, *(note for name, result in content["benchmarks"].items() for note in _lacks(name, result))]
     )
+
+
+def _lacks(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    """What the measures of a benchmark are without."""
+    settings, failed, unscored = result["settings"], result["num_failed"], result["num_unscored"]
+    if failed or unscored:
+        without = settings["num_problems"] - result["num_problems"]
+        yield (
+            f"note: {name}: {failed + unscored} of {settings['num_problems'] * settings['k']} responses are in no "
+            f"measure ({failed} without a response, which the same command asks again; {unscored} that could not be "
+            f"scored), which leaves {without} of {settings['num_problems']} problems out"
+        )
 
 
 def _share(estimate: Mapping[str, float]) -> str:

@@ -36,11 +36,15 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class SavedBenchmark:
     """The scored responses to each problem of one benchmark, and the settings under which they were sampled and judged
-    (empty where the file does not say). `has_answers`: the grader reads answers."""
+    (empty where the file does not say). `has_answers`: the grader reads answers. `num_asked`: the problems that were
+    asked, as far as the file shows, also those without a scored response. `num_missing`: the responses that could not
+    be had or scored."""
 
     settings: Mapping[str, Any]
     responses: Mapping[Problem, ProblemResponses]
     has_answers: bool
+    num_asked: int
+    num_missing: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +121,14 @@ def _read_file(path: Path) -> dict[str, SavedBenchmark]:
         by_name.setdefault(name, {}).setdefault(problem, []).append(row)
     if not by_name:
         raise InputError(f"{path} holds no response; evaluate again")
-    return {name: _benchmark(path, settings, problems) for name, problems in by_name.items()}
+    return {name: _benchmark(path, settings, problems, len(by_name) > 1) for name, problems in by_name.items()}
 
 
 def _benchmark(
-    path: Path, settings: Mapping[str, Any], problems: Mapping[Problem, Sequence[Mapping[str, Any]]]
+    path: Path,
+    settings: Mapping[str, Any],
+    problems: Mapping[Problem, Sequence[Mapping[str, Any]]],
+    is_one_of_several: bool,
 ) -> SavedBenchmark:
     responses = {
         problem: found for problem in sorted(problems) if (found := ProblemResponses.of_rows(problems[problem]))
@@ -130,4 +137,9 @@ def _benchmark(
         raise InputError(f"{path}: no response was judged right or wrong; the reward must decide correctness")
     reads = (settings.get("grader") or {}).get("kind") == "answer"
     given = any(answer is not None for found in responses.values() for answer in found.answers)
-    return SavedBenchmark(settings, responses, reads or given)
+    # Problems are numbered from 0 in a file of one benchmark; one that nobody answered has no row.
+    num_rows = len(problems) if is_one_of_several else max(problem.index for problem in problems) + 1
+    num_asked = settings.get("num_problems", num_rows)
+    num_wanted = num_asked * settings.get("k", max(map(len, problems.values())))
+    num_scored = sum(found.num_samples for found in responses.values())
+    return SavedBenchmark(settings, responses, reads or given, num_asked, num_wanted - num_scored)

@@ -74,5 +74,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     }
     recorded = {label: metrics.get(f"evaluation/{name}") for label, name in values.items()}
     text = "  ".join(f"{label}={value:.3f}" for label, value in recorded.items() if value is not None)
+    if unscored := int(metrics["evaluation/unscored"]):
+        text += f"  without {unscored} responses that could not be scored"
     missing = int(metrics["evaluation/failed"])
     return f"held-out evaluation after step {step}: {f'no score, {missing} responses are missing' if missing else text}"

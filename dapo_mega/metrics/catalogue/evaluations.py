@@ -56,7 +56,7 @@ EVALUATIONS: tuple[Metric, ...] = (
         "responses",
         "Responses that could not be scored.",
         "0",
-        "above 0: the other values are over fewer responses",
+        "above 0: the other values are over fewer responses, as the console says",
         "as for `reward/num_failed`",
     ),
     Metric(

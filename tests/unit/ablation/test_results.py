@@ -94,6 +94,28 @@ def test_the_table_has_a_line_per_arm_and_says_what_is_not_finished(plan):
     assert (plan.output / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_evaluation_without_a_score_is_not_replaced_by_an_earlier_one(plan):
+    run = plan.of_arm(plan.arms[0])[0]
+    file = run.folder / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records[-1].pop("evaluation/avg_at_k") == 0.5
+    records[2]["evaluation/avg_at_k"] = 0.9
+    file.write_text(
+        "".join(
+            json.dumps({**record, "evaluation/failed": 3.0}) + "\n"
+            if record is records[-1]
+            else json.dumps(record) + "\n"
+            for record in records
+        )
+    )
+    naive, filtering, *_ = gather(plan, outcomes(plan))
+    assert (naive.after, naive.gain) == (Estimate(0.4), Estimate(pytest.approx(0.15)))
+    assert filtering.versus_previous == Estimate(pytest.approx(0.7 - 0.4))
+    assert "- Naive GRPO, seed 0: no accuracy in the last evaluation; it is in no mean" in write_results(
+        plan, outcomes(plan)
+    )
+
+
 def test_the_json_has_every_run_with_overrides_and_all_curves(plan):
     write_results(plan, outcomes(plan))
     content = json.loads((plan.output / "results.json").read_text())

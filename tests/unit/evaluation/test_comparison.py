@@ -125,12 +125,38 @@ def test_different_k_are_compared_up_to_the_smaller_one(tmp_path):
     base, trained = save(tmp_path / "base", [2, 1], 8), save(tmp_path / "dapo", [2, 1], [4, 5])
     comparison = compared(base, trained)
     assert comparison.ks == (1, 2, 4)
-    (note,) = comparison.notes
+    (note,) = (note for note in comparison.notes if "lacks" not in note)
     assert note.startswith("responses per problem differ (base 8, dapo 4 to 5): the first to each problem are compared")
     # The first four and five responses of both are alike, so nothing differs.
     assert {found.mean.value for found in comparison.against_base["dapo"].differences.values()} == {0.0}
     assert comparison.measures["base"]["avg@4"].value == pytest.approx((2 / 4 + 1 / 5) / 2)
     assert compared(base, trained, ks=[3, 1]).ks == (1, 3)
+
+
+MISSING = [
+    # Responses to each problem of base and model; problems that are compared; what is said.
+    ([4, 4, 4], [4, 4, 4], 3, []),
+    ([4, 4, 4], [4, 0, 4], 2, ["dapo lacks 4 responses", "1 of 3 problems; compared are the 2"]),
+    ([0, 4, 4], [4, 0, 4], 1, ["base lacks 4 responses", "dapo lacks 4 responses", "compared are the 1"]),
+    ([4, 4, 4], [4, 3, 4], 3, ["dapo lacks 1 responses", "0 of 3 problems"]),
+    ([4, 4, 4], [4, 4, 0], 2, ["dapo lacks 4 responses", "1 of 3 problems"]),
+]
+
+
+@pytest.mark.parametrize("words", [None, ["a?", "b?", "c?"]])
+def test_missing_responses_are_said_and_only_problems_that_all_have_are_compared(tmp_path, words):
+    settings = {**SETTINGS, "k": 4, "num_problems": 3}
+    for number, (of_base, of_model, num_compared, said) in enumerate(MISSING):
+        # Both are right in all responses, so that nothing differs unless what is missing counts as wrong.
+        base = save(tmp_path / f"{number}" / "base", of_base, of_base, settings=settings)
+        model = save(tmp_path / f"{number}" / "dapo", of_model, of_model, settings=settings, prompts=words)
+        comparison = compared(base, model, allowed=["template"])
+        notes = " ".join(comparison.notes)
+        assert comparison.num_problems == num_compared, number
+        assert ("lacks" in notes, [part for part in said if part not in notes]) == (bool(said), []), (number, notes)
+        assert {found.mean.value for found in comparison.against_base["dapo"].differences.values()} == {0.0}, number
+    with pytest.raises(InputError, match="different problem sets"):  # What was never asked is not missing.
+        compared(base, save(tmp_path / "fewer", [4], 4, settings={**settings, "num_problems": 1}))
 
 
 def test_problems_are_matched_by_what_was_asked_and_not_by_their_place(tmp_path):

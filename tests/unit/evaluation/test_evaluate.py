@@ -18,6 +18,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import sources
 from dapo_mega.evaluation.choices import Choices
 from dapo_mega.evaluation.model_folder import open_model
+from dapo_mega.evaluation.results import results_table
 from dapo_mega.evaluation.run import Engine, Evaluation
 from dapo_mega.evaluation.run import evaluate as run_evaluation
 from dapo_mega.types import GenerationFailure, Response
@@ -192,6 +193,9 @@ def test_requests_that_failed_are_counted_and_asked_again(model, data, tmp_path,
     assert (result["num_failed"], result["num_responses"]) == (2, 13)
     # Of problem 0 one right response failed, of problem 4 a wrong one.
     assert result["metrics"]["avg@2"]["value"] == pytest.approx((1 / 2 + 3 * 2 / 3 + 0) / 5)
+    note = results_table(content).splitlines()[-1]
+    assert note.startswith("note: gsm8k: 2 of 15 responses are in no measure (2 without a response")
+    assert "leaves 0 of 5 problems out" in note
     again = ScriptedSampler(model, right_twice)
     run_evaluation(evaluation(model, data, tmp_path, again))
     assert sorted(again.asked) == [1, 14]
