@@ -18,7 +18,7 @@ from dapo_mega.config.algorithm import OTHER_FILTERS
 from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
-from dapo_mega.errors import InputError, StarvedError, StopRequested
+from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
@@ -82,7 +82,7 @@ class Collector:
         self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
         self._last_scored: list[ScoredResponse] = []
         self._last_staleness: list[int] = []
-        self._stats = RolloutStats()
+        self._stats = self._last_stats = RolloutStats()
         self._fates: list[GroupFate] = []
         self._lock = threading.Condition()
         # Being scored beside training; scored so, and what could not be scored. The next step counts the latter two.
@@ -101,7 +101,7 @@ class Collector:
         """N groups for one step with their metrics; `version` is the engines' weight version.
 
         Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. Then, and when the
-        engine or the scorer raises StopRequested, the state goes back to the beginning of the step; where responses
+        engine or the scorer ends the run, the state goes back to the beginning of the step; where responses
         continue from step to step it keeps all requests and answers since then, and nothing of it is counted.
         """
         with self._lock:
@@ -113,13 +113,27 @@ class Collector:
         stats.begin(self._clock())
         try:
             return self._collect(version, stats)
-        except (StopRequested, StarvedError):
+        except (StopRequested, StarvedError, InputError, FleetError):
             self._undo(stats)
             raise
         finally:
             self._fates = [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *stats.unscored]
             self.left_over = {"in_buffer": len(self.buffer), "in_flight": self.num_in_flight()}
-            self._stats = RolloutStats()
+            self._stats, self._last_stats = RolloutStats(), stats
+
+    def give_back(self) -> None:
+        """Undo the last `collect`, whose groups cannot be trained on, as if it had not asked for them: a run that
+        continues from `state` asks again. Not for samplers that need outcomes."""
+        with self._lock:
+            since = self._fed
+            self._undo(self._last_stats)
+            if self._schedule == "synchronous":
+                return
+            self._hold_fed(since)
+            for group in self._last_stats.groups:
+                members = [*group.responses, *([group.greedy] if group.greedy else [])]
+                requests = self._requests([member.response.request_id for member in members], group.prompt)
+                self._in_flight.put_back(PendingGroup(group.prompt, tuple(requests)))
 
     def _undo(self, stats: RolloutStats) -> None:
         """Restore the state before the last `collect`. Where responses continue from step to step, what was found since
@@ -132,7 +146,7 @@ class Collector:
             self._hold_fed(fed)
             return
         self._hold_fed(stats.groups)
-        self._not_scored = [(fate.prompt, list(fate.unscored)) for fate in stats.unscored]
+        self._not_scored = [*((fate.prompt, list(fate.unscored)) for fate in stats.unscored), *self._not_scored]
         if "pending" in sampler:  # The outcomes of these groups.
             self.sampler.rewind({**self.sampler.state()[0], "pending": sampler["pending"]})
 

@@ -50,7 +50,7 @@ class GroupsInFlight:
         self._submit(group)
 
     def put_back(self, complete: PendingGroup) -> None:
-        """Take back a complete group that the caller could not use."""
+        """Take back a group that the caller could not use: complete, or for a run that continues to ask again."""
         self._ended.append(complete)
 
     def submit_missing(self) -> None:

@@ -108,6 +108,7 @@ class Controller:
 class TrainingRun:
     """All parts of a run. `controller` is None except on rank 0. `unrecorded` holds the last step's metrics until they
     are recorded, and `histograms` its histograms; `counts` is what the step under way counts for these, if it has any.
+    `is_intact`: weights and state are those after `step` and can be saved, and all ranks raise what is raised now.
     `stop_requested()` tells whether the run shall end before its last step. `timers` and others note in `activity` what
     this process does."""
 
@@ -122,6 +123,7 @@ class TrainingRun:
     stop_requested: Callable[[], bool]
     entropy: EntropyControl
     step: int = 0
+    is_intact: bool = False
     unrecorded: dict[str, float] | None = None
     histograms: dict[str, Histogram] = field(default_factory=dict)
     counts: StepCounts | None = None

@@ -18,7 +18,7 @@ from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.errors import FleetError, StarvedError, at_step
+from dapo_mega.errors import FleetError, InputError, StarvedError, at_step
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient
@@ -67,15 +67,18 @@ def train(run: TrainingRun) -> None:
         elif config.evaluation.beside_training:
             begin_beside(run, again=is_interrupted)
     while run.step < config.num_steps:
+        run.is_intact = True
         stop_if_requested(run)
         run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
         with run.timers.stage("rollout"):
             groups, collected = collect(run)
         with feeding(run):
-            with run.timers.stage("pack"):
-                batch = hand_over(run, groups)
-            with run.timers.stage("score"):
-                scored = score(run, batch, groups)
+            with given_back_if_refused(run):
+                with run.timers.stage("pack"):
+                    batch = hand_over(run, groups)
+                with run.timers.stage("score"):
+                    scored = score(run, batch, groups)
+            run.is_intact = False
             with run.timers.stage("update"), at_step(run.step + 1):
                 trace = UpdateTrace() if config.samples.enabled else None
                 updates = update(run, scored, batch.engines, trace)
@@ -112,7 +115,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
 
     Evaluations beside training end before the next one begins, and before the last checkpoint.
     """
-    run.unrecorded = metrics
+    run.unrecorded, run.is_intact = metrics, True
     if run.step < run.config.num_steps:
         stop_if_requested(run)
     is_due = evaluation_is_due(run.config, run.step)
@@ -128,6 +131,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     run.unrecorded = None
     if run.config.evaluation.beside_training and run.step >= run.config.num_steps:
         settle_beside(run, wait=True)
+    run.is_intact = False
     with run.timers.stage("checkpoint"):
         saving(run).after_step(run.step)
 
@@ -171,6 +175,19 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
         record_starved_step(run)
         if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
+        raise
+
+
+@contextmanager
+def given_back_if_refused(run: TrainingRun) -> Iterator[None]:
+    """If the step is refused before its first update, its prompts are asked again, by the run that continues."""
+    try:
+        yield
+    except (FleetError, InputError):
+        if run.config.data.sampling.needs_outcomes:
+            run.is_intact = False  # The groups' outcomes have counted.
+        elif run.controller:
+            run.controller.collector.give_back()
         raise
 
 

@@ -140,12 +140,12 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
         train(run)
     except StopRequested:
         raise saving(run).before_stop(run.step) from None
-    except StarvedError:
-        saving(run).before_stop(run.step)
-        raise
-    except FleetError:
-        # All ranks get here together; after other errors the pending checkpoint stays unfinished.
-        run.store.finish(run.policy)
+    except (StarvedError, FleetError, InputError) as error:
+        # All ranks get here together but for InputErrors outside of an intact step, which may be of one rank alone.
+        if run.is_intact:
+            saving(run).before_stop(run.step)
+        elif isinstance(error, FleetError):
+            run.store.finish(run.policy)
         raise
     run.store.finish(run.policy)
     if run.config.checkpoint.save_hf_at_end:

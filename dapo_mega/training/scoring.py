@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -160,5 +161,7 @@ def measure_scores(
     metrics = measure_mismatch(
         scored, run.config.loss_settings, control=processes.control, context_group=processes.context
     )
+    if any(map(math.isnan, metrics.values())):
+        run.is_intact = False  # As the weights may not be numbers.
     by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
     return {"policy/entropy": _mean([score.entropy for score in scores], processes), **metrics}, by_engine

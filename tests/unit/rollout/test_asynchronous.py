@@ -65,6 +65,32 @@ def test_groups_start_and_are_scored_beside_training():
     assert not set(request_ids(first)) & set(request_ids(second))
 
 
+@pytest.mark.parametrize("schedule", ["synchronous", "partial", "asynchronous"])
+def test_groups_that_cannot_be_trained_on_are_asked_again_by_the_run_that_continues(schedule):
+    run = {"synchronous": config, "partial": lambda: scheduled("partial"), "asynchronous": asynchronous}[schedule]()
+    engine = ScriptedEngine(every_other)
+    subject = collector(engine, run)
+    first, _ = subject.collect(0)
+    engine.version = 1
+    expected, _ = subject.collect(1)
+    if schedule == "asynchronous":
+        subject.feed(2)
+        answer(engine, 8)
+        subject.feed(2)
+    subject.give_back()
+    resumed_engine = ScriptedEngine(every_other)
+    resumed_engine.version = 1
+    resumed = collector(resumed_engine, run)
+    values, arrays = subject.state()
+    resumed.load_state(json.loads(json.dumps(values)), arrays)
+    groups = resumed.collect(1)[0]
+    assert set(request_ids(expected)) <= {*resumed_engine.submitted, *request_ids(subject.buffer.groups)}
+    assert len(resumed_engine.submitted) == len(set(resumed_engine.submitted))
+    assert not {*request_ids(groups), *resumed_engine.submitted} & set(request_ids(first))
+    if schedule == "synchronous":
+        assert request_ids(groups) == request_ids(expected)
+
+
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 def test_no_more_groups_are_started_than_steps_can_use_in_time(max_staleness):
     engine = ScriptedEngine(every_other)
