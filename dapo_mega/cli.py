@@ -34,6 +34,9 @@ PEER_LOST = (
 LAUNCHER = os.getppid()
 """The process that started this one, which is torchrun's where RANK is set by it."""
 
+QUIET_LAUNCHER = "DAPO_MEGA_QUIET_LAUNCHER"
+"""Variable that a launcher sets which reports nothing after its processes."""
+
 Reason = tuple[str, int]
 """Why a process exits: the message, and the exit status."""
 
@@ -222,7 +225,7 @@ def _repeat_after_launcher(line: str, limit_s: float | None) -> None:
     """Print the line once more when torchrun, which reports over some 30 lines after its processes, has done so, or
     has been killed after the limit."""
     environment = os.environ
-    if not is_started_by_torchrun() or os.getppid() != LAUNCHER:
+    if not is_started_by_torchrun() or os.getppid() != LAUNCHER or (limit_s is None and QUIET_LAUNCHER in environment):
         return
     keeps_store = environment.get("GROUP_RANK") == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = [environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")] if keeps_store else []

@@ -32,7 +32,7 @@ export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 # All processes are on this machine: let gloo use the loopback interface whatever the host name resolves to.
 [ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
 run() {  # No port of other interfaces.
-    "$PYTHON" -W ignore -m torch.distributed.run --rdzv-backend bound --rdzv-endpoint 127.0.0.1:0 \
+    "$PYTHON" -W ignore -m dapo_mega.commands._processes --rdzv-backend bound --rdzv-endpoint 127.0.0.1:0 \
         --nproc-per-node "$processes" "$@"
 }
 

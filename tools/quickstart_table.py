@@ -82,7 +82,7 @@ def run_seed(seed: int, folder: Path) -> list[str]:
 
 
 def train(script: str, config: str, *overrides: str) -> None:
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = ["-W", "ignore", "-m", "dapo_mega.commands._processes", "--nproc-per-node", "2"]
     launcher += ["--rdzv-backend", "bound", "--rdzv-endpoint", "127.0.0.1:0"]
     run(
         [

@@ -62,11 +62,11 @@ def _main() -> None:
 
 
 def _start_processes(name: str, arguments: list[str]) -> None:
-    """Run the command in processes of this machine: torchrun, without its advice about threads."""
+    """Run the command in processes of this machine: torchrun, without its advice about threads and its report."""
     if not arguments or not arguments[0].isdecimal() or int(arguments[0]) < 1:
         given = repr(arguments[0]) if arguments else "nothing"
         raise InputError(f"--processes takes the number of processes, 1 or more, got {given}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", arguments[0]]
+    torchrun = ["-m", "dapo_mega.commands._processes", "--nproc-per-node", arguments[0]]
     torchrun += ["--rdzv-backend", "bound", "--rdzv-endpoint", "127.0.0.1:0"]  # No port of other interfaces.
     os.execv(sys.executable, [sys.executable, "-W", "ignore", *torchrun, "-m", "dapo_mega", name, *arguments[1:]])

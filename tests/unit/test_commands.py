@@ -2,8 +2,11 @@
 
 import importlib
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,13 +66,55 @@ def test_a_wrong_command_is_one_line_with_the_right_ones():
     assert result.stderr == f"error: dapo-mega has no command 'trian'; it has {', '.join(COMMANDS)}\n"
 
 
-def test_processes_start_under_torchrun_and_their_error_stands_last():
+def test_processes_start_under_torchrun_and_their_error_is_one_line():
     result = run("train", "--processes", "2", "--config", "absent.yaml")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("error: configuration file absent.yaml does not exist")
-    assert "OMP_NUM_THREADS" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert [line.partition(";")[0] for line in lines] == ["error: configuration file absent.yaml does not exist"]
     result = run("train", "--processes", "two")
     assert result.stderr == "error: --processes takes the number of processes, 1 or more, got 'two'\n"
+
+
+WAITING = """
+import os, pathlib, signal, sys, time
+from dapo_mega.cli import run_command
+
+def main():
+    pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+    if os.environ["RANK"] == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("killed", "status", "said"),
+    [
+        (None, 128 + signal.SIGINT, r"error: interrupted; start the same command again to continue\n"),
+        (1, 1, r"error: the process of rank 1 \(pid \d+\) was ended by SIGKILL\n"),
+    ],
+)
+def test_processes_that_end_early_leave_one_line_and_no_report_of_torchrun(tmp_path, killed, status, said):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    torchrun = ["-m", "dapo_mega.commands._processes", "--nproc-per-node", "2", "--rdzv-backend", "bound"]
+    launcher = subprocess.Popen(
+        [sys.executable, *torchrun, "--rdzv-endpoint", "127.0.0.1:0", "waiting.py", ".", str(killed)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not {"0", "1"} <= {path.name for path in tmp_path.iterdir()}:
+        assert time.monotonic() < deadline, "no processes"
+        time.sleep(0.05)
+    if killed is None:
+        os.killpg(launcher.pid, signal.SIGINT)
+    printed = launcher.communicate(timeout=60)[1]
+    assert (launcher.returncode, bool(re.fullmatch(said, printed))) == (status, True), printed
 
 
 def test_overrides_may_stand_before_and_after_options():
