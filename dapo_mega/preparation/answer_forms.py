@@ -17,7 +17,7 @@ _MAX_RADICAND: Final = 10**8
 _MAX_LIST: Final = 16
 _LETTERS: Final = "mnpqrstuvwkjabcdfghxyz"
 _NAME = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_FORMULA = re.compile(r"\$+(.*?)\$+|\\\[(.*?)\\\]|\\\((.*?)\\\)", re.DOTALL)
+_FORMULA = re.compile(r"\$+([^$]*)\$+|\\\[((?:(?!\\\[).)*?)\\\]|\\\(((?:(?!\\\().)*?)\\\)", re.DOTALL)
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s*\{[^}]*\}|\\[A-Za-z]+")
 
 

@@ -16,13 +16,13 @@ _OPTION = re.compile(
     r"|(?:^|[\s$~])([A-E])(?:[.):](?=\s|\$|\\)|[\uff0e\uff1a\u3001])",  # A.  A)  A:
     re.MULTILINE,
 )
-_TRUE_FALSE_ANSWER = re.compile(r"\W*(?:\\(?:text|textbf|mathrm)\s*\{)?\s*(true|false|yes|no)\W*", re.IGNORECASE)
+_TRUE_FALSE_ANSWER = re.compile(r"\W*(?:\\(?:text|textbf|mathrm)\W*)?(true|false|yes|no)\W*", re.IGNORECASE)
 _TRUE_FALSE_QUESTION = re.compile(
     r"\btrue\s+or\s+false\b|\b(?:say|state|decide|determine|answer)\s+(?:whether|if)\b[^.?!]{0,200}\b(?:true|false)\b",
     re.IGNORECASE,
 )
 _PROOF = re.compile(
-    r"(?:^|[.!?:;,\n]|\b(?:and|then|also|please|\w\))\s)\s*(?:\W{0,4}|\(?\w\)\s*)"
+    r"(?:^|[.!?:;,\n]|\b(?:and|then|also|please|\w\))\s)\s{0,20}(?:\W{0,4}|\(?\w\)\s{0,20})"
     r"((?:prove|show|demonstrate|verify|disprove)\s+(?:or\s+disprove\s+)?(?:that|the\s+(?:following|inequality|identity))\b)",
     re.IGNORECASE,
 )
@@ -31,7 +31,7 @@ _ASKS = re.compile(
     r"\b(?:find|compute|calculate|evaluate|determine|solve|what|how\s+(?:many|much))\b|\?", re.IGNORECASE
 )
 _INTEGER = re.compile(r"[+-]?\d+(?:\.0+)?|[+-]?\d{1,3}(?:,\d{3})+")
-_WRAPPED = re.compile(r"\\boxed\s*\{(.*)\}|\$+(.*?)\$+|\\[(\[](.*)\\[)\]]", re.DOTALL)
+_WRAPPED = re.compile(r"\\boxed\s*\{(.*)\}|\$+([^$]+)\$+|\\[(\[](.*)\\[)\]]", re.DOTALL)
 
 
 def multiple_choice(problem: str) -> str | None:

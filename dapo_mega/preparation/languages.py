@@ -16,7 +16,12 @@ MIN_LETTERS = 24
 MIN_PROBABILITY = 0.55
 """A language is only named if it is this probable."""
 
-_FORMULA = re.compile(r"\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
+# Each opening ends the one before, so that a text of openings costs linear time.
+_FORMULA = re.compile(
+    r"\$\$.*?\$\$|\$.*?\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)"
+    r"|\\begin\{(\w+\*?)\}(?:(?!\\begin\{).)*?\\end\{\1\}|\\(?:begin|end)\{\w+\*?\}",
+    re.DOTALL,
+)
 _COMMAND = re.compile(r"\\[a-zA-Z]+|[\d_^{}=+*/<>|\\]")
 _IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 

@@ -32,10 +32,12 @@ Response to grade:
 How right and complete is the response, from 0 (wrong) to 10 (right, complete and well argued)? Reason in a few
 sentences. Then end with one line of exactly this form and nothing after it:
 Score: <a number from 0 to 10>"""
-DEFAULT_PATTERN = r"\**Score:?\**:?\s*\**(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\**\.?"
+DEFAULT_PATTERN = r"\**Score[:*\s]*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\**\.?"
 
 _VERDICT_CHARACTERS = 10_000
 """What is looked at of a judge's answer for the JSON object at its end."""
+_LINE_CHARACTERS = 200
+"""A longer line is no verdict: a pattern of the user's may cost more than its length."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class JudgeReward:
             score = _last_json_value(text, self._settings.json_key)
         else:
             last_line = text.splitlines()[-1].strip() if text else ""
-            if not (found := self._pattern.fullmatch(last_line)):
+            if len(last_line) > _LINE_CHARACTERS or not (found := self._pattern.fullmatch(last_line)):
                 raise ValueError("the judge's last line has no verdict")
             score = float(found[1])
         lowest, highest = self._settings.score_range
