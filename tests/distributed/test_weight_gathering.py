@@ -86,7 +86,9 @@ def run_case(case):
             for name, parameter in chunk.named_parameters():
                 if "norm" in name:
                     parameter.data = parameter.data.float()
-    gatherer = gathering.WeightGatherer(chunks, model.layout, processes)
+    with pytest.MonkeyPatch.context() as patch:
+        meetings = watch_meetings(patch)
+        gatherer = gathering.WeightGatherer(chunks, model.layout, processes)
     buckets = [list(bucket) for bucket in gatherer.buckets(case["bucket_bytes"])]
     got = dict(pair for bucket in buckets for pair in bucket)
     if processes.is_leader:
@@ -113,6 +115,7 @@ def run_case(case):
         "stages": stages,
         "shares": shares,
         "engines": engines,
+        "has_met": meetings == [processes.device],
         "all_exact": int(total[0]) == processes.world_size,
         "bytes_sent": int(total[1]),
         "minimum": int(total[2]),
@@ -234,6 +237,19 @@ def same_bytes(got, expected):
     )
 
 
+def watch_meetings(patch):
+    """Where the tensors are that all processes reduce from now on."""
+    reduce, places = dist.all_reduce, []
+
+    def watched(tensor, *arguments, group=None, **options):
+        if group is None:
+            places.append(tensor.device)
+        return reduce(tensor, *arguments, group=group, **options)
+
+    patch.setattr(dist, "all_reduce", watched)
+    return places
+
+
 def watch_transfers(gatherer):
     """References to all transfers from now on, which do not keep their memory."""
     start = gatherer._start
@@ -272,6 +288,7 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_every_leader_gets_every_tensor_exactly_once(reports, name):
     report = reports[name]
+    assert report["has_met"], "NCCL connects a group in an operation of all its processes, before some of them exchange"
     assert report["all_exact"], "a leader lacks a tensor or has a wrong one, or another process has any"
     assert report["same_order"]
     # Only what a leader lacks is sent; padding of the vocabulary and of short shards is on top.
