@@ -140,6 +140,7 @@ def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, process
     assert metrics["policy/ratio_mean"] == 1.0
     assert metrics["policy/grad_norm"] > 0
     for mine, reference in zip(own, scores, strict=True):
+        assert not mine.logprobs.requires_grad, "the graph of its micro-batch lives as long as it does"
         torch.testing.assert_close(mine.logprobs, reference.logprobs)
         torch.testing.assert_close(mine.entropy, reference.entropy)
     updated = (dict(pair for bucket in policy.weights(1 << 20) for pair in bucket) for policy in (once, twice))
