@@ -38,36 +38,42 @@ _LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s$
 _CUE = re.compile(
     r"(?i)(?-i:(?=[aArRоОcCjJsSoO]))(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
     r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
-    r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah|to)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
+    r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
-    r"|정?답은|정답\s?[:：]|(?:الجواب|الإجابة|الاجابة)(?: (?:هو|هي))?|उत्तर)"
+    r"|答\s?[:：]|정?답은|정답\s?[:：]|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
 )
 _MARKUP = "*_#`> \t"
 # What denies the value behind it.
 _DENIAL = re.compile(
-    r"(?i)(?-i:(?=[nNcCaApPнН不并]))(?:n['’]t|(?<![^\W_])(?:not|never|cannot|nor|neither|anything but|nicht|pas"
-    r"|no es|não é|non è|не)|不是|并非|不等于|不会是)"
-    r"(?:[ \t]+(?:be|equal|to|the|a|exactly|simply|just|only)(?![a-z])){0,3}[\s$*({\[\\]*$"
+    r"(?i)(?-i:(?=[nNcCaApPrRiIbBнН不并]))(?:n['’]t|(?<![^\W_])(?:not|never|cannot|nor|neither|anything but"
+    r"|rather than|instead of|between(?:[ \t][0-9.]{1,12}[ \t]and)?|nicht|pas"
+    r"|no es|não é|non è|не)|不是|并非|不等于|不会是|不可能是?)"
+    r"(?:[ \t]+(?:be|been|equal|to|the|a|exactly|simply|just|only)(?![a-z])){0,3}[\s$*({\[\\]*$"
 )
 _DENIED_AFTER = re.compile(
     r"[\s$)*]{0,5}(?:(?:is|was|are)(?:[ \t]+not|n['’]t|[ \t]+(?:wrong|incorrect))(?![a-z])"
+    r"|would[ \t]be[ \t](?:wrong|incorrect)"
     r"|ではな|ではあり|이?\s?아니|이?\s?아닙)"
 )
 _DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")
 _CHECKED = re.compile(r"(?i)(?:check|verif|confirm|test)[^.\n]*$")
 _OTHER_DENIAL = re.compile(r"(?i)(?:nicht|pas|niet|не|não|non)\s|不是|并非")
 _CORRECTED = re.compile(
-    r"(?i)not(?![a-z])[^.]{0,40}?(?:[,;—-]|(?<![a-z])but)\s*(?:but|it is|it's|rather|instead)\s(?P<rest>.*)"
+    r"(?i)not(?![a-z])[^.]{0,40}?(?:[,;—-]\s*(?:but|it is|it's|rather|instead)|(?<![a-z])but)\s(?P<rest>.*)"
 )
 # What ends an answer and is no part of it, marks of what was checked among it.
 _ENDS: Final = ".,;: 。．।，；：！!✓✔☑✅"
 # Each run of white space is tried once, from its beginning: a text of nothing else must cost linear time.
 _ASIDE = re.compile(
     r",\s+(?:(?!(?:and|or)\s)[a-zA-Z]{2,}|i\.e|[0-9]+\s+(?:of|in|for|are|were|from)\s)|[;:]\s+(?=[^\n]*[a-zA-Z]{2})|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
+    r"|(?<=[a-z])\s+(?:in|with|on|by|across|among|and\sno)\s|(?<=[a-z]),\s+or\s"
     r"|(?<!\s)(?:\s+(?:and\s+not\s|(?:altogether|in\s(?:total|all)|overall|where|when|while|as|for|from|after)\s|-\s+[a-zA-Z]{2,}|\((?=[^()\\]*[a-zA-Z]{3}|or\s|=|i\.e))|\s*[\u2014\u2013]\s)"
 )
-_OTHER_SCRIPTS = re.compile(r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}|[\u0370-\u03ff]{3}")
+# Words of other scripts, and the short ones of this.
+_OTHER_WORDS = re.compile(
+    r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}|[\u0370-\u03ff]{3}|(?i:(?<![a-z\\])(?:no|so|it|is|we|he|if|my)(?![a-z]))"
+)
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
 _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
@@ -105,6 +111,18 @@ _LISTED_NUMBERS = re.compile(
     rf"(?<![a-z])are[ \t]+(?:at[ \t]+)?(?P<list>{_NAMED_NUMBER}"
     rf"(?:(?:,[ \t]*(?:and[ \t]+)?|[ \t]+(?:and|or)[ \t]+){_NAMED_NUMBER}){{1,9}})"
 )
+_LONGEST_EXPRESSION: Final = 80
+_NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
+_SAYS = re.compile(
+    r"(?i)(?-i:(?=[iIaAeEsStThHgGoOfF]))(?<![a-z\\])(?:is|are|equals|so|thus|hence|therefore"
+    r"|get|have|obtain|find)(?![a-z])[ \t,]+"
+)
+_EXPRESSION = re.compile(
+    r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t]|\.(?=[0-9])|\\[a-zA-Z]+"
+    r"|(?<![a-zA-Z])(?:(?!is|in|of|as|by|to|so|we|he)[a-zA-Z]{1,2}"
+    r"|sqrt|sin|cos|tan|log|exp|and|or)(?![a-zA-Z]))+?)(?:[ \t][a-zA-Z]{3,}){0,3}[.!]?"
+)
+_SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{_NAMED_NUMBER})\)")
 _OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
 _OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
@@ -263,11 +281,17 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
             return None
     if formulas:
         return _joined_formulas(sentence, formulas)
-    plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP)
+    plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP).lstrip("≈~= ")
+    if spelt := _SPELT.match(plain):
+        plain = spelt["number"]
+    if cue["chinese"]:
+        plain = plain.lstrip("一共有总计是")
     if _OTHER_DENIAL.match(plain):
         return None
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
     if number := _NUMBER.match(plain):
+        if _DENIED_AFTER.match(plain, number.end()):
+            return None
         # What follows a number is about it: `72, so she has enough`, `72 (6 dozen)`.
         rest = plain[number.end() :]
         plain = (number.group() + rest[: aside.start()] if (aside := _ASIDE.search(rest)) else plain).replace("**", "")
@@ -386,10 +410,18 @@ def _several(text: str, end: int) -> str | None:
     return None
 
 
+def _said_at_end(text: str) -> str | None:
+    """The expression without delimiters that the last sentence ends in: `the line is y = 2x + 1`."""
+    tail = text.rstrip()[-_LONGEST_EXPRESSION:]
+    words = list(_SAYS.finditer(tail))
+    said = _EXPRESSION.fullmatch(tail, words[-1].end()) if words else None
+    return said["value"].strip() if said and _NO_NUMBER.search(said["value"]) else None
+
+
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
-    whole = text.strip().strip("*#").strip().rstrip("。．！")
-    is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_SCRIPTS.search(whole)
+    whole = text.strip().strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
+    is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_WORDS.search(whole)
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
         return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
     formulas = _formulas(text)
@@ -407,7 +439,7 @@ def _last_value(text: str) -> str | None:
         return _joined_formulas(text, formulas)
     if last_number is not None:
         last_number = _result(text) or last_number
-        if several := _several(text, last_number.end()):
+        if several := _several(text, last_number.end()) or _said_at_end(text):
             return several
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())

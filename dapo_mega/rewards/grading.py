@@ -208,8 +208,9 @@ class Grader:
         return _every(self._ordered(first, second) for first, second in zip(a.rows, b.rows, strict=True))
 
     def _same_ratio(self, a: Ratio, b: Ratio) -> bool | None:
-        """Times of day where both may be such, else ratios."""
-        if a.seconds is not None and b.seconds is not None:
+        """Times of day where both may be such and one is a usual one (`4:30`, not `9:16`), else ratios."""
+        is_round = any("m" in one.text.casefold() or (one.seconds or 0) % 300 == 0 for one in (a, b))
+        if a.seconds is not None and b.seconds is not None and is_round:
             # `4:30` is meant for `4:30 p.m.`, too.
             return (a.seconds - b.seconds) % (24 * 3600 if a.half and b.half else 12 * 3600) == 0
         if len(a.parts) != len(b.parts) or not a.parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import Final
 
 # Full-width, Arabic, Persian, Devanagari, Bengali, Thai.
@@ -45,6 +46,7 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
             r"\1(\\frac{\2\\pi}{180})",
         ),
         (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+        (r"(?<=[0-9])[eE]([+-]?[0-9]{1,5})(?![0-9a-zA-Z_.])", r"\\times 10^{\1}"),
         (
             r"\\p?mod\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))|\(\s*\\?mod\s*([0-9]+)\s*\)|(?<=\s)mod\s+([0-9]+)",
             r"\\text{ mod \1\2\3\4}",
@@ -116,6 +118,7 @@ _HAS_ROWS = re.compile(r"matrix|array|cases|align|split|gather")
 _DOLLAR = re.compile(r"(?<!\\)\$+|(?<!\\)\\[()\[\]]")
 
 
+@lru_cache(maxsize=8192)
 def clean(text: str) -> str:
     """The answer with one spelling per sign, without math delimiters, spacing and layout."""
     if not text.isascii():

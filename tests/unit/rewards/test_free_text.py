@@ -55,6 +55,13 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
         ("72", "The answer is 72: 48 in April and 24 in May.", True),
         ("72", "The answer is 72, 48 of them from April.", True),
         ("1:2:3", "The ratio is 2:4:6.", True),
+        ("9", "It is 9 rather than 8.", True),
+        ("9", "The answer is 9 boxes in 3 rows.", True),
+        ("9", "答えは9ではない。", False),
+        (r"12\pi", "The area is 12π square units.", True),
+        (r"\sqrt{5}", "The distance is sqrt(5).", True),
+        ("y=2x+1", "So the line is y = 2x + 1.", True),
+        ("2", "So x = 2 or x = 3.", False),
         # Other languages and digits.
         ("42", "La respuesta es 42 manzanas.", True),
         ("42", "A resposta é 42.", True),

@@ -53,6 +53,8 @@ from tests.unit.rewards.growth import QUADRATIC, growing_too_fast
         ("1101 base 2", "1101_2"),
         ("17_{10}", "17"),
         ("6:10", "3:5"),
+        ("18:32", "9:16"),
+        ("1e-3", "10^{-3}"),
         ("3 to 5", "3:5"),
         ("2:4:6", "1:2:3"),
         (r"2\sqrt{3} : 4", r"\sqrt{3}:2"),
