@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import numpy as np
 from dapo_mega.rollout.buffer import GroupCounts
 from dapo_mega.rollout.scoring import ScoringCounts, parts_of
 from dapo_mega.types import Group, GroupFate, ScoredResponse
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,6 +77,17 @@ class RolloutStats:
             "rollout/tokens": float(num_tokens),
             "rollout/tokens_per_s": float(num_tokens / max(self.seconds, 1e-9)),
         }
+
+
+def warn_of_left_out(num_saved: int, num_kept: int) -> None:
+    """Say it if groups of a checkpoint are not used by the run that continues from it."""
+    if num_kept < num_saved:
+        logger.warning(
+            "%d of the %d groups that the checkpoint holds or waits for are left out: with the settings given now they "
+            "have another size, are too long or do not pass the filter. Their prompts have had their turn",
+            num_saved - num_kept,
+            num_saved,
+        )
 
 
 def scoring_metrics(counts: ScoringCounts) -> dict[str, float]:

@@ -22,7 +22,7 @@ from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
-from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics
+from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
 from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
 from dapo_mega.rollout.latency import GroupLatency
@@ -127,10 +127,8 @@ class Collector:
         with self._lock:
             since = self._fed
             self._undo(self._last_stats)
-            if self._schedule == "synchronous":
-                return
             self._hold_fed(since)
-            for group in self._last_stats.groups:
+            for group in self._last_stats.groups if self._schedule != "synchronous" else ():
                 members = [*group.responses, *([group.greedy] if group.greedy else [])]
                 requests = self._requests([member.response.request_id for member in members], group.prompt)
                 self._in_flight.put_back(PendingGroup(group.prompt, tuple(requests)))
@@ -378,7 +376,10 @@ class Collector:
             )
         self.buffer.groups = [group for group in self.buffer.groups if self._fits(group) and self.buffer.keeps(group)]
         self._hold_fed([group for group in self._fed if self._fits(group)])  # The next step filters them.
-        in_flight = values.get("in_flight")
+        in_flight = values.get("in_flight") or []
+        size = self._config.batch.group_size + self._has_greedy
+        num_kept = len(self.buffer) + len(self._fed) + sum(len(record["request_ids"]) == size for record in in_flight)
+        warn_of_left_out(len(values["buffer"]) + len(values.get("fed", [])) + len(in_flight), num_kept)
         if not in_flight:
             return
         if self._schedule == "synchronous":
@@ -387,7 +388,6 @@ class Collector:
                 f"asynchronous can continue, and with algorithm.max_staleness of at least 1; set them, or start a new "
                 f"run from the trained weights"
             )
-        size = self._config.batch.group_size + self._has_greedy
         self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests, size)
 
     def _fits(self, group: Group) -> bool:

@@ -307,3 +307,14 @@ def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task, monkeypatch):
     assert [record["step"] for record in got] == list(range(1, 13))
     files = [(run / "hf" / "model.safetensors").read_bytes() for run in (output, reference)]
     assert files[0] == files[1]
+    # Without its checkpoints it is not begun anew.
+    for lost in ("checkpoints", "hf"):
+        shutil.rmtree(output / lost)
+    records = (output / "metrics.jsonl").read_bytes()
+    assert wait_for(start(config, 2, output, script=TUNE), 240, patience_s=60) == [2, 2]
+    (error,) = (
+        line for line in (folder / f"{output.name}_logs" / "rank_0.log").read_text().splitlines() if "error:" in line
+    )
+    assert "step_00000012" in error
+    assert str(output / "last_checkpoint") in error
+    assert (output / "metrics.jsonl").read_bytes() == records

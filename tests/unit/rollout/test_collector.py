@@ -242,7 +242,7 @@ def test_a_restored_collector_continues_as_if_nothing_had_happened():
     assert ids == [[r.response.request_id for r in g.responses] for g in expected]
 
 
-def test_held_groups_that_changed_settings_would_not_make_are_left_out():
+def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
     """They would break the mini-batches of a step, or be trained on against the new filter."""
     run = config()
     subject = collector(ScriptedEngine(every_other), run)
@@ -257,14 +257,16 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out():
     }
     for name, (changed, num_held) in changes.items():
         resumed = collector(ScriptedEngine(every_other), config(**changed))
+        caplog.clear()
         resumed.load_state(*state)
         assert len(resumed.buffer) == num_held, name
+        assert [f"{2 - num_held} of the 2 groups" in message for message in caplog.messages] == [True] * (num_held < 2)
     resumed = collector(ScriptedEngine(every_other), config(batch={"group_size": 6}))
     resumed.load_state(*state)
     assert {len(group.responses) for group in resumed.collect(1)[0]} == {6}
 
 
-def test_groups_in_flight_of_another_size_are_not_continued():
+def test_groups_in_flight_of_another_size_are_not_continued(caplog):
     subject = collector(ScriptedEngine(every_other, order=straggler), partial())
     subject.collect(0)
     values, arrays = subject.state()
@@ -275,6 +277,7 @@ def test_groups_in_flight_of_another_size_are_not_continued():
         resumed = collector(ScriptedEngine(every_other), run)
         resumed.load_state(values, arrays)
         assert resumed.num_in_flight() == num_in_flight
+        assert ("are left out" in caplog.text) == (size == 6)
 
 
 def test_request_seeds_are_unique_and_depend_on_the_run_seed():
