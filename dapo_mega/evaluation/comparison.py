@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os.path import commonprefix
 from typing import Final, Literal
 
 import numpy as np
@@ -121,6 +122,8 @@ class BenchmarkComparison:
     against_base: dict[str, AgainstBase]
     difficulty: tuple[DifficultyBin, ...]
     notes: tuple[str, ...]
+    shared_start: str
+    """What all prompts begin with, such as a template's instruction."""
 
     @property
     def base(self) -> str:
@@ -173,6 +176,9 @@ def _compare(
         },
         difficulty=_difficulty(labels, values, max(ks)),
         notes=tuple(notes),
+        shared_start=commonprefix([problem.prompt for problem in problems])  # noqa: RUF071
+        if len(problems) > 1
+        else "",
     )
 
 

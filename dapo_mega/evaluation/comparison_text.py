@@ -81,8 +81,8 @@ def _findings(comparison: BenchmarkComparison, label: str, against: AgainstBase)
     yield (
         f"Sampling-efficiency gap, pass@{largest} of {base} minus pass@1 of {label}: {_signed(against.sampling_gap)}."
     )
-    yield from _listed(f"{label} solves {{}} that {base} never does", against.newly_solved, label, base)
-    yield from _listed(f"{base} solves {{}} that {label} never does", against.no_longer_solved, label, base)
+    yield from _listed(f"{label} solves {{}} that {base} never does", against.newly_solved, label, comparison)
+    yield from _listed(f"{base} solves {{}} that {label} never does", against.no_longer_solved, label, comparison)
 
 
 def _without_crossing(comparison: BenchmarkComparison, label: str) -> str:
@@ -101,11 +101,16 @@ def _without_crossing(comparison: BenchmarkComparison, label: str) -> str:
     )
 
 
-def _listed(sentence: str, problems: Sequence[ChangedProblem], label: str, base: str) -> Iterator[str]:
+def _listed(
+    sentence: str, problems: Sequence[ChangedProblem], label: str, comparison: BenchmarkComparison
+) -> Iterator[str]:
+    """Prompts are shown without a long instruction that all of them begin with."""
+    base, start = comparison.base, comparison.shared_start
+    start = start[: max(map(start.rfind, " \n")) + 1] if len(start) > _MAX_PROMPT // 2 else ""
     count = f"{len(problems) or 'no'} problem{'' if len(problems) < 2 else 's'}"
     yield sentence.format(count) + (":" if problems else ".")
     for problem in problems[:_MAX_LISTED]:
-        prompt = " ".join(problem.prompt.split())
+        prompt = " ".join(problem.prompt.removeprefix(start).split())
         shown = prompt if len(prompt) <= _MAX_PROMPT else f"{prompt[:_MAX_PROMPT]}..."
         yield (
             f"  problem {problem.index} ({label} {problem.model_correct} of {problem.model_samples}, {base} "

@@ -132,7 +132,8 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
         watch.forget_peers()
         dist.barrier(group=processes.control)
     stop_processes()
-    print_once(f"finished {config.num_steps} steps; metrics for TensorBoard: {folder / 'tensorboard'}")
+    model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
+    print_once(f"finished {config.num_steps} steps{model}; metrics for TensorBoard: {folder / 'tensorboard'}")
 
 
 def _train_and_export(run: TrainingRun, folder: Path) -> None:

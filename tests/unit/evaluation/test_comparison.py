@@ -242,6 +242,15 @@ def test_different_problems_prompts_and_answers_are_refused_by_name(tmp_path):
     assert compared(base, trained, allowed=["template"]).num_problems == 2
 
 
+def test_listed_problems_are_shown_without_the_instruction_that_all_have(tmp_path):
+    prompts = [
+        f"Solve the following math problem step by step. The last line is the answer.\n\n{i}1+1?" for i in range(3)
+    ]
+    base = save(tmp_path / "base", [0, 1, 1], 4, prompts=prompts)
+    text = as_text(compared(base, save(tmp_path / "dapo", [1, 1, 1], 4, prompts=prompts)))
+    assert "problem 0 (dapo 1 of 4, base 0 of 4): 01+1?" in text
+
+
 def test_a_long_common_start_of_prompts_is_not_all_that_is_shown(tmp_path):
     start = "You are a helpful assistant. " * 20
     base = save(tmp_path / "base", [1], 4, prompts=[start + "Think. 1+1"])
