@@ -192,7 +192,7 @@ class _Tuning:
         return metrics
 
     def _record(self, metrics: dict[str, float]) -> None:
-        loss = metrics["policy/loss"]
+        loss = metrics.get("policy/loss", self.losses[1])  # A skipped update may have none.
         self.losses = (loss if math.isnan(self.losses[0]) else self.losses[0], loss)
         if self._writer and self._progress:
             self._writer.write(self.step, metrics)

@@ -262,3 +262,8 @@ def assert_changes_of_the_optimizer_take_effect(tmp_path, monkeypatch):
     (model,) = models
     wanted = {key.partition(".")[2]: value for key, value in changes.items() if "skipped" not in key}
     assert in_effect(model) == wanted
+    overrides = ["num_steps=3", f"output_dir={tmp_path / 'overflown'}", "optimizer.learning_rate=1e30"]
+    overrides += ["optimizer.warmup_steps=0", "optimizer.max_skipped_updates=2"]
+    run_sft(load_config(SftConfig, tmp_path / "sft.yaml", overrides))
+    records = read_metrics(tmp_path / "overflown" / "metrics.jsonl")
+    assert [record["policy/skipped_update_share"] for record in records] == [0, 1, 1]
