@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -17,6 +18,8 @@ from dapo_mega.config.paths import located, misplaced
 from dapo_mega.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
+_PASSWORD = re.compile(r"[^\s/'\"@:=]*:[^\s/'\"@]*@")
+"""`user:password@` in what was given, which no message repeats."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,7 +82,8 @@ def validated(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise InputError("; ".join(_explain(kind, detail) for detail in error.errors())) from error
+        problems = "; ".join(_explain(kind, detail) for detail in error.errors())
+        raise InputError(_PASSWORD.sub("***@", problems)) from None  # pydantic's own text repeats what was given.
 
 
 def dump_config(config: Section) -> str:
@@ -91,7 +95,8 @@ def _overridden(kind: type[Section], override: str) -> dict[str, Any]:
     """The sections that an override gives, with nothing but its value in them."""
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
-        raise InputError(f"override {override!r} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
+        given = _PASSWORD.sub("***@", repr(override))
+        raise InputError(f"override {given} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
     parts = name.strip().split(".")
     value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
     for part in reversed(parts):
@@ -103,9 +108,8 @@ def _yaml_value(text: str, override: str) -> Any:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise InputError(
-            f"the value of override {override!r} is not valid YAML: {' '.join(str(error).split())}"
-        ) from error
+        problem = f"the value of override {override!r} is not valid YAML: {' '.join(str(error).split())}"
+        raise InputError(_PASSWORD.sub("***@", problem)) from None
     # YAML 1.1 reads 1e-4 (no dot) as text, but people write learning rates this way.
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

@@ -67,6 +67,11 @@ class FleetConfig(Section):
     def _check(self) -> FleetConfig:
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("rollout.fleet.urls names an engine twice; name each once")
+        if "@" in (self.rendezvous or ""):
+            raise ValueError(
+                "rollout.fleet.rendezvous has a name or password before the host; give host:port, and the key as "
+                "rollout.fleet.api_key_env"
+            )
         for number, url in enumerate(self.urls):
             if problem := url_problem(url, "rollout.fleet.api_key_env", "http://10.0.0.7:30000"):
                 raise ValueError(f"URL {number} of rollout.fleet.urls {problem}")
@@ -93,6 +98,8 @@ def require_api_key(env_name: str) -> str:
 
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`. Raises InputError."""
+    if "@" in address:  # Not repeated here.
+        raise InputError("the address has a name or password before the host; give host:port, such as 10.0.0.1:21600")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"{address!r} is not an address; give host:port, such as 10.0.0.1:21600")

@@ -107,12 +107,13 @@ class Endpoints:
     async def _post_all(
         self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None]
     ) -> list[Any | Unanswered]:
-        headers = {"Content-Type": "application/json"}
+        # What is not unpacked cannot grow: half a megabyte of gzip may hold a gigabyte.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         self._free = asyncio.Semaphore(self._settings.concurrency)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        async with aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False) as session:
 
             async def answered(index: int) -> Any | Unanswered:
                 answer = await self._post(session, bodies[index])
@@ -164,6 +165,8 @@ class Endpoints:
             self._counted(url),
             session.post(url, data=content, timeout=limits, allow_redirects=False) as response,
         ):
+            if (encoding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
+                raise _AttemptFailed(f"the answer is packed with {encoding}, which the request did not allow")
             received = bytearray()
             async for chunk in response.content.iter_chunked(2**16):
                 received += chunk

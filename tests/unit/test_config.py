@@ -1,4 +1,5 @@
 import json
+import traceback
 from pathlib import Path
 from typing import get_args
 
@@ -269,6 +270,22 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(tmp_path):
     # Keys that a merge brings may be given again.
     path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: {<<: *a, x: 4}")
     assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 4, "y": 2}}
+
+
+def test_no_message_repeats_a_password(file):
+    for override in (
+        "rollout.fleet.rendezvous=user:secret@host:21600",
+        "rollout.fleet.rendezvous=[user:secret@host]",
+        "rollout.fleet.urls=http://user:secret@host:1",
+        "tracking.mlflow_uri=http://user:secret@host",
+        "tracking.backends=http://user:secret@host",
+        "batch.group_size=user:secret@host",
+        "batch.group_size={user:secret@host",
+        "http://user:secret@host",
+    ):
+        with pytest.raises(InputError) as refused:
+            load_config(RunConfig, file, [override])
+        assert "secret" not in "".join(traceback.format_exception(refused.value)), override
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 QUEUE_LENGTH = 256
 """Records that wait for a slow tracker; when they are more, further ones are left out."""
 STOP_LIMIT_S = 3.0
+_MAX_EVENT_CHARACTERS = 2**16
 _PACKAGE_FOLDER = str(Path(dapo_mega.__file__).resolve().parents[1])
 
 
@@ -55,6 +56,7 @@ class BackgroundTracker:
                     stderr=log,
                     env=environment,
                     text=True,
+                    errors="replace",
                     start_new_session=True,  # Ctrl-C is for the trainer, which then tells the tracker.
                 )
         except OSError as error:
@@ -118,12 +120,13 @@ class BackgroundTracker:
         assert process is not None
         assert process.stdout is not None
         with process.stdout as events:
-            for line in events:
-                event = json.loads(line)
-                if "url" in event:
-                    logger.info("%s shows this run at %s", self.backend, event["url"])
-                else:
-                    self._warn(event["failure"])
+            while line := events.readline(_MAX_EVENT_CHARACTERS):  # Packages of trackers may write there, too.
+                with contextlib.suppress(ValueError, RecursionError):
+                    match json.loads(line):
+                        case {"url": str(url)}:
+                            logger.info("%s shows this run at %s", self.backend, url)
+                        case {"failure": str(failure)}:
+                            self._warn(failure)
         if process.wait() and not self._is_closing:
             self._warn(f"its process ended with status {process.returncode}")
 

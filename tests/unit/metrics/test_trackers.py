@@ -235,6 +235,15 @@ def test_failures_are_told_once_and_without_credentials(tmp_path, capsys):
     assert "did not take: 2" in capsys.readouterr().err
 
 
+def test_what_else_a_tracker_says_is_passed_over_in_pieces(tmp_path, caplog):
+    lines = ["x" * 10**6 + "[" * 10**5, "3", json.dumps({"url": 3}), json.dumps({"failure": "full"})]
+    (tmp_path / "said").write_text("\n".join(lines) + "\n")
+    said = str(tmp_path / "said")
+    told = tracker(tmp_path, f"print(open({said!r}).read(), flush=True); [0 for line in __import__('sys').stdin]")
+    close_all([told], is_finished=True)
+    assert [record.message.split(": ")[1].split(". ")[0] for record in caplog.records] == ["full"]
+
+
 def test_a_tracker_that_cannot_be_opened_is_not_asked_again_at_once(tmp_path):
     attempts = []
 

@@ -131,6 +131,7 @@ MISBEHAVING = [
     (sleeps, "no complete answer within timeout_s=0.3"),
     (drips, "no complete answer within timeout_s=0.3"),
     (never_ends, "the answer is longer than 16,777,216 bytes"),
+    (body("", headers={"Content-Encoding": "gzip"}), "the answer is packed with gzip"),
     (closes, "the connection broke"),
     (body("boom", status=500), "HTTP 500: boom"),
     (body("no", status=401), "HTTP 401: no"),
