@@ -56,6 +56,11 @@ _DENIED_AFTER = re.compile(
     r"|would[ \t]be[ \t](?:wrong|incorrect)"
     r"|ではな|ではあり|이?\s?아니|이?\s?아닙)"
 )
+# What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
+_DOUBT = re.compile(
+    r"(?i)(?<![a-z])(?:not (?:the case|true|correct)|false|doubt|(?:n['’]t|not) (?:think|believe))(?![a-z])"
+    r"[^.,;:!?\n]{0,40}$"
+)
 _DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")
 _CHECKED = re.compile(r"(?i)(?:check|verif|confirm|test)[^.\n]*$")
 _OTHER_DENIAL = re.compile(r"(?i)(?:nicht|pas|niet|не|não|non)\s|不是|并非")
@@ -222,7 +227,8 @@ def _boxes(text: str) -> list[_Span] | None:
 
 def _is_denied(text: str, start: int, end: int) -> bool:
     """Whether what stands there is said not to be the answer: `not 42`, `it can't be 42`, `42 is wrong`."""
-    return bool(_DENIAL.search(text[max(0, start - 40) : start]) or _DENIED_AFTER.match(text, end))
+    before = text[max(0, start - 70) : start]
+    return bool(_DENIAL.search(before[-40:]) or _DOUBT.search(before) or _DENIED_AFTER.match(text, end))
 
 
 def closing_brace(text: str, opening: int) -> int:
@@ -264,7 +270,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     start = cue.end()
     if has_box and _CHECKED.search(text[max(0, cue.start() - 40) : cue.start()]):
         return None
-    if cue["between"] and _DENIED_CUE.search(cue["between"]):
+    if (cue["between"] and _DENIED_CUE.search(cue["between"])) or _DOUBT.search(text[max(0, start - 70) : start]):
         return None
     while start < len(text) and (text[start] in _MARKUP or text[start] in "\r\n:："):
         start += 1
@@ -444,5 +450,6 @@ def _last_value(text: str) -> str | None:
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())
         return (last_number.group() + (tail.group() if tail else "%" if percent else "")).strip()
-    choices = list(_CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS)))
+    said = _CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS))
+    choices = [choice for choice in said if not _is_denied(text, choice.start(), choice.end())]
     return choices[-1][choices[-1].lastgroup or 0] if choices else None
