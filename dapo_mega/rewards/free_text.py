@@ -58,7 +58,7 @@ _DENIED_AFTER = re.compile(
 )
 # What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
 _DOUBT = re.compile(
-    r"(?i)(?<![a-z])(?:not (?:the case|true|correct)|false|doubt|(?:n['’]t|not) (?:think|believe))(?![a-z])"
+    r"(?i)(?:(?<![a-z])(?:not (?:the case|true|correct)|false|doubt)|(?:n['’]t|not) (?:think|believe))(?![a-z])"
     r"[^.,;:!?\n]{0,40}$"
 )
 _DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")

@@ -167,7 +167,7 @@ class Grader:
         """Lists and sets: the same values in any order, except that values of different names keep to their names."""
         ours, theirs = _names(second), _names(first)
         stems = {_stem(name) for name in ours}, {_stem(name) for name in theirs}
-        if all(len(one) == 1 and _VARIABLES.fullmatch(*one) for one in stems) and stems[0] != stems[1]:
+        if stems[0] != stems[1] and all(len(one) == 1 and _VARIABLES.fullmatch(max(one)) for one in stems):
             return False  # `x = 4, x = -6` is not `y = 4, y = -6`.
         if not ours or (len({_stem(name) for name in ours}) == 1 and len(ours) == len(second)):
             return self._unordered(_deduplicated(first), _deduplicated(second))
