@@ -67,8 +67,8 @@ def _serve(requests: int, answers: int, compare: Compare, is_busy: mmap.mmap) ->
             outcome = "crash"
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        is_busy[0] = 0  # First: a child that ends in between must not be answered for twice.
         write_frame(answers, {"outcome": outcome})
-        is_busy[0] = 0
 
 
 def _end_with(parent: int) -> None:
