@@ -111,7 +111,16 @@ def test_a_crashing_comparison_costs_only_its_own_answer(hostile_compare: Callab
         assert outcomes(verifier.verify([(r"Answer: \sum 1ysame", r"\sum 1y")])) == ["correct"]
 
 
-@pytest.mark.parametrize("harm", [psutil.Process.kill, psutil.Process.suspend])
+def kill(process: psutil.Process) -> None:
+    """Until it is gone, as the signal takes its time: it could still answer."""
+    process.kill()
+    deadline = time.monotonic() + 30
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("harm", [kill, psutil.Process.suspend])
 def test_a_worker_that_is_killed_or_stopped_idle_is_replaced(
     harm: Callable[[psutil.Process], None],
     hostile_compare: Callable[[str, str], bool],
