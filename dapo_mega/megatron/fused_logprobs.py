@@ -184,11 +184,11 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         return
     num_rows = max(1, PARTIAL_BYTES // (4 * hidden.shape[1]))
     for part in (slice(i, i + num_rows) for i in range(0, len(total), num_rows)):
-        if hidden.is_cuda:
-            total[part].add_(torch.mm(gradient[:, part].t(), hidden, out_dtype=total.dtype))
-        else:
-            # Only CUDA returns a bf16 product in float32; elsewhere each chunk's part is rounded once.
-            total[part].add_(torch.mm(gradient[:, part].t(), hidden))
+        # Only CUDA returns a bf16 product in float32; elsewhere each chunk's part is rounded once.
+        turned = gradient[:, part].t()
+        total[part].add_(
+            torch.mm(turned, hidden, out_dtype=total.dtype) if hidden.is_cuda else torch.mm(turned, hidden)
+        )
 
 
 def _returned_weight_gradient(weight: Any, total: Tensor, settings: _Settings) -> Tensor | None:
