@@ -131,8 +131,8 @@ OTHERS = ["a folder", "a link to nothing", "a FIFO", "not writable"]
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard.time, "sleep", lambda seconds: None)  # The next event file's name comes later.
     monkeypatch.setattr(run_records, "package_versions", dict)
-    values = {"output_dir": str(tmp_path / "run"), "num_steps": 9, "model": {"path": "model"}}
-    return validated(RunConfig, values | {"data": {"train": {"path": "train.jsonl"}}})
+    values = {"output_dir": str(tmp_path / "run"), "num_steps": 9, "model": {"path": "/model"}}
+    return validated(RunConfig, values | {"data": {"train": {"path": "/train.jsonl"}}})
 
 
 def kinds_of_damage(path):
