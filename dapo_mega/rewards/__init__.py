@@ -9,7 +9,6 @@ from dapo_mega.rewards.composed import ComposedReward, ComposedScore, WeightedRe
 from dapo_mega.rewards.equivalence import answers_match, same_answer, validate_ground_truth
 from dapo_mega.rewards.extraction import ExtractionStyle, extract_answer, extract_ground_truth
 from dapo_mega.rewards.grading import gold_answers
-from dapo_mega.rewards.normalization import normalize_answer
 from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, length_rewards, soft_overlong_punishment
 from dapo_mega.rewards.verifier import AnswerVerifier, Outcome, Verdict
@@ -32,7 +31,6 @@ __all__ = [
     "extract_ground_truth",
     "gold_answers",
     "length_rewards",
-    "normalize_answer",
     "same_answer",
     "soft_overlong_punishment",
     "validate_ground_truth",

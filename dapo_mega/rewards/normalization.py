@@ -61,7 +61,6 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 _THOUSANDS = re.compile(r"(?:^|=)\s*[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 _MEMBERSHIP = re.compile(r"[a-zA-Z]\s*\\in(?![a-zA-Z])")
-_EQUALS = re.compile(r"(?<![<>!:\\])=")
 
 
 def _unwrap_math(text: str) -> str:
@@ -115,19 +114,6 @@ def canonical_latex(text: str) -> str:
     return text.strip()
 
 
-def after_last_equals(text: str) -> str:
-    """The text after the last equals sign (`<=`, `>=` and `!=` do not count): DAPO's rule."""
-    return _EQUALS.split(text)[-1].strip()
-
-
 def compact(text: str) -> str:
     """The text without any white space."""
     return "".join(text.split())
-
-
-def normalize_answer(text: str) -> str:
-    r"""Canonical spelling of a single value: the key under which equal answers meet. DAPO's rule.
-
-    For example `x = $\frac12$ cm` becomes `\frac{1}{2}`.
-    """
-    return compact(after_last_equals(canonical_latex(text)))

