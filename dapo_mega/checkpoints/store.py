@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from dapo_mega.megatron.repairs.restricted_loading import load_restricted
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, write_config
 from dapo_mega.models.megatron_format.files import CRITIC_PREFIX, write_vocabulary
-from dapo_mega.models.megatron_format.pickles import check_pickles
+from dapo_mega.models.megatron_format.pickles import check_pickles, read_metadata
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -54,6 +54,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 _FULL_BYTES = 2**24
+_LAYER_STATE = "_extra_state"
 
 EVALUATION_UNDER_WAY = "evaluation_under_way"
 """The name in the loop's state of the step whose evaluation beside training was under way."""
@@ -201,9 +202,10 @@ class CheckpointStore:
             if critic:
                 _check_has_critic(path)
                 _check_optimizers(critic, path, "num_critic_optimizers")
-        wanted = _wanted_content(policy)
+        saved = read_metadata(path).state_dict_metadata.keys()
+        wanted = _wanted_content(policy, saved)
         if critic:
-            wanted["critic"] = _as_critic(_wanted_content(critic))
+            wanted["critic"] = _as_critic(_wanted_content(critic, saved, CRITIC_PREFIX))
         try:
             loaded = load_restricted(wanted, path)
             values = read_json_object(path / "loop.json")
@@ -294,18 +296,24 @@ def _sharded_content(model: TrainedModel) -> dict[str, Any]:
         **chunks,
         "optimizer": model.optimizer.sharded_state_dict(chunks, metadata=_METADATA),
         "scheduler": model.schedule_state(),
+        "fp8": model.fp8_settings,
     }
     # FP8 parameters have no storage that can be written. Their float32 weights are among the optimizer's tensors.
     force_all_tensors_to_non_fp8(content)
     return content
 
 
-def _wanted_content(model: TrainedModel) -> dict[str, Any]:
-    """What Megatron is to load of a model and its optimizer."""
+def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """What Megatron is to load of a model and its optimizer, whose keys in the checkpoint begin with `prefix`. Of the
+    layers' states only those that were `saved`: norms of Transformer Engine have one, those of Megatron have none."""
     allocate_adam_state(model.optimizer)
     keep_adam_step(model.optimizer)
     keep_bucket_padding(model.optimizer)
     chunks = _sharded_chunks(model)
+    for chunk in chunks.values():
+        for key in [key for key in chunk if key.endswith(_LAYER_STATE)]:
+            if prefix + chunk[key].unique_key not in saved:
+                del chunk[key]
     optimizer = model.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_METADATA)
     return {**chunks, "optimizer": optimizer, "scheduler": {}}
 
@@ -318,7 +326,13 @@ def _as_critic(content: dict[str, Any]) -> dict[str, Any]:
 
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
-        unwrapped(chunk).load_state_dict(loaded[name])
+        state = loaded[name]
+        if loaded.get("fp8", model.fp8_settings) != model.fp8_settings:  # Checkpoints of earlier versions lack them.
+            # The layers' FP8 states bring number formats with them, and scales that other layers lack.
+            state = {key: value for key, value in state.items() if not key.endswith(_LAYER_STATE)}
+        missing, unexpected = unwrapped(chunk).load_state_dict(state, strict=False)
+        assert not unexpected
+        assert all(key.endswith(_LAYER_STATE) for key in missing), missing
     model.load_optimizer(loaded["optimizer"], loaded["scheduler"])
 
 

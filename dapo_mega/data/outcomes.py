@@ -25,12 +25,13 @@ class GroupTally:
 
 
 class PromptOutcomes:
-    """Counts per prompt. `retired` [N] marks prompts that are not asked any more; it is changed in place."""
+    """Counts per prompt. `retired` [N] marks prompts that are not asked any more; it is changed in place.
+    `num_solved_in_a_row` [N] counts the last groups that were right as a whole."""
 
     def __init__(self, num_prompts: int) -> None:
         self._num_right = np.zeros(num_prompts)
         self._num_responses = np.zeros(num_prompts)
-        self._num_solved_in_a_row = np.zeros(num_prompts, np.int64)
+        self.num_solved_in_a_row = np.zeros(num_prompts, np.int64)
         self.retired = np.zeros(num_prompts, np.bool_)
 
     def success_rates(self) -> npt.NDArray[np.float64]:
@@ -48,8 +49,8 @@ class PromptOutcomes:
         self._num_right[i] = self._num_right[i] / 2 + outcome.num_right
         self._num_responses[i] = self._num_responses[i] / 2 + outcome.num_responses
         is_solved = outcome.num_right == outcome.num_responses
-        self._num_solved_in_a_row[i] = self._num_solved_in_a_row[i] + 1 if is_solved else 0
-        return int(self._num_solved_in_a_row[i])
+        self.num_solved_in_a_row[i] = self.num_solved_in_a_row[i] + 1 if is_solved else 0
+        return int(self.num_solved_in_a_row[i])
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """The counts as arrays `sampler/...`."""
@@ -64,6 +65,6 @@ class PromptOutcomes:
         return {
             "num_right": self._num_right,
             "num_responses": self._num_responses,
-            "num_solved_in_a_row": self._num_solved_in_a_row,
+            "num_solved_in_a_row": self.num_solved_in_a_row,
             "retired": self.retired,
         }

@@ -50,6 +50,7 @@ class PromptSampler:
         self._has_warned = False
         self._spans = _spans(prompts, self._mixture.shares)
         self._num_kept = {name: math.ceil(share * num_kept) for name, share in self._mixture.shares.items()}
+        self._retiring = [config.retire_after, *self._num_kept.values()]
         self._cursors = {name: self._cursor(name, span) for name, span in self._spans.items()}
 
     def next(self, n: int) -> list[int]:
@@ -68,9 +69,7 @@ class PromptSampler:
     def end_step(self) -> None:
         """Count the outcomes since the last step; retire solved prompts, and draw prioritised ones anew."""
         for outcome in sorted(self._pending, key=lambda outcome: outcome.request_id):
-            num_solved = self._outcomes.add(outcome)
-            if self._config.retire_after and num_solved >= self._config.retire_after:
-                self._retire(outcome.index)
+            self._retire_if_solved(outcome.index, self._outcomes.add(outcome))
         self._pending = []
         if self._config.order == "prioritised":
             for cursor in self._cursors.values():
@@ -102,14 +101,19 @@ class PromptSampler:
             "cursors": {name: cursor.state() for name, cursor in self._cursors.items()},
             "mixture": self._mixture.state(),
             "pending": [astuple(outcome) for outcome in self._pending],
+            "retiring": self._retiring,
         }
         return values, self._outcomes.state() if self._config.needs_outcomes else {}
 
     def load_state(self, values: Mapping[str, Any], arrays: Arrays) -> None:
         """Continue where `state` was taken, also with other settings: another order begins with new epochs, other
-        weights count from here on. Raises InputError for other datasets."""
+        weights count from here on, and what is retired is decided anew. Raises InputError for other datasets."""
         self.rewind(values)
         self._outcomes.load_state(arrays)
+        if values.get("retiring", self._retiring) != self._retiring:
+            self._outcomes.retired[:] = False
+            for index, num_solved in enumerate(self._outcomes.num_solved_in_a_row):
+                self._retire_if_solved(index, int(num_solved))
 
     def rewind(self, values: Mapping[str, Any]) -> None:
         """Go back to the values of a state since which no step has ended."""
@@ -148,10 +152,10 @@ class PromptSampler:
 
         return PromptCursor(num_prompts, self._seed, order, self._outcomes.retired[span])
 
-    def _retire(self, index: int) -> None:
-        """Retire a solved prompt, unless its dataset has no more than must stay."""
+    def _retire_if_solved(self, index: int, num_solved: int) -> None:
+        """Retire a prompt that was solved so many times in a row, unless its dataset has no more than must stay."""
         name, retired = self._prompts[index].dataset, self._outcomes.retired
-        if retired[index]:
+        if retired[index] or num_solved < (self._config.retire_after or math.inf):
             return
         if (~retired[self._spans[name]]).sum() > self._num_kept[name]:
             retired[index] = True

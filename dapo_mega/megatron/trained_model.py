@@ -77,6 +77,7 @@ class TrainedModel(MegatronModel):
         self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
         self.updates_per_step = updates_per_step
+        self.fp8_settings = compute.fp8.model_dump(include={"scaling", "format", "bf16_layers_at_ends"})
         self.max_skipped, self._skipped_in_a_row = optimizer.max_skipped_updates, 0
         # The first update has the full rate without a warm-up, and the one after the last would have 0.
         warmup = max(optimizer.warmup_steps * updates_per_step, 1)

@@ -83,8 +83,9 @@ def warn_of_left_out(num_saved: int, num_kept: int) -> None:
     """Say it if groups of a checkpoint are not used by the run that continues from it."""
     if num_kept < num_saved:
         logger.warning(
-            "%d of the %d groups that the checkpoint holds or waits for are left out: with the settings given now they "
-            "have another size, are too long or do not pass the filter. Their prompts have had their turn",
+            "%d of the %d groups that the checkpoint holds or waits for are left out: they were sampled or scored with "
+            "other settings than those given now, have another size, are too long or do not pass the filter. Their "
+            "prompts have had their turn",
             num_saved - num_kept,
             num_saved,
         )

@@ -23,7 +23,7 @@ from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
-from dapo_mega.rollout.group_state import Arrays, pack_groups, unpack_groups
+from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
 from dapo_mega.rollout.latency import GroupLatency
 from dapo_mega.rollout.scoring import ResponseScorer
@@ -68,6 +68,7 @@ class Collector:
         )
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._has_greedy = config.algorithm.advantage == "greedy_baseline"
+        self._made_with = settings_of_groups(config, self._sampling)
         self.sampler = PromptSampler(
             prompts, config.data.sampling, config.seed, config.data.weights, config.batch.groups_per_step
         )
@@ -351,7 +352,7 @@ class Collector:
         records, arrays = pack_groups(self.buffer.groups, "buffer")
         fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
-        numbers = {"cursor": sampler, "next_request_id": self.next_request_id}
+        numbers = {"cursor": sampler, "next_request_id": self.next_request_id, "made_with": self._made_with}
         not_scored = [self._with_requests(group) for group in (*self._being_scored, *self._not_scored)]
         in_flight, in_flight_arrays = self._in_flight.state(not_scored)
         latency = self._latency.state(self._first_request_ids())
@@ -368,14 +369,10 @@ class Collector:
         self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
         self._hold_fed(unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else [])
         self._latency.load_state(values.get("group_seconds", {}))  # Checkpoints of earlier versions lack it.
-        if self._has_greedy and any(group.greedy is None for group in [*self.buffer.groups, *self._fed]):
-            raise InputError(
-                "the checkpoint's buffer has groups without a greedy response, which algorithm.advantage="
-                "greedy_baseline needs; resume with the algorithm of the checkpoint, or start a new run from the "
-                "trained weights"
-            )
-        self.buffer.groups = [group for group in self.buffer.groups if self._fits(group) and self.buffer.keeps(group)]
-        self._hold_fed([group for group in self._fed if self._fits(group)])  # The next step filters them.
+        made_with = values["collector"].get("made_with", {})  # Checkpoints of earlier versions lack it.
+        changed = [name for name, value in self._made_with.items() if made_with.get(name, value) != value]
+        self.buffer.groups = [g for g in self.buffer.groups if not changed and self._fits(g) and self.buffer.keeps(g)]
+        self._hold_fed([group for group in self._fed if not changed and self._fits(group)])  # The next step filters.
         in_flight = values.get("in_flight") or []
         size = self._config.batch.group_size + self._has_greedy
         num_kept = len(self.buffer) + len(self._fed) + sum(len(record["request_ids"]) == size for record in in_flight)
@@ -388,12 +385,15 @@ class Collector:
                 f"asynchronous can continue, and with algorithm.max_staleness of at least 1; set them, or start a new "
                 f"run from the trained weights"
             )
-        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests, size)
+        keeps_responses = not any(name.startswith("sampling.") for name in changed)
+        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests, size, keeps_responses)
 
     def _fits(self, group: Group) -> bool:
         """Whether a held group is one that this run could have made."""
         longest = max(len(scored.response.token_ids) for scored in group.responses)
-        is_of_size = len(group.responses) == self._config.batch.group_size
+        is_of_size = len(group.responses) == self._config.batch.group_size and not (
+            self._has_greedy and group.greedy is None
+        )
         return is_of_size and longest <= self._config.rollout.max_response_tokens
 
     def _next_prompts(self, num_prompts: int) -> list[Prompt]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+from dapo_mega.config import RunConfig
+from dapo_mega.config.base import flat, may_change_at_resume
+from dapo_mega.types import Group, Prompt, Response, SamplingParams, ScoredResponse
 
 Record = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -110,6 +113,17 @@ def unpack_responses(
         )
         for saved, end in zip(records, ends, strict=True)
     ]
+
+
+def settings_of_groups(config: RunConfig, sampling: SamplingParams) -> Record:
+    """The settings that responses are sampled with (`sampling.`) and scored with (`reward.`), by name."""
+    sampled = {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}
+    scored = flat(config.reward.model_dump(mode="json"), "reward.")
+    return {
+        **flat(sampled, "sampling."),
+        "sampling.has_greedy": config.algorithm.advantage == "greedy_baseline",
+        **{name: value for name, value in scored.items() if not may_change_at_resume(RunConfig, name)},
+    }
 
 
 def dataset_fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -133,16 +133,17 @@ class GroupsInFlight:
         prompts: Sequence[Prompt],
         make_requests: Callable[[Sequence[int], Prompt], Sequence[GenerationRequest]],
         group_size: int,
+        keeps_responses: bool = True,
     ) -> None:
-        """Continue with those groups of `state` that have so many requests; `submit_missing` submits their missing ones
-        with the same ids."""
+        """Continue with those groups of `state` that have so many requests, with or without the responses that they
+        have; `submit_missing` submits their missing ones with the same ids."""
         saved = [response for record in records for response in record["responses"]]
         responses = iter(unpack_responses(saved, arrays, "in_flight"))
         for record in records:
             prompt = prompts[record["prompt"]]
             requests = tuple(make_requests(record["request_ids"], prompt))
             present = {saved["request_id"]: next(responses) for saved in record["responses"]}
-            group = PendingGroup(prompt, requests, present)
+            group = PendingGroup(prompt, requests, present if keeps_responses else {})
             if len(requests) == group_size:
                 (self._ended if group.complete() else self._groups).append(group)
 

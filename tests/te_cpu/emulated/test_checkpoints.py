@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dapo_mega.batching.microbatch import pack
@@ -10,6 +11,7 @@ from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import ParallelConfig
+from dapo_mega.config.compute import Fp8Config
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.megatron.model import unwrapped
@@ -83,3 +85,78 @@ def test_exports_and_converted_checkpoints_have_the_fp8_policys_weights(tmp_path
         assert not differing, (folder, differing)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+# Settings that a checkpoint is written with -> those that are changed at a resume.
+RESUMES = [
+    ({"scaling": "delayed"}, {"format": "e4m3"}),
+    ({"scaling": "delayed"}, {"amax_history": 4}),
+    ({"scaling": "delayed"}, {"params": True}),
+    ({"scaling": "delayed"}, {"scaling": "none"}),
+    ({"scaling": "tensorwise"}, {"scaling": "delayed"}),
+    ({"scaling": "tensorwise"}, {"format": "e4m3"}),
+    ({"scaling": "tensorwise"}, {"bf16_layers_at_ends": 1}),
+    ({"scaling": "blockwise", "params": True}, {"format": "e4m3"}),
+    ({"scaling": "none", "implementation": "local"}, {"scaling": "blockwise", "implementation": "auto"}),
+]
+
+
+def test_changed_fp8_and_layers_take_effect_at_a_resume(tmp_path):
+    """compute.fp8 and model.layer_implementation. Transformer Engine's states would bring the old formats back."""
+    changed = {key for _, change in RESUMES for key in change}
+    assert changed == {*Fp8Config.model_fields, "implementation"}, "change a new key here"
+    sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    folder = save_random(Qwen2Config(**{**DEVICE_SIZES, **sizes}), tmp_path / "model", scale=0.03)
+    processes = start_processes(ParallelConfig(), 0)
+    saved = {}
+
+    def made(settings):
+        fp8 = {"amax_history": 16, **settings}
+        implementation = fp8.pop("implementation", "auto")
+        return device_policy(folder, processes, implementation, learning_rate=1e-2, fp8=fp8), Fp8Config(**fp8)
+
+    for number, (before, change) in enumerate(RESUMES):
+        if str(before) not in saved:
+            policy, _ = made(before)
+            trained(policy)
+            store = saved[str(before)] = CheckpointStore(tmp_path / str(number), keep_last=1)
+            store.save(policy, lambda: LoopState(1, {}, {}), 1)
+        store = saved[str(before)]
+        policy, fp8 = made({**before, **change})
+        store.load(policy, store.latest())
+        trained(policy)
+        middle = expected(fp8)
+        ends = None if fp8.bf16_layers_at_ends else middle
+        assert formats(policy) == [ends, middle, ends], (before, change)
+    stop_processes()
+
+
+def trained(policy):
+    """Scored, as a step that has several updates begins, and updated."""
+    batch = pack(flatten(make_samples(2, all_in_loss=True)), policy.packing_layout, max_response_tokens=64)
+    policy.score([batch])
+    policy.update([TokenBatch(batch)], SupervisedLoss())
+
+
+def expected(fp8):
+    """As `formats` of a layer that computes so."""
+    recipe = {"delayed": "TEDelayedScaling", "tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+    of_gradients = "kFloat8E5M2" if fp8.format == "hybrid" else "kFloat8E4M3"
+    history = fp8.amax_history if fp8.scaling == "delayed" else None
+    return (recipe[fp8.scaling], "kFloat8E4M3", of_gradients, history, fp8.params) if fp8.enabled else None
+
+
+def formats(policy):
+    """(recipe, formats of weights and of gradients, length of the history, whether weights are stored in FP8) of what
+    each layer computed with last; None of a layer that did in bf16."""
+    found = []
+    for layer in unwrapped(policy.chunks[0]).decoder.layers:
+        module = layer.mlp.linear_fc1
+        meta, quantizers = module.fp8_meta, module.quantizers
+        if not module.fp8:
+            found.append(None)
+            continue
+        kinds = [quantizers[way][0].dtype.name for way in ("scaling_fwd", "scaling_bwd")]
+        history = len(meta["scaling_fwd"].amax_history) if meta["recipe"].delayed() else None
+        found.append((type(meta["recipe"]).__name__, *kinds, history, isinstance(module.weight, QuantizedTensor)))
+    return found

@@ -202,6 +202,24 @@ def test_one_steps_prompts_are_never_retired_each_dataset_its_share_of_them(capl
     assert "all prompts of data.mixture.a are solved and retired but the last 5" in record.getMessage()
 
 
+def test_what_is_retired_follows_the_settings_of_a_resume():
+    """Prompts 0 to 3 were solved twice in a row, 4 to 6 once."""
+    saved = sampler(dataset(10), num_kept=2, retire_after=2)
+    for solved in (range(7), range(4)):
+        for index in solved:
+            saved.observe(outcome(index, 4, request_id=index))
+        saved.end_step()
+    state = saved.state()
+    cases = {
+        (2, 2): {0, 1, 2, 3}, (1, 2): {0, 1, 2, 3, 4, 5, 6}, (1, 6): {0, 1, 2, 3}, (2, 8): {0, 1}, (3, 2): set(),
+        (None, 2): set(),
+    }  # fmt: skip
+    for (retire_after, num_kept), retired in cases.items():
+        resumed = sampler(dataset(10), num_kept=num_kept, retire_after=retire_after)
+        resumed.load_state(json.loads(json.dumps(state[0])), state[1])
+        assert set(range(10)) - set(resumed.next(40)) == retired, (retire_after, num_kept)
+
+
 def test_changed_settings_continue_from_what_is_known_and_other_datasets_are_refused():
     prompts = [*dataset(20, "a"), *dataset(20, "b", first=20)]
     saved = sampler(prompts, weights={"a": 1.0, "b": 1.0})

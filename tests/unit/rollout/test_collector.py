@@ -242,8 +242,16 @@ def test_a_restored_collector_continues_as_if_nothing_had_happened():
     assert ids == [[r.response.request_id for r in g.responses] for g in expected]
 
 
+OTHER_REWARDS = {
+    "components": [{"kind": "answer"}], "source": "random", "extraction": "boxed", "numeric_tolerance": 0.1,
+    "correct": 2.0, "incorrect": -2.0, "overlong_punishment": False, "overlong_cache_tokens": 5,
+    "overlong_filtering": True, "length_weight": 0.1, "length_phase_in": [0, 2], "time_limit_s": 3.0,
+}  # fmt: skip
+
+
 def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
-    """They would break the mini-batches of a step, or be trained on against the new filter."""
+    """They would break the mini-batches of a step, be trained on against the new filter or for the old reward, or be
+    compared with the trainer's probabilities at another temperature."""
     run = config()
     subject = collector(ScriptedEngine(every_other), run)
     subject.collect(0)
@@ -251,7 +259,14 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
     changes = {
         "nothing": ({}, 2),
         "larger groups": ({"batch": {"group_size": 6}}, 0),
-        "shorter responses": ({"rollout": {"max_response_tokens": 8}}, 1),
+        "shorter responses": ({"rollout": {"max_response_tokens": 8}}, 0),
+        "longer responses": ({"rollout": {"max_response_tokens": 40}}, 0),
+        "another temperature": ({"rollout": {"temperature": 0.9}}, 0),
+        "top_p": ({"rollout": {"top_p": 0.9}}, 0),
+        "top_k": ({"rollout": {"top_k": 5}}, 0),
+        "greedy baselines": ({"algorithm": REMAX}, 0),
+        **{f"reward.{name}": ({"reward": {name: value}}, 0) for name, value in OTHER_REWARDS.items()},
+        "what changes no reward": ({"reward": {"num_workers": 1, "max_failed_share": 0.5}}, 2),
         "another filter": ({"algorithm": {"dynamic_sampling_on": "score_threshold", "score_threshold": 2.0}}, 0),
         "no filter": ({"algorithm": {"dynamic_sampling": False}}, 2),
     }
@@ -278,6 +293,21 @@ def test_groups_in_flight_of_another_size_are_not_continued(caplog):
         resumed.load_state(values, arrays)
         assert resumed.num_in_flight() == num_in_flight
         assert ("are left out" in caplog.text) == (size == 6)
+
+
+def test_responses_in_flight_that_were_sampled_otherwise_are_asked_for_again():
+    subject = collector(ScriptedEngine(every_other, order=straggler), partial())
+    subject.collect(0)
+    values, arrays = subject.state()
+    answered = {response["request_id"] for record in values["in_flight"] for response in record["responses"]}
+    assert answered
+    for temperature in (1.0, 0.5):
+        engine, run = ScriptedEngine(every_other), partial()
+        run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"temperature": temperature})})
+        resumed = collector(engine, run)
+        resumed.load_state(values, arrays)
+        resumed.collect(1)
+        assert (answered & set(engine.submitted)) == (set() if temperature == 1 else answered)
 
 
 def test_request_seeds_are_unique_and_depend_on_the_run_seed():
@@ -546,11 +576,6 @@ def test_groups_with_greedy_responses_continue_from_a_checkpoint():
         return [[g.greedy.response.request_id, *(r.response.request_id for r in g.responses)] for g in groups]
 
     assert ids(resumed.collect(1)[0]) == ids(whole.collect(1)[0])
-    without = collector(ScriptedEngine(every_other), config())
-    without.collect(0)
-    values, arrays = without.state()
-    with pytest.raises(InputError, match="groups without a greedy response"):
-        collector(ScriptedEngine(every_other), run).load_state(values, arrays)
 
 
 def test_the_length_reward_counts_as_much_as_the_step_says():
