@@ -26,6 +26,7 @@ _TOKEN_BYTES = 512
 _EXCERPT_BYTES = 2000  # Read from an error's answer; the line that quotes it is shorter.
 _PAGE = "a page for browsers"
 _RESERVED_POSITIONS = 6  # SGLang's max_req_input_len is this much below its limit for prompt and response together.
+_MOST_RANKS, _MOST_TOKENS = 2**10, 2**31  # Of an engine, and of its context or vocabulary.
 
 
 class EngineError(Exception):
@@ -108,7 +109,7 @@ class EngineInfo:
     disable_radix_cache: bool
     has_plugin: bool = False
     model: Mapping[str, Any] | None = None
-    plugin_protocol: object = None
+    plugin_protocol: str | None = None
     deterministic: bool = False
 
 
@@ -134,7 +135,7 @@ class EngineClient:
     async def weight_version(self) -> str:
         """The name of the engine's weights, as the last update set it; empty if it reports none."""
         model = await self._json("GET", "/model_info")
-        return str(model.get("weight_version", "")) if isinstance(model, dict) else ""
+        return one_line(str(model.get("weight_version", ""))) if isinstance(model, dict) else ""
 
     async def probe(self, timeout_s: float) -> None:
         """Return once the engine has generated a token, which takes at least a second."""
@@ -358,27 +359,34 @@ def _quote(content: bytes) -> str:
     return _PAGE if start.startswith(b"<") else one_line(start.decode(errors="replace"), 150)
 
 
+def _count(number: Any, most: int) -> int:
+    """The number, if it is from 1 to `most`. Raises ValueError."""
+    if type(number) is not int or not 0 < number <= most:
+        raise ValueError(f"{one_line(str(number), 40)} is not a whole number from 1 to {most}")
+    return number
+
+
 def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], supports_sessions: bool) -> EngineInfo:
     context_length = server.get("context_length")
     if context_length is None and server.get("max_req_input_len"):
         context_length = server["max_req_input_len"] + _RESERVED_POSITIONS
     startup = server.get("startup_time")
-    vocab_size = server.get("vocab_size")
+    vocab_size, quantization = server.get("vocab_size"), server.get("quantization")
     protocols = [state.get(PROTOCOL_FIELD) for state in server.get("internal_states", [])]
     return EngineInfo(
         url=url,
         version=one_line(str(server.get("version", "unknown")), 40),
         process=hashlib.blake2b(json.dumps(startup).encode(), digest_size=8).hexdigest() if startup else "",
-        tp_size=int(server["tp_size"]),
+        tp_size=_count(server["tp_size"], _MOST_RANKS),
         dtype=one_line(str(server["dtype"]), 40),
-        quantization=server.get("quantization"),
-        context_length=None if context_length is None else int(context_length),
-        vocab_size=None if vocab_size is None else int(vocab_size),
-        weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
+        quantization=None if quantization is None else one_line(str(quantization), 40),
+        context_length=None if context_length is None else _count(context_length, _MOST_TOKENS),
+        vocab_size=None if vocab_size is None else _count(vocab_size, _MOST_TOKENS),
+        weight_version=one_line(str(model.get("weight_version", server.get("weight_version", "")))),
         supports_sessions=supports_sessions,
         disable_radix_cache=bool(server.get("disable_radix_cache", False)),
         has_plugin=PROTOCOL in protocols,
-        plugin_protocol=next((protocol for protocol in protocols if protocol is not None), None),
+        plugin_protocol=next((one_line(str(protocol), 40) for protocol in protocols if protocol is not None), None),
         model=described_model(server.get("internal_states", [])),
         deterministic=bool(server.get("enable_deterministic_inference", False)),
     )

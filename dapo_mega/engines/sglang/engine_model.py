@@ -28,15 +28,16 @@ def described_model(internal_states: Any) -> Mapping[str, Any] | None:
 def model_difference(described: Mapping[str, Any] | None, arch: Architecture) -> str:
     """How the described model differs from the policy's; empty if it does not or if that is unknown (then the check of
     the engine's log-probs decides)."""
-    if described is None or described.get("model_type") not in families():
+    kind = described.get("model_type") if described else None
+    if described is None or not isinstance(kind, str) or kind not in families():
         return ""
     # FP8 engines quantize the same model.
     sizes = {name: value for name, value in described.items() if name != "quantization_config"}
     try:
-        differences = _differences(find_family(sizes["model_type"]).read(sizes), arch)
+        differences = _differences(find_family(kind).read(sizes), arch)
     except InputError as error:
         differences = [str(error)]
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
         return ""
     if not differences:
         return ""

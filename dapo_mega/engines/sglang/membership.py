@@ -24,7 +24,14 @@ from typing import Literal
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineInfo, EngineRefused, is_no_engine
+from dapo_mega.engines.sglang.engine_client import (
+    EngineClient,
+    EngineError,
+    EngineInfo,
+    EngineRefused,
+    is_no_engine,
+    one_line,
+)
 from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
 from dapo_mega.engines.sglang.engine_fit import incompatibility, no_engine
 from dapo_mega.engines.sglang.engine_model import model_difference
@@ -41,6 +48,7 @@ logger = logging.getLogger(__name__)
 _UPKEEP_S = 1.0
 _ABORT_TIMEOUT_S = 10.0
 _MAX_FAILED_UPDATES = 3
+_REASON_LENGTH = 1000  # Of what may quote an engine.
 # A killed trainer's unfinished update may end after this run's first update.
 _LATE_UPDATES = 1
 
@@ -401,5 +409,5 @@ class Membership:
             member.state, member.reason = "away", str(error)
 
     def _refuse(self, member: Member, reason: str) -> None:
-        member.state, member.reason = "refused", reason
-        logger.warning("engine %s is refused: %s", member.client.url, reason)
+        member.state, member.reason = "refused", one_line(reason, _REASON_LENGTH)
+        logger.warning("engine %s is refused: %s", member.client.url, member.reason)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _MOST_CHARACTERS = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
+_NAMED = re.compile(r"(?:([A-Za-z0-9._@:-]{1,100}):)?([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class WeightVersion:
     @classmethod
     def parse(cls, text: object) -> WeightVersion | None:
         """The version that an engine reports; None if no trainer has named it."""
-        run, _, step = str(text).rpartition(":")
-        return cls(run, int(step)) if re.fullmatch("[0-9]{1,18}", step) else None
+        found = _NAMED.fullmatch(str(text))
+        return cls(found[1] or "", int(found[2])) if found else None
 
     def describe(self) -> str:
         """The version in words, for messages."""

@@ -229,6 +229,8 @@ def test_weights_that_changed_on_the_way_are_reported_per_token():
         ("other:2", WeightVersion("other", 2)),
         ("a:b:2", WeightVersion("a:b", 2)),
         ("2", WeightVersion("", 2)),
+        ("a" * 1000 + ":2", None),
+        ("a\x1b[31m:2", None),
     ],
 )
 @pytest.mark.parametrize("says_spans", [True, False])
