@@ -99,8 +99,8 @@ class RewardConfig(Section):
     time_limit_s: float = Field(
         default=5.0,
         gt=0,
-        description="Processor time of one comparison in seconds; the answer counts as wrong after that. All that "
-        "exceed it may cost two such limits for each process, and a tenth of the time that passes.",
+        description="Processor time of one comparison in seconds; the answer counts as wrong after that. All of a "
+        "step that exceed it may cost three such limits for each process.",
     )
     call_time_limit_s: float = Field(
         default=60.0,

@@ -95,6 +95,7 @@ class Evaluator:
     def score(self, responses: Sequence[Response]) -> list[EvaluatedResponse]:
         """Responses to any of `requests`, with their prompts and scores, in the order given."""
         prompts = [self._prompts[self._place(response)] for response in responses]
+        self._scorer.pop_counts()  # Time for slow answers of its own.
         scored = self._scorer.score(list(zip(prompts, responses, strict=True)))
         self._scorer.pop_counts()
         return [

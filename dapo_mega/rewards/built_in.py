@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dapo_mega.rewards.budget import Budgeted
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
 from dapo_mega.rewards.thoughts import spoken
@@ -45,11 +46,12 @@ _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _R1_TAGS: Final = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-class AnswerReward:
+class AnswerReward(Budgeted):
     """Compares answers with ground truths. DAPO eq. 7."""
 
     def __init__(self, verifier: AnswerVerifier, correct: float = 1.0, incorrect: float = -1.0) -> None:
         self._verifier = verifier
+        self.budget = verifier.budget
         self._correct = correct
         self._incorrect = incorrect
 

@@ -9,12 +9,14 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.budget import Budgeted, StepBudget
 from dapo_mega.rewards.code_tests import (
     CallCase,
     Case,
@@ -42,9 +44,15 @@ logger = logging.getLogger(__name__)
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _MAX_CODE_CHARACTERS = 200_000
-# So many tests of a solution may run out of time before the rest counts as failed.
-_MAX_TIMEOUTS = 3
+# A list of asserts that is run at once has up to so many limits.
+_MOST_LIMITS = 3
 _ATTEMPTS = 2
+# Failed tests of one step may take so many limits for each worker, beyond this share of a limit, and at least so many
+# seconds, for each solution. When that is used up, this is all that a test has.
+_BUDGET_LIMITS = 10
+_FREE_SHARE, _LEAST_FREE_S = 0.05, 0.1
+# By the clock a program that waits, or computes in turns with others, may take so many times its processor time.
+_CLOCK_TO_CPU = 3.0
 
 
 @dataclass(frozen=True)
@@ -65,16 +73,23 @@ class CodeSettings:
     num_workers: int = 2
 
 
-class CodeReward:
+class CodeReward(Budgeted):
     """1 for a solution that passes all its tests, else 0 or the share that it passes; correct if it passes all.
 
     A response without code is wrong. A row whose tests cannot be read, and a sandbox that ends twice, is a failure.
+    What failed tests of a step take is bounded in all; outcome `cut_short`: the solution had less than its limit.
     Raises InputError where solutions cannot be run here, or are not held back as they must be.
     """
 
     def __init__(self, settings: CodeSettings, isolation: Isolation | None = None) -> None:
         """`isolation` asks for one kind; by default the best that the kernel allows is used, and logged once."""
         self._settings = settings
+        self._free_s = min(settings.time_limit_s, max(_LEAST_FREE_S, _FREE_SHARE * settings.time_limit_s))
+        self.budget = StepBudget(
+            _BUDGET_LIMITS * settings.time_limit_s * settings.num_workers,
+            "solutions that fail slowly",
+            f"a solution is wrong after {self._free_s:g} s (reward/num_cut_short)",
+        )
         self._limits = SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
         self._isolation = isolation
         self._numbers = _numbers()
@@ -95,6 +110,7 @@ class CodeReward:
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
+        self.budget.begin_call()
         return list(self._threads.map(self._score, records))
 
     def close(self) -> None:
@@ -127,36 +143,49 @@ class CodeReward:
     def _scored(self, cases: Sequence[Case], ran: _Ran, code: str | None) -> Score:
         share = sum(_weight(case) for case in ran.passed) / sum(_weight(case) for case in cases)
         correct = len(ran.passed) == len(cases)
-        outcome = "correct" if correct else "no_answer" if code is None else "timeout" if ran.num_timeouts else "wrong"
+        outcome = "correct" if correct else "no_answer" if code is None else ran.outcome
         parts = {"has_code": float(code is not None), "tests_passed": share}
         return Score(share if self._settings.partial_credit else float(correct), correct, parts, outcome=outcome)
 
     def _run(self, code: str, cases: Sequence[Case]) -> _Ran:
         """Without partial credit only up to the first case that the solution fails."""
         for attempt in range(_ATTEMPTS):
-            sandbox = self._started() if attempt else self._taken()
+            sandbox, begin = self._started() if attempt else self._taken(), time.monotonic()
             try:
                 with sandbox.solution(code) as run:
                     return self._run_cases(run, cases)
             except SandboxError as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise SandboxError(f"the sandbox ended {_ATTEMPTS} times: {error}") from None
+                self.budget.spend((time.monotonic() - begin) / _CLOCK_TO_CPU)
+                if error.hung or attempt == _ATTEMPTS - 1:
+                    raise SandboxError(f"the sandbox ended {attempt + 1} times: {error}") from None
             finally:
                 self._give_back(sandbox)
         raise AssertionError("unreachable")
 
     def _run_cases(self, run: RunTest, cases: Sequence[Case]) -> _Ran:
+        """Ends with the first case that is failed; with partial credit with the first that runs out of time, or when
+        those that are failed have taken a limit together."""
         passed: list[Case] = []
-        num_timeouts = 0
-        for case in cases:
-            result = run(_request(case, self._settings.time_limit_s))
-            if _passes(case, result, self._settings.float_tolerance):
-                passed.append(case)
-                continue
-            num_timeouts += result["cause"].startswith("took longer")
-            if num_timeouts >= _MAX_TIMEOUTS or not self._settings.partial_credit:
-                break
-        return _Ran(passed, num_timeouts)
+        limit_s, failed_s, outcome = self._settings.time_limit_s, 0.0, "wrong"
+        try:
+            for case in cases:
+                is_short = self.budget.spend() <= 0
+                request = _request(case, self._free_s if is_short else limit_s, is_short)
+                begin, result = time.monotonic(), run(request)
+                if _passes(case, result, self._settings.float_tolerance):
+                    passed.append(case)
+                    continue
+                failed_s += max(result["cpu_s"], (time.monotonic() - begin) / _CLOCK_TO_CPU)
+                goes_on = self._settings.partial_credit and failed_s < request["limit_s"]
+                if result["cause"].startswith("took longer") or (self._settings.partial_credit and not goes_on):
+                    outcome, goes_on = "cut_short" if is_short else "timeout", False
+                if not goes_on:
+                    break
+        finally:
+            self.budget.spend(max(0.0, failed_s - self._free_s))
+        if outcome == "cut_short":
+            self.budget.warn()
+        return _Ran(passed, outcome)
 
     def _taken(self) -> Sandbox:
         try:
@@ -181,10 +210,10 @@ class CodeReward:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What came of a solution's cases: those that it passed, and how many ran out of time."""
+    """What came of a solution's cases: those that it passed, and how it ended if these are not all."""
 
     passed: Sequence[Case] = ()
-    num_timeouts: int = 0
+    outcome: str = "wrong"
 
 
 def _weight(case: Case) -> int:
@@ -261,13 +290,15 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _request(case: Case, limit_s: float) -> dict[str, Any]:
+def _request(case: Case, limit_s: float, is_short: bool) -> dict[str, Any]:
+    weight = min(case.weight, _MOST_LIMITS) if isinstance(case, TestsCase) else 1
+    limits = {"limit_s": limit_s, "clock_s": _CLOCK_TO_CPU * limit_s} if is_short else {"limit_s": limit_s * weight}
     if isinstance(case, ProgramCase):
-        return {"kind": "program", "stdin": case.stdin, "limit_s": limit_s}
+        return {"kind": "program", "stdin": case.stdin, **limits}
     if isinstance(case, CallCase):
-        return {"kind": "call", "name": case.name, "arguments": case.arguments, "limit_s": limit_s}
+        return {"kind": "call", "name": case.name, "arguments": case.arguments, **limits}
     tests = {"setup": case.setup, "code": case.code, "entry_point": case.entry_point}
-    return {"kind": "tests", "tests": tests, "limit_s": limit_s * min(case.weight, _MAX_TIMEOUTS)}
+    return {"kind": "tests", "tests": tests, **limits}
 
 
 def _passes(case: Case, result: Mapping[str, Any], tolerance: float) -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from dapo_mega.rewards.budget import Budgeted
 from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
 
 
@@ -48,6 +49,12 @@ class ComposedReward:
         self.deciding = deciding
         self._names = {component.name for component in self.components}
         self._has_one = sum(not component.shapes_length for component in self.components) == 1
+
+    def begin_step(self) -> None:
+        """What slow answers may cost in all is there again, for all calls of `score` up to the next step."""
+        for component in self.components:
+            if isinstance(component.reward, Budgeted):
+                component.reward.budget.begin_step()
 
     def score(self, records: Sequence[RewardRecord]) -> list[ComposedScore | ScoringFailure]:
         """One result per record, in order. Raises what a component raises."""

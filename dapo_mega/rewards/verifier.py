@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import pickle
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,24 +15,22 @@ from types import TracebackType
 from typing import Final, Literal, Self
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
+from dapo_mega.rewards.budget import StepBudget
 from dapo_mega.rewards.extraction import check_extraction_style, extract_answer
 from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
 from dapo_mega.rewards.processes import CallError, WorkerProcess
 from dapo_mega.rewards.sandbox.worker import clock_limit_s
 from dapo_mega.rewards.worker import Compare
 
-logger = logging.getLogger(__name__)
-
-Outcome = Literal["correct", "wrong", "no_answer", "timeout", "crash", "refused"]
+Outcome = Literal["correct", "wrong", "no_answer", "timeout", "cut_short", "crash", "refused"]
 Forms = tuple[str, str]
 
 # Processor time of a first try, of later ones as a multiple of the one before, and of a try when the budget is used up.
 _FIRST_TRY_S: Final = 0.1
 _NEXT_TRY: Final = 4
 _LAST_RESORT_S: Final = 0.05
-# What answers that run out of time may cost at once, in limits for each process, and then as a share of the clock.
-_BUDGET_LIMITS: Final = 2
-_BUDGET_SHARE: Final = 0.1
+# What answers that run out of time may cost in a step, in limits for each process.
+_BUDGET_LIMITS: Final = 3
 # For a process that does not even end when its time is over, since it is stopped.
 _GRACE_S: Final = 20.0
 
@@ -45,7 +40,8 @@ class Verdict:
     """Whether a response is correct, the answer it gave, and why.
 
     `wrong`: compared and different. `no_answer`: the extraction found none. `refused`: beyond the bounds of
-    what is compared. `timeout`, `crash`: the comparison was ended, or ended its process.
+    what is compared. `timeout`, `crash`: the comparison was ended, or ended its process. `cut_short`: it was ended
+    before its limit, as the step's budget was used up.
     """
 
     correct: bool
@@ -58,9 +54,9 @@ class AnswerVerifier:
 
     Extraction and cheap comparisons run in the calling process. The rest goes to `num_workers` processes, each held to
     `memory_limit_mib` MiB above its start. A comparison may take `time_limit_s` seconds of processor time, or three
-    times this and 2 s by the clock. All that run out of time may together cost twice that for each process, and a tenth
-    of the time that passes: beyond that, comparisons get the time that ordinary ones need, and no more. The processes
-    start when first needed; `close()`, or leaving the context, ends them.
+    times this and 2 s by the clock. All of a step that run out of time may together cost three times that for each
+    process: beyond that, comparisons get the time that ordinary ones need, and no more. The processes start when first
+    needed; `close()`, or leaving the context, ends them.
 
     All styles compare as `grading` does. `numeric_tolerance` accepts numbers that differ from the truth by at most this
     share of it. A ground truth that is a JSON list of texts is met by any of them.
@@ -103,10 +99,12 @@ class AnswerVerifier:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="comparisons")
-        self._full_budget_s = _BUDGET_LIMITS * num_workers * time_limit_s
-        self._budget_s, self._budget_at = self._full_budget_s, time.monotonic()
-        self._budget_lock = threading.Lock()
-        self._warned = self._closed = False
+        self.budget = StepBudget(
+            _BUDGET_LIMITS * num_workers * time_limit_s,
+            "answers that take long to compare",
+            f"one counts as wrong sooner than after {time_limit_s:g} s (reward/num_cut_short)",
+        )
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +134,7 @@ class AnswerVerifier:
         settled = [
             self._settle_any(answer, gold_answers(truth)) for answer, (_, truth) in zip(answers, items, strict=True)
         ]
+        self.budget.begin_call()
         # Responses to one prompt often agree: each pair is compared once.
         open_forms = list(dict.fromkeys(form for found in settled if isinstance(found, list) for form in found))
         outcomes = dict(zip(open_forms, self._compare_all(open_forms), strict=True)) if open_forms else {}
@@ -174,37 +173,24 @@ class AnswerVerifier:
         while True:
             results = self._threads.map(partial(self._compare_one, limit_s=limit_s), open_forms)
             outcomes.update(zip(open_forms, results, strict=True))
-            open_forms = [form for form in open_forms if outcomes[form] == "timeout"]
-            share_s = self._left_of_budget() / max(1, len(open_forms))
+            open_forms = [form for form in open_forms if outcomes[form] == "cut_short"]
+            share_s = self.budget.spend() / max(1, len(open_forms))
             next_s = min(_NEXT_TRY * limit_s, self._time_limit_s, share_s)
             if not open_forms or next_s <= limit_s:
                 break
             limit_s = next_s
-        if open_forms and limit_s < self._time_limit_s and not self._warned:
-            self._warned = True
-            logger.warning(
-                "answers that take long to compare have used up their time, and count as wrong after %g s instead of "
-                "%g s until they are fewer (reward/num_timeout)",
-                limit_s,
-                self._time_limit_s,
-            )
+        if open_forms:
+            self.budget.warn()
         return [outcomes[form] for form in forms]
 
     def _compare_one(self, form: Forms, limit_s: float) -> Outcome:
-        if self._left_of_budget() <= 0:
+        if self.budget.spend() <= 0:
             limit_s = min(limit_s, _LAST_RESORT_S)
         outcome = self._asked(form, limit_s)
         if outcome == "timeout":
-            self._left_of_budget(less_s=limit_s)
+            self.budget.spend(limit_s)
+            return outcome if limit_s >= self._time_limit_s else "cut_short"
         return outcome
-
-    def _left_of_budget(self, less_s: float = 0.0) -> float:
-        """Seconds of processor time that answers may use up without a verdict, after `less_s` were."""
-        with self._budget_lock:
-            earned = _BUDGET_SHARE * (time.monotonic() - self._budget_at)
-            self._budget_s = min(self._full_budget_s, self._budget_s + earned) - less_s
-            self._budget_at = time.monotonic()
-            return self._budget_s
 
     def _asked(self, form: Forms, limit_s: float) -> Outcome:
         """What a process says; asked again where it was ended from outside. Raises RuntimeError where none starts."""

@@ -93,7 +93,10 @@ def warn_of_left_out(num_saved: int, num_kept: int) -> None:
 
 def scoring_metrics(counts: ScoringCounts) -> dict[str, float]:
     """How scoring went."""
-    metrics = {f"reward/num_{o}": float(counts.outcomes[o]) for o in ("no_answer", "timeout", "crash", "refused")}
+    metrics = {
+        f"reward/num_{outcome}": float(counts.outcomes[outcome])
+        for outcome in ("no_answer", "timeout", "cut_short", "crash", "refused")
+    }
     metrics["reward/num_failed"] = float(counts.failed)
     if counts.asked:
         metrics["reward/failed_share"] = counts.failed / counts.asked

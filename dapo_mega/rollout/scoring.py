@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @dataclass
 class ScoringCounts:
-    """How scoring went: `outcomes` of judgements (correct, wrong, no_answer, timeout, crash, refused; see `Verdict`),
-    and responses that were asked for and that could not be scored."""
+    """How scoring went: `outcomes` of judgements (correct, wrong, no_answer, timeout, cut_short, crash, refused; see
+    `Verdict`), and responses that were asked for and that could not be scored."""
 
     outcomes: Counter[str]
     asked: int = 0
@@ -107,7 +107,8 @@ class ResponseScorer:
         ]
 
     def pop_counts(self) -> ScoringCounts:
-        """Counts since the last call."""
+        """Counts since the last call, which ends a step."""
+        self._reward.begin_step()
         counts, self.counts = self.counts, ScoringCounts(Counter())
         return counts
 

@@ -12,6 +12,7 @@ import numpy as np
 from dapo_mega.config import RunConfig
 from dapo_mega.metrics.timeline import Activity, StepTimeline
 from dapo_mega.planning.step_time import DecodingSpeed
+from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
 from dapo_mega.simulation.engines import SimulatedEngines
@@ -183,6 +184,7 @@ class _Scorer(ResponseScorer):
     """Of the prompts, `kept_share` have right and wrong responses; all responses to the others are wrong."""
 
     def __init__(self, config: RunConfig, workload: Workload) -> None:
+        self._reward = ComposedReward((), None)
         self.counts = ScoringCounts(Counter())
         self.reads_answers = False
         self._comparison = None

@@ -288,6 +288,7 @@ def _controller(
     decode = decoder(tokenizer)
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
     responses_per_step = config.batch.groups_per_step * config.batch.group_size
+    rewards.training.begin_step()
     scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step, check_stop)
     evaluator = beside = None
     if evaluation_prompts:

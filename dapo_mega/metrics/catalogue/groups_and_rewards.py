@@ -182,10 +182,19 @@ GROUPS_AND_REWARDS: tuple[Metric, ...] = (
     Metric(
         "reward/num_timeout",
         "responses",
-        "Comparing took more processor time than `reward.time_limit_s`, or than what was left for such answers.",
+        "Comparing took more processor time than `reward.time_limit_s`, or a program's tests more than their limit.",
         "0 or few",
         "grows: time goes into verification",
         "raise `reward.num_workers`",
+        better="lower",
+    ),
+    Metric(
+        "reward/num_cut_short",
+        "responses",
+        "Count as wrong after less than the limit, as slow ones had used up what a step has for them.",
+        "0",
+        "above 0: some of them may be right",
+        "look at samples for what hangs; raise `num_workers` of the component, or of `reward`, which have it each",
         better="lower",
     ),
     Metric(

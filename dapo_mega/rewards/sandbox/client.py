@@ -28,7 +28,11 @@ _GRACE_S = 20.0
 
 
 class SandboxError(Exception):
-    """A sandbox could not be started, or ended: nothing is known about the solution."""
+    """A sandbox could not be started, or ended: nothing is known about the solution. `hung`: it did not answer."""
+
+    def __init__(self, reason: str, *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.hung = hung
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ class Sandbox:
                     stream.close()
 
     def _run(self, test: dict[str, Any]) -> dict[str, Any]:
-        """`test` says its kind (program, call, tests) and limit_s. The code of tests goes to their own process."""
+        """`test` says its kind (program, call, tests), limit_s and, unless it follows from that, clock_s. The code of
+        tests goes to their own process."""
         deadline = time.monotonic() + clock_limit_s(test["limit_s"]) + _GRACE_S
         tests = test.get("tests")
         self._send({key: value for key, value in test.items() if key != "tests"}, deadline)
@@ -142,27 +147,27 @@ class Sandbox:
         try:
             content = framed(message)
         except FrameError as error:
-            raise self._ended(str(error)) from None
+            raise self._ended(error) from None
         self._send_bytes(content, deadline)
 
     def _send_bytes(self, content: bytes, deadline: float) -> None:
         try:
             send_before(deadline, self._to, content)
         except OSError as error:
-            raise self._ended(_reason(error)) from None
+            raise self._ended(error) from None
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         try:
             answer = receive_before(deadline, self._from)
         except (OSError, FrameError) as error:
-            raise self._ended(_reason(error)) from None
+            raise self._ended(error) from None
         assert isinstance(answer, dict)
         return answer
 
-    def _ended(self, reason: str) -> SandboxError:
+    def _ended(self, error: Exception) -> SandboxError:
         self._process.kill()
         self._process.wait()
-        return SandboxError(reason)
+        return SandboxError(_reason(error), hung=isinstance(error, TimeoutError))
 
     def _last_line(self) -> str:
         assert self._process.stderr
@@ -173,7 +178,7 @@ class Sandbox:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "the sandbox did not answer in time"
-    return f"the sandbox sent no answer: {error}" if isinstance(error, FrameError) else "the sandbox ended"
+    return f"a message to or from the sandbox failed: {error}" if isinstance(error, FrameError) else "the sandbox ended"
 
 
 def start_sandbox(number: int, limits: SandboxLimits, isolation: Isolation | None = None) -> Sandbox:

@@ -152,6 +152,7 @@ class _Job:
 
     def _run(self, code: str, test: dict[str, Any]) -> dict[str, Any]:
         kind, limit_s = test["kind"], test["limit_s"]
+        self._clock_s = test.get("clock_s", clock_limit_s(limit_s))
         if kind == "tests":
             return self._run_tests(code, limit_s)
         if kind == "program":
@@ -218,7 +219,7 @@ class _Job:
             ended, status, usage = os.wait4(child, os.WNOHANG)
             if ended:
                 return _Ended(_cause(status, limit_s), usage.ru_utime + usage.ru_stime)
-            left_by_clock_s = begin + clock_limit_s(limit_s) - time.monotonic()
+            left_by_clock_s = begin + self._clock_s - time.monotonic()
             used_s = sum(_cpu_s(process) for process in (child, helper) if process is not None)
             if used_s > limit_s or left_by_clock_s < 0:
                 self._kill(child)

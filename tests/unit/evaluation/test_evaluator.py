@@ -14,6 +14,9 @@ K = 2
 
 
 class LengthIsEven:
+    def begin_step(self):
+        pass
+
     def score(self, records):
         verdicts = [len(record.token_ids) % 2 == 0 for record in records]
         return [ComposedScore(float(v), float(v), v, {}, str(v)) for v in verdicts]

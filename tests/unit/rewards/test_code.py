@@ -1,5 +1,6 @@
 """Unit tests as a reward: what passes, what cannot pass, and what a solution cannot do."""
 
+import contextlib
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dapo_mega.errors import InputError
+from dapo_mega.rewards import code as code_module
 from dapo_mega.rewards.code import CodeReward, CodeSettings, extract_code
 from dapo_mega.rewards.code_tests import prints_the_same, read_cases, returns_the_same
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
@@ -164,6 +166,42 @@ def _ancestors(pid, parents):
     while pid in parents:
         pid = parents[pid]
         yield pid
+
+
+def test_slow_solutions_of_a_step_have_a_time_in_all_and_say_when_it_is_used_up(monkeypatch, caplog):
+    monkeypatch.setattr(code_module, "_BUDGET_LIMITS", 2)
+    calls, asserts = json.dumps({"fn_name": "f", "inputs": [[1]] * 9, "outputs": [1] * 9}), '["assert f(1) == 1"]'
+    slow = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\n" + DOUBLE
+    hostile = [
+        record("while True: pass", DOUBLES),
+        record(slow.replace(DOUBLE, "print(1)"), DOUBLES),
+        record("def f(x):\n    while True: pass", calls),
+        record("def f(x):\n    while True: pass", asserts),
+        record("import time\ntime.sleep(60)", DOUBLES),
+    ]
+    hostile += hostile[:4]
+    good = [record(DOUBLE, DOUBLES)] * 3
+    for partial_credit in (False, True):
+        settings = CodeSettings(time_limit_s=0.3, num_workers=1, partial_credit=partial_credit)
+        with contextlib.closing(CodeReward(settings, "filter")) as reward:
+            found = outcomes(reward, hostile + good)
+            assert found[-3:] == ["correct"] * 3
+            # What is over a tenth of a second counts, up to 0.6 s: three that end at the limit, or more by others.
+            assert found[5:9] == ["cut_short"] * 4, found
+            if partial_credit:
+                break
+            # What succeeds has all its time. Calls stand alone until somebody tells steps.
+            assert outcomes(reward, [record(slow, DOUBLES)] * 2) == ["correct"] * 2
+            reward.budget.begin_step()
+            outcomes(reward, hostile[:4])
+            assert outcomes(reward, [record(slow, DOUBLES)]) == ["cut_short"]
+            reward.budget.begin_step()
+            assert outcomes(reward, [record(slow, DOUBLES)]) == ["correct"]
+    assert sum("solutions that fail slowly have used up the 0.6 s" in r.message for r in caplog.records) == 2
+
+
+def outcomes(reward, records):
+    return [score.outcome for score in reward.score(records)]
 
 
 def test_a_sandbox_that_dies_is_replaced_and_the_solution_scored(reward):

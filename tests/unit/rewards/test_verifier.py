@@ -146,12 +146,16 @@ def test_time_is_that_of_the_processor_and_bounded_for_all_together(
         verdicts = verifier.verify(items)
         worker, _ = processes(verifier)
         used = worker.cpu_times()
-    assert outcomes(verdicts) == ["correct", *["timeout"] * 20, "correct"]
-    # 2 limits, and 0.05 s for each beyond them; without a budget it would be 20 limits and more.
+        assert outcomes(verifier.verify(items[1:2])) == ["timeout"]  # Calls stand alone until somebody tells steps.
+        verifier.budget.begin_step()
+        verifier.verify(items[1:14])
+        assert outcomes(verifier.verify(items[1:2])) == ["cut_short"]
+        verifier.budget.begin_step()
+        assert outcomes(verifier.verify(items[1:2])) == ["timeout"]
+    assert outcomes(verdicts) == ["correct", *["cut_short"] * 20, "correct"]
+    # 3 limits, and 0.05 s for each beyond them; without a budget it would be 20 limits and more.
     assert used.children_user + used.children_system < 6 * 0.4 + 20 * 0.05
-    assert [
-        record.message.split(",")[0] for record in caplog.records if "have used up their time" in record.message
-    ] == ["answers that take long to compare have used up their time"]
+    assert sum("answers that take long to compare have used up the 1.2 s" in r.message for r in caplog.records) == 1
 
 
 def test_many_comparisons_survive_repeated_crashes(hostile_compare: Callable[[str, str], bool]) -> None:

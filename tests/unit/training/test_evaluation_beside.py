@@ -36,6 +36,9 @@ class Reward:
         self.fails = fails
         self.threads = set()
 
+    def begin_step(self):
+        pass
+
     def score(self, records):
         assert self.may_score.wait(TIMEOUT_S)
         self.threads.add(threading.current_thread())
