@@ -42,13 +42,22 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
 
     Raises `InputError`, one line per problem, naming the nearest valid key for an unknown one.
     """
-    # Records of runs have whole paths; earlier versions wrote them as they were seen from the working folder.
     is_record = path.name == "config.yaml" and path.with_name("versions.json").is_file()
     raw = read_yaml(path)
     algorithm = raw.get("algorithm")
     if is_record and isinstance(algorithm, dict) and algorithm.get("entropy_target") is not None:
         algorithm.setdefault("entropy_max", None)  # Nor did they bound the entropy bonus.
-    return configured(kind, raw, overrides, Path() if is_record else path.parent)
+    return configured(kind, raw, overrides, _start_of(raw, path.parent) if is_record else path.parent)
+
+
+def _start_of(record: Mapping[str, Any], run: Path) -> Path:
+    """Where relative paths of the record in a run's folder start. Records have whole paths; earlier versions wrote
+    them as seen from the folder the run was begun in, which its `output_dir` tells unless the run was moved."""
+    output = Path(str(record.get("output_dir")))
+    for whole in (run.absolute(), run.resolve()):
+        if not output.is_absolute() and whole.parts[-len(output.parts) :] == output.parts:
+            return whole.parents[len(output.parts) - 1]
+    return Path()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

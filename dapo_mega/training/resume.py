@@ -25,8 +25,8 @@ def refuse_changes(config: TrainingConfig, folder: Path, *, accepted: bool = Fal
     if changes := changes_since(config, folder, lambda name: is_free(name, config)):
         raise InputError(
             f"{folder} holds checkpoints of a run with another configuration ({changes}); give another output_dir, "
-            f"undo the change, or add --accept-changes to continue with it"
-            + (", which other training prompts do not allow" if "data." in changes else "")
+            f"undo the change (where a default has changed since: write the former value), or add --accept-changes to "
+            f"continue with it" + (", which other training prompts do not allow" if "data." in changes else "")
         )
 
 
@@ -54,4 +54,6 @@ def is_free(name: str, config: TrainingConfig) -> bool:
         return False  # The KL penalty's reference model is loaded from model.path.
     if name == "num_steps" and config.optimizer.schedule != "constant":
         return False  # The learning rate depends on it.
+    if name in ("algorithm.entropy_step", "algorithm.entropy_max") and isinstance(config, RunConfig):
+        return config.algorithm.entropy_target is None  # They act on nothing else.
     return may_change_at_resume(type(config), name)

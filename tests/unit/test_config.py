@@ -223,6 +223,20 @@ def test_the_entropy_bonus_of_a_run_that_knew_no_bound_stays_unbounded_until_it_
         refuse_changes(given, file.parent)
 
 
+def test_a_changed_default_that_acts_on_nothing_refuses_no_earlier_run(file):
+    recorded = yaml.safe_load(dump_config(load_config(RunConfig, file)))
+    recorded["algorithm"]["entropy_step"] = 0.005
+    (file.parent / "versions.json").write_text("{}")
+    (file.parent / "config.yaml").write_text(yaml.safe_dump(recorded))
+    refuse_changes(load_config(RunConfig, file), file.parent)
+    recorded["algorithm"]["entropy_target"] = 0.3
+    (file.parent / "config.yaml").write_text(yaml.safe_dump(recorded))
+    with pytest.raises(
+        InputError, match=r"entropy_step: 0.005 -> 0.0001.*; .*default has changed since: write the for"
+    ):
+        refuse_changes(load_config(RunConfig, file, ["algorithm.entropy_target=0.3"]), file.parent)
+
+
 def test_responses_of_an_asynchronous_run_continue_over_weight_updates(file):
     asynchronous = [*FLEET, "rollout.schedule=asynchronous"]
     assert load_config(RunConfig, file, asynchronous).weight_sync.in_flight == "continue"

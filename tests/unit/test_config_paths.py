@@ -136,8 +136,23 @@ def test_the_record_of_a_run_is_read_alike_from_everywhere(file, tmp_path, monke
     assert load_config(RunConfig, tmp_path / "home" / "config.yaml") == run
 
 
-def test_the_record_of_an_earlier_version_means_the_working_folder(file, tmp_path):
-    record = write(file.with_name("config.yaml"), RUN)
-    (file.parent / "versions.json").touch()
-    assert load_config(RunConfig, record).model.path == f"{tmp_path}/work/in/m"
-    assert configured(RunConfig, read_yaml(record), []).output_dir == f"{tmp_path}/work/out"
+def test_the_record_of_an_earlier_version_means_the_folder_that_its_run_was_begun_in(file, tmp_path, monkeypatch):
+    run = tmp_path / "files" / "out"
+    run.mkdir()
+    (tmp_path / "home" / "link").symlink_to(run)
+    (run / "versions.json").touch()
+    for output_dir, named, began_in in (
+        ("out", "files/out", "files"),
+        ("files/out", "work/../files/out", "."),
+        ("./out", "home/link", "files"),
+        ("moved", "files/out", "work"),
+        ("../files/out", "files/out", "work"),
+        (f"{run}", "files/out", "work"),
+    ):
+        write(run / "config.yaml", RUN | {"output_dir": output_dir})
+        record = load_config(RunConfig, tmp_path / named / "config.yaml")
+        assert Path(record.model.path) == (tmp_path / began_in / "in/m").resolve(), output_dir
+    monkeypatch.chdir(run)
+    write(run / "config.yaml", RUN)
+    assert load_config(RunConfig, Path("config.yaml")).model.path == f"{tmp_path}/files/in/m"
+    assert configured(RunConfig, read_yaml(run / "config.yaml"), []).output_dir == f"{run}/out"
