@@ -21,12 +21,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.distributed.stores import connect_store, local_address
-from dapo_mega.engines.sglang.weight_protocol import PassedOn, failure_key, limit_of_group, presence_key
+from dapo_mega.engines.sglang.weight_protocol import (
+    ALL_HERE,
+    PassedOn,
+    failure_key,
+    limit_of_group,
+    meeting_key,
+    presence_key,
+)
 from dapo_mega.sglang_plugin.joining import call_within
 from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 
 _JOINING_LIMIT_S = 30.0
-_JOINING_SHARE = 0.9  # Of the trainer's limit, so that this engine can still answer.
+_JOINING_SHARE = 0.9  # Of the trainer's limit, so that this engine can still answer; and of that, for all to come.
 _POLL_S = 0.0005
 _STORE_POLL_S = 0.05
 _LAST_MOMENTS_S = 0.2
@@ -59,7 +66,7 @@ class Relays:
 
         def meet() -> tuple[dist.Store, EngineGroup]:
             store = connect_store(address, port, joining_s)
-            _wait_for_all(store, name, rank, world_size, joining_s)
+            _meet(store, name, rank, world_size, _JOINING_SHARE * joining_s)
             own, patience_s = local_address(address), _PATIENCE * limit_s
             return store, join_group(store, name, world_size, torch.device(device), own, patience_s, rank=rank)
 
@@ -243,18 +250,21 @@ class Follower(Side):
             self.is_broken = True
 
 
-def _wait_for_all(store: dist.Store, name: str, rank: int, world_size: int, limit_s: float) -> None:
-    """Wait until all ranks are about to join the group, so that joining it takes no time. Raises RuntimeError when the
-    trainer says that one of them will not, and TimeoutError after the limit."""
+def _meet(store: dist.Store, name: str, rank: int, world_size: int, limit_s: float) -> None:
+    """Wait until all ranks are about to join the group, so that joining it takes no time. Raises RelayFailed when the
+    trainer, or a rank whose limit has passed, has decided against it; whoever comes later hears the same at once."""
     store.set(presence_key(name, rank), "")
     keys = [presence_key(name, other) for other in range(world_size)]
     deadline = time.monotonic() + limit_s
-    while not _is_set(store, *keys):
-        if _is_set(store, failure_key(name)):
-            raise RelayFailed(f"the trainer says that the other side of {name} will not come")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not all ranks of {name} came within {limit_s:g} s")
-        time.sleep(_STORE_POLL_S)
+    while not _is_set(store, meeting_key(name)):
+        if _is_set(store, *keys):
+            store.compare_set(meeting_key(name), "", ALL_HERE)
+        elif time.monotonic() > deadline:
+            store.compare_set(meeting_key(name), "", f"not all ranks of {name} came within {limit_s:g} s")
+        else:
+            time.sleep(_STORE_POLL_S)
+    if (decision := store.get(meeting_key(name)).decode()) != ALL_HERE:
+        raise RelayFailed(decision)
 
 
 def _is_set(store: dist.Store, *keys: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch.distributed as dist
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
-from dapo_mega.engines.sglang.weight_protocol import failure_key, limited_group, presence_key, relay_group
+from dapo_mega.engines.sglang.weight_protocol import failure_key, limited_group, meeting_key, presence_key, relay_group
 from dapo_mega.weight_sync.chains import before
 from dapo_mega.weight_sync.update import UpdateCalls
 
@@ -107,17 +107,23 @@ class Relays:
                     silent.add(client.url)
                 reason = error.reason if isinstance(error, EngineError) else "no answer"
                 failed.setdefault(pair, f"{client.url}: {reason}")
-                self._store.set(failure_key(names[pair]), "")  # The other one need not wait.
+                # The other one need not wait, nor this one if it has not begun.
+                self._store.compare_set(
+                    meeting_key(names[pair]), "", "the trainer says that the other side will not come"
+                )
 
-        session.call(join)
+        # Twice the time: who joins slowly is silent, and does not fail the update.
+        session.start(join, num_parts=2)
+        session.finish()
         for pair, name in names.items():
             for rank in range(1 + sizes[pair[0]]):
                 self._store.delete_key(presence_key(name, rank))
+            if silent.intersection(pair):  # It may still come, and hears then that it need not wait.
+                continue
+            self._store.delete_key(meeting_key(name))
             if pair not in failed:
                 self._groups[pair] = name
-                continue
-            self._store.delete_key(failure_key(name))
-            if not silent.intersection(pair):
+            else:
                 self._refused.add(pair)
                 logger.warning(
                     "engine %s gets its weights from the trainer, not from engine %s, as these two cannot connect to "

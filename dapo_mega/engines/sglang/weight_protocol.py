@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dapo_mega.types import WeightSpec
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Increase it with every change after which one side no longer understands the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """The field of a server's internal state that holds the plugin's protocol."""
@@ -32,6 +32,7 @@ CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
 _PASSED_ON = "|passed_on:"
 _RELAY = "dapo-mega-relay-"
+ALL_HERE = "all here"
 CHUNK_BYTES = 2**21
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
@@ -62,6 +63,11 @@ def is_relay_group(name: str) -> bool:
 def presence_key(group: str, rank: int) -> str:
     """The store's key by which a rank says that it is about to join a relay's group."""
     return f"relay/{group}/here/{rank}"
+
+
+def meeting_key(group: str) -> str:
+    """The store's key that decides once for all ranks of a relay's group: ALL_HERE, or why it is not made."""
+    return f"relay/{group}/meeting"
 
 
 def failure_key(group: str) -> str:

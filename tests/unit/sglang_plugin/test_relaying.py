@@ -14,6 +14,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     PiecesFormat,
     failure_key,
     limited_group,
+    meeting_key,
     relay_group,
     weight_specs,
 )
@@ -238,7 +239,7 @@ def test_nothing_that_has_come_is_kept(pair):
 @pytest.mark.parametrize("reason", ["failed", "late"])
 def test_an_engine_does_not_wait_long_for_one_that_does_not_join(store, reason, monkeypatch):
     if reason == "failed":
-        store.set(failure_key(NAME), "")
+        store.compare_set(meeting_key(NAME), "", "the other side will not come")
     else:
         monkeypatch.setattr(relaying, "_JOINING_LIMIT_S", 0.2)
     started = time.monotonic()

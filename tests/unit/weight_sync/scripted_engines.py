@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dapo_mega.distributed.stores import connect_store
-from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused
+from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused, EngineTimeout
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.weight_protocol import (
     CHANGES_FORMAT,
@@ -61,7 +61,7 @@ class Target:
 
 class ScriptedEngine:
     """`faults` map the name of a call, or ("update", n) for the n-th bucket of an update, to what goes wrong in it:
-    `die`, `hang` or `refuse`, or `refuse twice`, again when it is called again."""
+    `die`, `hang`, `stall` or `refuse`, or `refuse twice`, again when it is called again."""
 
     def __init__(self, url, timeout_s, tp_size=1):
         self.url = url
@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.versions = []
         self.calls = []
         self.load_formats = []
+        self.relay_failures = []  # Why groups were not joined.
         self.sources = []  # Of the buckets: trainer or engine.
         self.groups = {}  # Those of the first rank.
         self.other_groups = {}  # Name -> those of the other ranks.
@@ -96,6 +97,11 @@ class ScriptedEngine:
         if fault in ("refuse", "refuse twice"):
             raise EngineRefused(self.url, 400, f"{call}: no")
         if fault == "hang":
+            # Whoever waits for a limit lets the load of the machine decide what is slow.
+            raise EngineTimeout(self.url, f"{call}: not answered within {self._timeout_s:g} s")
+        if fault == "stall":  # Of the whole process, in which this call's limits and those around it pass together.
+            loop = asyncio.get_running_loop()
+            clock, loop.time = loop.time, lambda: clock() + 1.5 * self._timeout_s
             await asyncio.sleep(3600)
 
     async def _in_thread(self, function, *arguments):
@@ -154,7 +160,8 @@ class ScriptedEngine:
             self.relays.join(
                 name, address=address, port=port, rank=rank, world_size=2, device="cpu", is_sender=rank == 0
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            self.relay_failures.append(str(error))
             raise EngineRefused(self.url, 400, str(error)) from error
 
     def _join(self, address, port, name):

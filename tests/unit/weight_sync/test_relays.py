@@ -2,7 +2,14 @@
 
 import pytest
 
-from .made_weights import URLS, Policy, SlowlyChanging, holders
+from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.stores import open_store
+from dapo_mega.engines.sglang.weight_protocol import limited_group, meeting_key, relay_group
+from dapo_mega.sglang_plugin.relaying import Relays
+from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+
+from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, holders
 
 
 @pytest.fixture
@@ -34,6 +41,7 @@ def test_where_engines_outnumber_senders_they_pass_buckets_on(relaying, fleet):
         ("join a relay", "die", 2),
         ("join a relay", "refuse", 1),
         ("join a relay", "hang", 0),
+        ("join a relay", "stall", 0),
     ],
 )
 def test_an_engine_that_fails_as_a_relay_takes_nobody_with_it(relaying, fleet, call, fault, number):
@@ -55,6 +63,30 @@ def test_an_engine_that_fails_as_a_relay_takes_nobody_with_it(relaying, fleet, c
     assert metrics["weight_sync/relayed_share"] == pytest.approx(
         (1 if (call, fault) == ("join a relay", "refuse") else 2) / 3
     )
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_engines_that_join_too_slowly_stay_and_get_all_from_the_trainer(processes, fleet, monkeypatch):
+    monkeypatch.setattr("dapo_mega.weight_sync.relays._CALL_LIMIT_S", 0.0)
+    fleet.without_plugin = set()
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
+    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    policy = Policy().advance()
+    metrics = sync.push(policy, 1)
+    assert not fleet.away
+    assert holders(fleet, policy) == URLS
+    assert metrics["weight_sync/relayed_share"] == 0
+    fleet.disconnect()
+    sync.close()
+
+
+def test_who_comes_after_the_other_was_sent_away_hears_so_instead_of_waiting():
+    store, name = open_store("127.0.0.1", 60.0), limited_group(relay_group("r"), 60.0)
+    store.compare_set(meeting_key(name), "", "sent away")
+    where = {"address": "127.0.0.1", "port": store.port, "world_size": 2, "device": "cpu"}
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match="sent away"):
+            Relays().join(name, rank=rank, is_sender=rank == 0, **where)
 
 
 def test_engines_that_cannot_connect_to_each_other_are_tried_again_when_one_has_joined_anew(relaying, fleet, caplog):
