@@ -13,7 +13,15 @@ from functools import lru_cache
 from typing import Any, Final
 
 from dapo_mega.rewards.bounds import bound_violation
-from dapo_mega.rewards.expressions import DECIMAL_TOLERANCE, DIGITS, EQUAL, NUM_POINTS, NUM_POSITIVE, coordinates
+from dapo_mega.rewards.expressions import (
+    DECIMAL_TOLERANCE,
+    DIGITS,
+    EQUAL,
+    NUM_POINTS,
+    NUM_POSITIVE,
+    coordinates,
+    may_be_rounded,
+)
 
 _TINY: Final = 1e-40
 _ENOUGH: Final = 3
@@ -59,8 +67,7 @@ def values_equal(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
         a, b = _number(first), _number(second)
         if a is None or b is None:
             return _same_infinite(first, second)
-        is_decimal = "." in candidate or "." in truth
-        allowed = max(tolerance, DECIMAL_TOLERANCE * is_decimal)
+        allowed = max(tolerance, DECIMAL_TOLERANCE * may_be_rounded(candidate, truth, a, b))
         if allowed and _near(a, b, allowed):
             return True
         if (difference := (first - second).doit()).is_Rational:

@@ -66,13 +66,19 @@ def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tole
     if first is None or second is None:
         return None
     difference = abs(first - second)
-    is_decimal = "." in candidate or "." in truth
+    is_decimal = may_be_rounded(candidate, truth, first, second)
     if max(tolerance, DECIMAL_TOLERANCE * is_decimal) * abs(second) > difference:
         return True
     if difference > _DIFFERENT * max(abs(first), abs(second)):
         return False
     is_certain = difference <= EQUAL * abs(second) and max(map(value_digits, (candidate, truth))) <= _EXACT_DIGITS
     return True if is_certain else None
+
+
+def may_be_rounded(candidate: str, truth: str, first: Any, second: Any) -> bool:
+    """Whether one of two constants, written as a decimal, may be rounded. Whole numbers are not."""
+    exact = [value for text, value in ((candidate, first), (truth, second)) if "." not in text]
+    return len(exact) < 2 and not any(abs(value - round(value.real)) <= _DIFFERENT * abs(value) for value in exact)
 
 
 def _compare_at_points(first: tuple[str, ...], second: tuple[str, ...], letters: tuple[str, ...]) -> bool | None:

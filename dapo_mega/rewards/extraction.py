@@ -29,11 +29,11 @@ def _last_answer_line(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` with balanced braces; None if none or if it never closes."""
-    start = text.rfind("\\boxed")
+    r"""Content of the last `\boxed{...}` or `\fbox{...}` with balanced braces; None if none or if it never closes."""
+    start, command = max((text.rfind(command), command) for command in ("\\boxed", "\\fbox"))
     if start < 0:
         return None
-    opening = start + len("\\boxed")
+    opening = start + len(command)
     while opening < len(text) and text[opening] == " ":
         opening += 1
     close = closing_brace(text, opening) if text.startswith("{", opening) else -1

@@ -9,14 +9,17 @@ or thought that never ends, states nothing.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
-from dapo_mega.rewards.signs import OTHER_DIGITS
+from dapo_mega.rewards.denials import gave_up, is_denied, is_denied_after, is_doubted, is_taken_back
+from dapo_mega.rewards.prose import NUMBER, NUMBER_IN_LIST, WORD_IN_BOLD, said_at_end, several_at, unit_at, word_at_end
+from dapo_mega.rewards.signs import OTHER_DIGITS, PARTS_OF_ONE
 from dapo_mega.rewards.thoughts import spoken
 
-_BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])[ \t]*")
+_BOX = re.compile(r"\\[fb]?box(?:ed)?(?![a-zA-Z])[ \t]*(?:\[[^\[\]\n]{0,80}\])?")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
 _MATH_TOKEN = re.compile(r"\\\\|\\\$|\$\$|\$|\\[\[\]()]|\n")
@@ -38,29 +41,13 @@ _LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s$
 _CUE = re.compile(
     r"(?i)(?-i:(?=[aArRоОcCjJsSoO]))(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
     r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
-    r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$))"
+    r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$)"
+    r"|(?<=[ \t])[-–—→](?=[ \t]))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
-    r"|答\s?[:：]|정?답은|정답\s?[:：]|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
+    r"|[答답]\s?[:：]|정?답은|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
 )
 _MARKUP = "*_#`> \t"
-# What denies the value behind it.
-_DENIAL = re.compile(
-    r"(?i)(?-i:(?=[nNcCaApPrRiIbBнН不并]))(?:n['’]t|(?<![^\W_])(?:not|never|cannot|nor|neither|anything but"
-    r"|rather than|instead of|between(?:[ \t][0-9.]{1,12}[ \t]and)?|nicht|pas"
-    r"|no es|não é|non è|не)|不是|并非|不等于|不会是|不可能是?)"
-    r"(?:[ \t]+(?:be|been|equal|to|the|a|exactly|simply|just|only)(?![a-z])){0,3}[\s$*({\[\\]*$"
-)
-_DENIED_AFTER = re.compile(
-    r"[\s$)*]{0,5}(?:(?:is|was|are)(?:[ \t]+not|n['’]t|[ \t]+(?:wrong|incorrect))(?![a-z])"
-    r"|would[ \t]be[ \t](?:wrong|incorrect)"
-    r"|ではな|ではあり|이?\s?아니|이?\s?아닙)"
-)
-# What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
-_DOUBT = re.compile(
-    r"(?i)(?:(?<![a-z])(?:not (?:the case|true|correct)|false|doubt)|(?:n['’]t|not) (?:think|believe))(?![a-z])"
-    r"[^.,;:!?\n]{0,40}$"
-)
 _DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")
 _CHECKED = re.compile(r"(?i)(?:check|verif|confirm|test)[^.\n]*$")
 _OTHER_DENIAL = re.compile(r"(?i)(?:nicht|pas|niet|не|não|non)\s|不是|并非")
@@ -79,6 +66,8 @@ _ASIDE = re.compile(
 _OTHER_WORDS = re.compile(
     r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}|[\u0370-\u03ff]{3}|(?i:(?<![a-z\\])(?:no|so|it|is|we|he|if|my)(?![a-z]))"
 )
+# `It will be a Saturday`, `B 选项`.
+_INTRODUCED = re.compile(r"(?i)^(?:it (?:will be|would be|is|was) (?:an? |the )?)|^([A-J])[ \t]*(?:选项|项)$")
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
 _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
@@ -89,19 +78,9 @@ _FORMULA_LINK = re.compile(
     r"(?:\s|[,;&]|(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])"
     r"|(?<![a-zA-Z])(?!(?:and|or|und|et)(?![a-zA-Z]))[a-zA-Z]{1,12}(?=\s(?:and|or)\s))*"
 )
-_AMOUNT = (
-    r"(?:[0-9]{1,3}(?:[ \u00a0\u202f,][0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)*|\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]+)?"
-)
-_NUMBER = re.compile(
-    rf"(?<![0-9a-zA-Z_.,])[+\-\u2212]?[ \t]?(?:[$€£¥₹]|\\\$)?[ \t]?(?:\\[dt]?frac\s?\{{[+-]?[0-9]+\}}\{{[0-9]+\}}"
-    rf"|[0-9]{{0,40}}\.[0-9]{{0,40}}(?:\([0-9]{{1,40}}\)|(?:\\(?:overline|bar|dot)\s?\{{?[0-9]{{1,40}}\}}?)+)"
-    rf"|{_AMOUNT}(?:(?:(?::|[ \t]{{1,2}}:[ \t]{{1,2}}|[ \t]{{0,2}}[/^][ \t]{{0,2}}){_AMOUNT}){{1,3}}"
-    r"|[ ][0-9]+/[0-9]+)?)"
-)
-_SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{_NUMBER.pattern})")
+_SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{NUMBER.pattern})")
 _CONCLUSION = re.compile(
-    r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which)(?![a-z])|[.!?]\s"
+    r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which|but|actually|wait|hmm|no)(?![a-z])|[.!?]\s"
 )
 _NUMBER_AT_END = re.compile(r"[0-9.]{0,19}[0-9]$")
 # What changes the number before it.
@@ -109,33 +88,18 @@ _PART_OF_NUMBER = re.compile(
     r"(?i)_(?:[0-9]+|\{[^{}\n]{1,20}\})|[ \t]?[ap]\.?m(?![a-z])"
     r"|(?:[ \t](?:hundred|thousand|million|billion|trillion|dozen)(?![a-z]))+"
 )
-# Several numbers of one statement: `(3, 4)`, `the roots are 2 and 3`.
-_BRACKETED = re.compile(r"[(\[{][^()\[\]{}a-zA-Z\n]{0,60},[^()\[\]{}a-zA-Z\n]{0,60}[)\]}]")
-_NAMED_NUMBER = rf"(?:[a-zA-Z][ \t]?=[ \t]?)?[+\-\u2212]?{_AMOUNT}(?:/[0-9]+)?"
-_LISTED_NUMBERS = re.compile(
-    rf"(?<![a-z])are[ \t]+(?:at[ \t]+)?(?P<list>{_NAMED_NUMBER}"
-    rf"(?:(?:,[ \t]*(?:and[ \t]+)?|[ \t]+(?:and|or)[ \t]+){_NAMED_NUMBER}){{1,9}})"
-)
-_LONGEST_EXPRESSION: Final = 80
-_NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
-_SAYS = re.compile(
-    r"(?i)(?-i:(?=[iIaAeEsStThHgGoOfF]))(?<![a-z\\])(?:is|are|equals|so|thus|hence|therefore"
-    r"|get|have|obtain|find)(?![a-z])[ \t,]+"
-)
-_EXPRESSION = re.compile(
-    r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t]|\.(?=[0-9])|\\[a-zA-Z]+"
-    r"|(?<![a-zA-Z])(?:(?!is|in|of|as|by|to|so|we|he)[a-zA-Z]{1,2}"
-    r"|sqrt|sin|cos|tan|log|exp|and|or)(?![a-zA-Z]))+?)(?:[ \t][a-zA-Z]{3,}){0,3}[.!]?"
-)
-_SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{_NAMED_NUMBER})\)")
+_SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{NUMBER_IN_LIST})\)")
 _OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
 _OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
 # No answer needs a line as long as a hostile one.
 _LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
-    r"\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?。，]|\s*$|\s+(?:is|must)\s)"
+    r"(?:选项?|选择)[ \t]*(?P<chinese>[A-J])(?![a-zA-Z])"
+    r"|\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?。，]|\s*$|\s+(?:is|must)\s)"
 )
+# Another choice beside it: `either B or C`.
+_CHOICE_BEFORE = re.compile(r"(?<![a-zA-Z])\(?[A-J]\)?(?:,\s*|\s+)(?:(?:or|and|nor)\s+)?[(*]*$")
 
 
 @dataclass(frozen=True)
@@ -161,6 +125,14 @@ def find_answer(response: str) -> str | None:
     text = spoken(response)
     if not text.isascii() and _OTHER_DIGIT.search(text):
         text = text.translate(_OTHER_DIGITS)
+    if not text.isascii():
+        text = PARTS_OF_ONE.sub(
+            lambda part: (
+                " " * (part.start() > 0 and text[part.start() - 1].isdigit())
+                + unicodedata.normalize("NFKC", part[0]).replace("\u2044", "/")
+            ),
+            text,
+        )
     content = tagged(text, must_close=False)
     if content is not None:
         return _inside(content)
@@ -219,16 +191,10 @@ def _boxes(text: str) -> list[_Span] | None:
             end, content = bare.end(), bare.group()
         else:
             end, content = match.end(), ""
-        if not _is_denied(text, match.start(), end):
+        if not is_denied(text, match.start(), end):
             boxes.append(_Span(match.start(), end, content))
         position = max(end, match.end())
     return boxes
-
-
-def _is_denied(text: str, start: int, end: int) -> bool:
-    """Whether what stands there is said not to be the answer: `not 42`, `it can't be 42`, `42 is wrong`."""
-    before = text[max(0, start - 70) : start]
-    return bool(_DENIAL.search(before[-40:]) or _DOUBT.search(before) or _DENIED_AFTER.match(text, end))
 
 
 def closing_brace(text: str, opening: int) -> int:
@@ -268,9 +234,11 @@ def _linked(between: str) -> bool:
 
 def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     start = cue.end()
-    if has_box and _CHECKED.search(text[max(0, cue.start() - 40) : cue.start()]):
+    if has_box and ("," in (cue["between"] or "") or _CHECKED.search(text[max(0, cue.start() - 40) : cue.start()])):
         return None
-    if (cue["between"] and _DENIED_CUE.search(cue["between"])) or _DOUBT.search(text[max(0, start - 70) : start]):
+    if (cue["mark"] or "") in ("-", "–", "—", "→") and cue["between"].strip(_MARKUP):
+        return None
+    if (cue["between"] and _DENIED_CUE.search(cue["between"])) or is_doubted(text[max(0, start - 70) : start]):
         return None
     while start < len(text) and (text[start] in _MARKUP or text[start] in "\r\n:："):
         start += 1
@@ -281,7 +249,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     if corrected := _CORRECTED.match(sentence):
         sentence = corrected["rest"]
     formulas = _formulas(sentence)
-    if formulas and _is_denied(sentence, formulas[-1].start, formulas[-1].end):
+    if formulas and is_denied(sentence, formulas[-1].start, formulas[-1].end):
         del formulas[-1]
         if not formulas:
             return None
@@ -292,11 +260,12 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         plain = spelt["number"]
     if cue["chinese"]:
         plain = plain.lstrip("一共有总计是")
+    plain = _INTRODUCED.sub(r"\1", plain)
     if _OTHER_DENIAL.match(plain):
         return None
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
-    if number := _NUMBER.match(plain):
-        if _DENIED_AFTER.match(plain, number.end()):
+    if number := NUMBER.match(plain):
+        if is_denied_after(plain, number.end()):
             return None
         # What follows a number is about it: `72, so she has enough`, `72 (6 dozen)`.
         rest = plain[number.end() :]
@@ -402,26 +371,7 @@ def _result(text: str) -> re.Match[str] | None:
     equals = text.rfind("=", text.rstrip().rfind("\n") + 1)
     if equals < 0 or _CONCLUSION.search(text, equals):
         return None
-    return _NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
-
-
-def _several(text: str, end: int) -> str | None:
-    """The tuple or list of numbers that the number which ends there belongs to."""
-    start = max(0, end - 120)
-    said = text[start:end]
-    patterns = (_BRACKETED if any(mark in said for mark in "([{") else None, _LISTED_NUMBERS if "are" in said else None)
-    for found in (match for pattern in patterns if pattern for match in pattern.finditer(text, start, end + 60)):
-        if found.start() < end <= found.end():
-            return found["list"] if "list" in found.re.groupindex else found.group()
-    return None
-
-
-def _said_at_end(text: str) -> str | None:
-    """The expression without delimiters that the last sentence ends in: `the line is y = 2x + 1`."""
-    tail = text.rstrip()[-_LONGEST_EXPRESSION:]
-    words = list(_SAYS.finditer(tail))
-    said = _EXPRESSION.fullmatch(tail, words[-1].end()) if words else None
-    return said["value"].strip() if said and _NO_NUMBER.search(said["value"]) else None
+    return NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
 def _last_value(text: str) -> str | None:
@@ -429,27 +379,39 @@ def _last_value(text: str) -> str | None:
     whole = text.strip().strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
     is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_WORDS.search(whole)
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
-        return whole if not re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else None
+        numbers = list(NUMBER.finditer(whole))
+        is_denied_number = bool(numbers) and is_denied(whole, numbers[-1].start(), numbers[-1].end())
+        return None if is_denied_number or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else whole
+    if gave_up(text):
+        return None
     formulas = _formulas(text)
-    if formulas and _is_denied(text, formulas[-1].start, formulas[-1].end):
+    if not formulas and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
+        return word["bold"]
+    if formulas and is_taken_back(text, formulas[-1].start, formulas[-1].end):
         text = text[: formulas[-1].start]
         formulas = formulas[:-1]
-    numbers = list(_NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
+    numbers = list(NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
     outside = (
         n
         for n in reversed(numbers)
-        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not _is_denied(text, n.start(), n.end())
+        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not is_taken_back(text, n.start(), n.end())
     )
     last_number = next(outside, None)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
+    if last_number is not None and (several := several_at(text, last_number.end())):
+        return several
+    if numbers and (said := said_at_end(text)):
+        return said
     if last_number is not None:
         last_number = _result(text) or last_number
-        if several := _several(text, last_number.end()) or _said_at_end(text):
-            return several
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())
-        return (last_number.group() + (tail.group() if tail else "%" if percent else "")).strip()
-    said = _CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS))
-    choices = [choice for choice in said if not _is_denied(text, choice.start(), choice.end())]
-    return choices[-1][choices[-1].lastgroup or 0] if choices else None
+        after = tail.group() if tail else "%" if percent else unit_at(text, last_number.end())
+        return (last_number.group() + after).strip()
+    said_choices = _CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS))
+    choices = [choice for choice in said_choices if not is_denied(text, choice.start(), choice.end())]
+    if not choices:
+        return word_at_end(text)
+    start = choices[-1].start()
+    return None if _CHOICE_BEFORE.search(text[max(0, start - 20) : start]) else choices[-1][choices[-1].lastgroup or 0]

@@ -24,8 +24,9 @@ from dapo_mega.rewards.numerals import Numeral, numerals_equal
 from dapo_mega.rewards.signs import clean, repeats
 from dapo_mega.rewards.single_values import variables
 from dapo_mega.rewards.structure import readings
-from dapo_mega.rewards.units import Unit
+from dapo_mega.rewards.units import Unit, find_unit
 
+_RADIAN: Final = find_unit("radian")
 _MAX_ITEMS: Final = 64
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _PLAIN_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
@@ -252,6 +253,8 @@ class Grader:
             return False
         if a.base or b.base:
             return a.key == b.key
+        if (theirs is None and _are_radians(a, ours)) or (ours is None and _are_radians(b, theirs)):
+            ours, theirs = ours or _RADIAN, theirs or _RADIAN
         if ours is not None and theirs is not None and (ours.size, ours.pi_power) != (theirs.size, theirs.pi_power):
             is_exact = ours.pi_power == theirs.pi_power
             a, b = _in_base_units(a, theirs, is_exact), _in_base_units(b, ours, is_exact)
@@ -286,6 +289,11 @@ class Grader:
         if numerals_equal(a, b):
             return True
         return self.tolerance > 0 and abs(a.value - b.value) <= Fraction(self.tolerance) * abs(b.value)
+
+
+def _are_radians(value: Value, other: Unit | None) -> bool:
+    """Whether a value without a unit is an angle, as the other is, in radians: it has a factor of pi."""
+    return other is not None and other.name in ("degree", "degrees") and "\\pi" in value.key
 
 
 def _in_base_units(value: Value, unit: Unit, is_exact: bool) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
@@ -11,11 +12,18 @@ from typing import Final
 OTHER_DIGITS: Final = {
     chr(zero + digit): str(digit) for zero in (0xFF10, 0x660, 0x6F0, 0x966, 0x9E6, 0xE50) for digit in range(10)
 }
+PARTS_OF_ONE: Final = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+"""Fractions that are one sign."""
+_RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+_POWERS = re.compile(f"[{_RAISED}]+")
+_ROOT = re.compile(r"([√∛])\s*(?:([0-9]+(?:\.[0-9]+)?|[a-zA-Z])|\(([^()]*)\))")
+_LOWERED = re.compile("[₀-₉]+")
+_LETTERS_OF_MATHEMATICS = re.compile("[\U0001d400-\U0001d7ff]+")
 _SYMBOLS: Final = str.maketrans(
     {
         **{chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)},
         **OTHER_DIGITS,
-        "°": "^{\\circ}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
+        "°": "^{\\circ}",
         "≈": "\\approx ", "⁄": "/", "∶": ":", "、": ",", "≡": "\\equiv ", "万": " myriad ", "亿": " hundred million ",
         "∞": "\\infty ",
         "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "√": "\\sqrt ",
@@ -30,10 +38,22 @@ _SYMBOLS: Final = str.maketrans(
 _ENVIRONMENT = re.compile(
     r"\\begin\{(?:cases|aligned|align\*?|gathered|split)\}|\\end\{(?:cases|aligned|align\*?|gathered|split)\}"
 )
+_REALS_WITHOUT = r"\(-\\infty,\\infty\)\s*(?:\\setminus|\\backslash|\\smallsetminus)\s*"
 _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)", ""),
+        (
+            r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:colorbox\s*\{[^{}]*\}|underline|uline)\s*(?=\{[^{})])"
+            r"|\\(?:tiny|small|large|Large|LARGE|huge|Huge|bf|rm|it)(?![a-zA-Z])",
+            "",
+        ),
+        (r"(?<![0-9a-zA-Z])\{?\s*([0-9]+|[a-zA-Z])\s*\\over(?![a-zA-Z])\s*([0-9]+|[a-zA-Z])\s*\}?", r"\\frac{\1}{\2}"),
+        (
+            r"(?i)^(?:\\text\{\s*)?all\s+(?:real\s+)?(?:numbers?|values?)?\s*(?:of\s+)?[a-z]?\s*"
+            r"(?:such that|for which|with|where|satisfying)\s*\}?\s+(?=\S)",
+            "",
+        ),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|ldots|dots|cdots)(?![a-zA-Z])\.?", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         # Functions and signs in plain letters; degrees in a function; powers of ten.
@@ -88,6 +108,9 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
             r"\\mathbb\s*\{?\s*R\s*\}?(?![\^_*a-zA-Z])|\\R(?![a-zA-Z])|\\text\s*\{\s*[Aa]ll reals?(?: numbers?)?\s*\}",
             r"(-\\infty,\\infty)",
         ),
+        (rf"{_REALS_WITHOUT}\\\{{\s*([^{{}},]*?)\s*\\\}}", r"(-\\infty,\1)\\cup(\1,\\infty)"),
+        (rf"{_REALS_WITHOUT}\[([^\[\](),]*),([^\[\](),]*)\]", r"(-\\infty,\1)\\cup(\2,\\infty)"),
+        (rf"{_REALS_WITHOUT}\(([^\[\](),]*),([^\[\](),]*)\)", r"(-\\infty,\1]\\cup[\2,\\infty)"),
         (r"\+\s*\\infty", r"\\infty "),
         (r"(?<![a-zA-Z\\])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
         (r"\\%", "%"),
@@ -117,8 +140,15 @@ _MARKED = re.compile(r"(?:[0-9][\u0304\u0305])+")
 _DOTTED = re.compile(r"([0-9])\u0307")
 _POWER = re.compile(r"(?<=[a-zA-Z0-9)}])\*\*(?=[a-zA-Z0-9({\-])")
 _DOUBLED_COMMAND = re.compile(r"\\\\(?=[a-zA-Z%$])")
+# `x &= 10 + 7 \\\\ &= 17`: one equation on two lines.
+_NEXT_STEP = re.compile(r"\\\\\s*(?:\[[^\[\]]{0,9}\]\s*)?&?\s*=")
 _HAS_ROWS = re.compile(r"matrix|array|cases|align|split|gather")
+_MONEY = re.compile(r"(?<!\\)\$(?=\s?[0-9.])")
 _DOLLAR = re.compile(r"(?<!\\)\$+|(?<!\\)\\[()\[\]]")
+
+
+def _plain(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs).replace("\u2212", "-")
 
 
 @lru_cache(maxsize=8192)
@@ -126,14 +156,21 @@ def clean(text: str) -> str:
     """The answer with one spelling per sign, without math delimiters, spacing and layout."""
     if not text.isascii():
         text = _MARKED.sub(lambda run: f"\\overline{{{run.group()[::2]}}}", _DOTTED.sub(r"\\dot{\1}", text))
-        text = text.translate(_SYMBOLS)
+        text = _ROOT.sub(lambda root: f"\\sqrt{'[3]' * (root[1] == '∛')}{{{root[2] or root[3]}}}", text)
+        text = PARTS_OF_ONE.sub(lambda part: "\\frac{{{}}}{{{}}}".format(*_plain(part[0]).split("\u2044")), text)
+        text = _LOWERED.sub(
+            lambda run: f"_{{{_plain(run[0])}}}", _POWERS.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
+        )
+        text = _LETTERS_OF_MATHEMATICS.sub(lambda run: _plain(run[0]), text).translate(_SYMBOLS)
     text = _POWER.sub("^", text).replace("**", " ").strip().strip("*`").strip()
     if not _HAS_ROWS.search(text):
         text = _DOUBLED_COMMAND.sub(r"\\", text)
     else:
         text = _ENVIRONMENT.sub(" ", text) if _ENVIRONMENT.search(text) and "matrix" not in text else text
         if "matrix" not in text and "array" not in text:
-            text = text.replace("\\\\", ",").replace("&", " ")
+            text = _NEXT_STEP.sub("=", text).replace("\\\\", ",").replace("&", " ")
+    if text.count("$") == 1:
+        text = _MONEY.sub(r"\\$", text)
     text = _DOLLAR.sub(" ", text)
     if "." in text or "," in text:
         text = _REPEATING.sub(_exactly, text)

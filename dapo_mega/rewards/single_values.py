@@ -10,7 +10,7 @@ from dapo_mega.rewards.bounds import MAX_NESTING
 from dapo_mega.rewards.nodes import Value
 from dapo_mega.rewards.normalization import canonical_latex, compact
 from dapo_mega.rewards.numerals import Numeral, parse_numeral
-from dapo_mega.rewards.units import Unit, find_unit
+from dapo_mega.rewards.units import DATE, Unit, find_unit
 
 # Words for pounds are those of the weight.
 _CURRENCIES: Final = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
@@ -21,7 +21,7 @@ _FACTORS: Final = {
 }  # fmt: skip
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNIT_TOKEN = re.compile(
-    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[^\W\d_\u0370-\u03ff][a-zA-Z.'\-\u0400-\uffdc]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
+    r"(?P<word>\\text\s*\{[^{}]*\}|(?<![\\a-zA-Z])[^\W\d_\u0370-\u03ff][a-zA-Z.'\-\u00c0-\u024f\u0400-\uffdc]*)|(?P<between>[/.\-\s]|\\cdot(?![a-zA-Z]))"
     r"|(?P<power>\^\s*(?:\{\s*-?[1-3]\s*\}|-?[1-3]))|(?P<other>\\[a-zA-Z]+|.)",
     re.DOTALL,
 )
@@ -67,6 +67,9 @@ def variables(value: Value) -> frozenset[str] | None:
 
 def single_value(text: str, depth: int) -> Value | None:
     """The value that the text is; None of a text without any sign. `depth` counts the readings that this one is in."""
+    if date := DATE.fullmatch(_TEXT.sub(r"\1", text).strip()):
+        month = (date["m1"] or date["m2"])[:3].casefold()
+        return Value(text, f"{month}{int(date['d1'] or date['d2'])}{date['year'] or ''}", None, is_word=True)
     text, sign = _in_digits(text), _CURRENCY.search(text)
     core, factor, unit = _unit(_CURRENCY.sub(" ", text).strip() if sign else text)
     if sign and (unit is None or len(unit.dimensions) > 1):
@@ -169,7 +172,7 @@ def _unit(text: str) -> tuple[str, int, Unit | None]:
     is_apart = text[len(core)] == " " and ("^" not in plain or unit is None or unit.name[0] == "m")
     if is_letter and not is_apart:
         return text, 1, None  # `5m`, `3s^2`: variables.
-    if unit is None and not re.search(r"[a-zA-Z]{3,}|[\u0400-\uffdc]", plain):
+    if unit is None and not re.search(r"[^\W\d_\u0370-\u03ff]{3,}|[\u0400-\uffdc]", plain):
         return text, 1, None  # `2ab`
     if re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):
         return text, 1, None

@@ -197,6 +197,11 @@ def _bracketed(text: str, depth: int) -> Node | None:
     items = _read_all(parts, depth)
     if items and opening == "\\{":
         items = _spread(items, parts)
+    rows = [
+        item.items for item in items or () if isinstance(item, Items) and item.opening == "[" and item.closing == "]"
+    ]
+    if items and len(rows) == len(items) and (opening, closing) == ("[", "]"):
+        return Matrix(tuple(rows))
     return Items(opening, closing, items) if items else None
 
 

@@ -53,6 +53,16 @@ _POWERS: Final = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _RAISED: Final = {"squared": 2, "cubed": 3}
 _HIGHEST_POWER: Final = 9
 _MODULUS = re.compile(r"\s*mod ([0-9]{1,20})\s*")
+_MONTH = (
+    r"(?P<{}>(?:jan|febr)uary|march|april|may|june|july|august|(?:septem|octo|novem|decem)ber"
+    r"|(?:jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)(?=[. ]))\.?"
+)
+_DAY = r"(?P<{}>[0-9]{{1,2}})(?:st|nd|rd|th)?"
+DATE = re.compile(
+    rf"(?i)(?<![a-z0-9])(?:{_MONTH.format('m1')}[ \t]+{_DAY.format('d1')}"
+    rf"|{_DAY.format('d2')}[ \t]+(?:of[ \t]+)?{_MONTH.format('m2')})(?:,?[ \t]+(?P<year>[0-9]{{4}}))?(?![0-9a-z])"
+)
+"""A day of a year, of any or of a named one."""
 _WORD = re.compile(r"\^?-?[0-9]+|[^\W\d_]+|/")
 _TEMPERATURE = re.compile(r"(?i)degrees?\s+(?:(c)(?:elsius)?|f(?:ahrenheit)?)(?![a-z])")
 

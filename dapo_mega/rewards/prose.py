@@ -1,0 +1,107 @@
+"""What a sentence without formulas states at its end: numbers with their units, tuples, lists, expressions, a word."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Final
+
+from dapo_mega.rewards.denials import is_denied
+from dapo_mega.rewards.units import DATE, find_unit
+
+_AMOUNT = (
+    r"(?:[0-9]{1,3}(?:[ \u00a0\u202f,][0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)*|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]+)?"
+)
+NUMBER = re.compile(
+    rf"(?<![0-9a-zA-Z_.,])[+\-\u2212]?[ \t]?(?:[$€£¥₹]|\\\$)?[ \t]?(?:\\[dt]?frac\s?\{{[+-]?[0-9]+\}}\{{[0-9]+\}}"
+    rf"|[0-9]{{0,40}}\.[0-9]{{0,40}}(?:\([0-9]{{1,40}}\)|(?:\\(?:overline|bar|dot)\s?\{{?[0-9]{{1,40}}\}}?)+)"
+    rf"|{_AMOUNT}(?:(?:(?::|[ \t]{{1,2}}:[ \t]{{1,2}}|[ \t]{{0,2}}[/^][ \t]{{0,2}}){_AMOUNT}){{1,3}}"
+    r"|[ ][0-9]+/[0-9]+)?)"
+)
+# Several numbers of one statement: `(3, 4)`, `the roots are 2 and 3`.
+_BRACKETED = re.compile(r"[(\[{][^()\[\]{}a-zA-Z\n]{0,60},[^()\[\]{}a-zA-Z\n]{0,60}[)\]}]")
+NUMBER_IN_LIST = rf"(?:[a-zA-Z][ \t]?=[ \t]?)?[+\-\u2212]?{_AMOUNT}(?:/[0-9]+)?"
+_LISTED_NUMBERS = re.compile(
+    rf"(?<![a-z])are[ \t]+(?:at[ \t]+)?(?P<list>{NUMBER_IN_LIST}"
+    rf"(?:(?:,[ \t]*(?:and[ \t]+)?|[ \t]+(?:and|or)[ \t]+){NUMBER_IN_LIST}){{1,9}})"
+)
+_RATIO = re.compile(rf"{_AMOUNT}(?:[ \t]to[ \t]{_AMOUNT}){{1,3}}")
+_ROWS = re.compile(r"\[\s*\[[^a-zA-Z\n]{0,100}\]\s*\]")
+_MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
+_LONGEST_EXPRESSION: Final = 80
+_NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
+_SAYS = re.compile(
+    r"(?i)(?-i:(?=[iIaAeEsStThHgGoOfFbB=]))(?:(?<![a-z\\])(?:is|are|equals|so|thus|hence|therefore"
+    r"|get|have|obtain|find|to|be)(?![a-z])[ \t,]+|=[ \t]*)"
+)
+_EXPRESSION = re.compile(
+    r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t−×·±≈∞∪<>≤≥≠²³⁰¹⁴-⁹⁻\[\]]|\.(?=[0-9])|\\[a-zA-Z]+"
+    r"|(?<![a-zA-Z])(?:(?!is|in|of|as|at|by|to|so|we|he|be|do|go|no|on|up|us|it|if|an|my|th|st|nd|rd)[a-zA-Z]{1,2}"
+    r"|sqrt|sin|cos|tan|log|exp|and|or)(?![a-zA-Z]))+?)(?:[ \t](?:[a-zA-Z]{3,}|[cmk]?m[²³]?)){0,3}[.!]?"
+)
+_WORDS_AFTER = re.compile(r"[ \t]?(?:[^\W\d_]{1,14}[²³]?|\^\{?[23]\}?|/)(?:[ \t]?(?:[^\W\d_]{1,14}[²³]?|/)){0,3}")
+_RAISED = str.maketrans({"²": "^2", "³": "^3"})
+# A word in bold, or a name, that ends the last sentence: `so it was **Tuesday**`.
+WORD_IN_BOLD = re.compile(r"[a-z,:][ \t]+\*\*(?P<bold>[A-Za-z][A-Za-z \-]{0,40})\*\*[.!]?$")
+_NAME_AT_END = re.compile(r"(?<![a-zA-Z])(?:is|was|be)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?$")
+
+
+def several_at(text: str, end: int) -> str | None:
+    """The tuple or list of numbers that the number which ends there belongs to."""
+    start = max(0, end - 120)
+    said = text[start:end]
+    patterns = (
+        _ROWS if "[" in said else None,
+        _BRACKETED if any(mark in said for mark in "([{") else None,
+        _LISTED_NUMBERS if "are" in said else None,
+        _RATIO if "ratio" in said else None,
+        DATE if _MONTH_NEAR.search(text, max(0, end - 24), end + 16) else None,
+    )
+    for found in (match for pattern in patterns if pattern for match in pattern.finditer(text, start, end + 60)):
+        if found.start() < end <= found.end():
+            return found["list"] if "list" in found.re.groupindex else found.group()
+    return None
+
+
+def said_at_end(text: str) -> str | None:
+    """The expression without delimiters that the last sentence ends in: `the line is y = 2x + 1`, `AB = 2√5 cm`."""
+    stripped = text.rstrip()
+    start = max(stripped.rfind("\n") + 1, len(stripped) - _LONGEST_EXPRESSION)
+    for word in _SAYS.finditer(stripped, start):
+        said = _EXPRESSION.fullmatch(stripped, word.end())
+        if said and _NO_NUMBER.search(said["value"]):
+            if is_denied(stripped, said.start(), said.end("value")):
+                return None
+            return said["value"].strip() + unit_at(stripped, said.end("value"))
+    return None
+
+
+def unit_at(text: str, start: int) -> str:
+    """The unit that is named there; empty where there is none: ` mph in all` is ` mph`."""
+    words = _WORDS_AFTER.match(text, start)
+    named = words.group().translate(_RAISED).split() if words else []
+    named = named[: named.index("in", 1)] if "in" in named[1:] else named
+    unit = find_unit(" ".join(named)) if named and _may_begin_unit(named[0]) else None
+    while unit and len(named) > 1 and (shorter := find_unit(" ".join(named[:-1]))):
+        if (shorter.dimensions, shorter.size) != (unit.dimensions, unit.size):
+            break
+        named.pop()
+    return " " + " ".join(named) if unit else ""
+
+
+@lru_cache(maxsize=4096)
+def _may_begin_unit(word: str) -> bool:
+    return find_unit(word) is not None or find_unit(f"{word} m") is not None
+
+
+def word_at_end(text: str) -> str | None:
+    """The word that the last sentence ends in, where it is what the sentence says."""
+    end = text.rstrip()
+    line = end[max(end.rfind("\n") + 1, len(end) - 100) :]
+    word = WORD_IN_BOLD.search(line) or _NAME_AT_END.search(line)
+    return (
+        None
+        if word is None or is_denied(line, word.start(word.lastgroup or 0), len(line))
+        else word[word.lastgroup or 0]
+    )
