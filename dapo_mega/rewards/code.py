@@ -96,6 +96,7 @@ class CodeReward(Budgeted):
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         self._open: set[Sandbox] = set()
         self._lock = threading.Lock()
+        self._closed = False
         self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
         try:
             first = self._threads.submit(self._started).result()  # A thread that lasts.
@@ -114,7 +115,11 @@ class CodeReward(Budgeted):
         return list(self._threads.map(self._score, records))
 
     def close(self) -> None:
-        """End all sandboxes."""
+        """End all sandboxes, also those that run a solution."""
+        with self._lock:
+            self._closed = True
+            for sandbox in self._open:
+                sandbox.kill()
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
             for sandbox in self._open:
@@ -156,7 +161,7 @@ class CodeReward(Budgeted):
                     return self._run_cases(run, cases)
             except SandboxError as error:
                 self.budget.spend((time.monotonic() - begin) / _CLOCK_TO_CPU)
-                if error.hung or attempt == _ATTEMPTS - 1:
+                if error.hung or self._closed or attempt == _ATTEMPTS - 1:
                     raise SandboxError(f"the sandbox ended {attempt + 1} times: {error}") from None
             finally:
                 self._give_back(sandbox)
@@ -197,6 +202,8 @@ class CodeReward(Budgeted):
         sandbox = start_sandbox(next(self._numbers), self._limits, self._isolation)
         with self._lock:
             self._open.add(sandbox)
+            if self._closed:
+                sandbox.kill()
         return sandbox
 
     def _give_back(self, sandbox: Sandbox) -> None:

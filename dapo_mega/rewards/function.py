@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.budget import Budgeted, StepBudget
 from dapo_mega.rewards.processes import CallError, MisuseError, OutputLog, WorkerProcess
 from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record
 
@@ -19,17 +21,20 @@ logger = logging.getLogger(__name__)
 
 _HOPELESS: Final = 8
 """So many calls that hang in a row end an attempt."""
+_BUDGET_LIMITS: Final = 20
+"""Calls of one step that fail may take so many time limits for each process."""
 _MAX_PART_NAMES: Final = 100
 
 Result = Score | ScoringFailure
 
 
-class FunctionReward:
+class FunctionReward(Budgeted):
     """Calls the function `path` with up to `max_responses` records at a time, in `num_workers` processes that start
     when needed.
 
     A call that raises, dies or takes longer than `time_limit_s` gives no scores; its records are then tried again one
-    by one, up to `retries` times, or once where a record hangs alone. What is left is a `ScoringFailure`.
+    by one, up to `retries` times, or once where a record hangs alone, as long as calls that fail have not used up what
+    they may take in a step. What is left is a `ScoringFailure`.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class FunctionReward:
         self._retries = retries
         self._output = OutputLog()
         self._time_limit_s = time_limit_s
+        budget_s = _BUDGET_LIMITS * num_workers * time_limit_s
+        self.budget = StepBudget(budget_s, f"calls of {path} that fail", "no more are made (reward/num_failed)")
         arguments = {"path": path, "memory_limit_mib": memory_limit_mib}
         self._workers = [WorkerProcess("function_worker", arguments, self._output) for _ in range(num_workers)]
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
@@ -74,6 +81,7 @@ class FunctionReward:
     def score(self, records: Sequence[RewardRecord]) -> list[Result]:
         """One result per record, in order. Raises InputError for a function that is not there, or returns something of
         another form."""
+        self.budget.begin_call()
         plain = [plain_record(record) for record in records]
         results: dict[int, Result] = {}
         errors: dict[int, CallError] = {}
@@ -125,7 +133,10 @@ class FunctionReward:
     def _call(self, records: Sequence[dict[str, Any]]) -> list[list[Any]] | CallError:
         if self._closed or self._num_hung_in_a_row >= _HOPELESS:
             return CallError(f"not tried, as {self._num_hung_in_a_row} calls in a row hung")
-        worker = self._idle.get()
+        if self.budget.spend() <= 0:
+            self.budget.warn()
+            return CallError("not tried, as calls that failed have used up the time that they have in a step")
+        worker, begin = self._idle.get(), time.monotonic()
         try:
             what = f"a call with {len(records)} responses"
             request = pickle.dumps(list(records), pickle.HIGHEST_PROTOCOL)
@@ -134,6 +145,7 @@ class FunctionReward:
                 worker.stop()
                 raise CallError(f"the process answered {what} with something else than scores")
         except CallError as error:
+            self.budget.spend(min(time.monotonic() - begin, self._time_limit_s))
             if error.hung and not self._num_hung_in_a_row and not self._closed:
                 logger.warning("%s", self._named(error))
             self._num_hung_in_a_row = self._num_hung_in_a_row + 1 if error.hung else 0

@@ -106,6 +106,7 @@ class WorkerProcess:
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptors: tuple[int, int, int] | None = None
+        self._killed = False
 
     def start(self) -> None:
         """Start the process, which then imports what it needs, unless that is done. Raises as `ask`."""
@@ -137,6 +138,9 @@ class WorkerProcess:
         finally:
             _close(requests, answers, alive)
         self._descriptors = send, receive, lifeline
+        if self._killed:  # Before it had a process that could be killed.
+            self.stop()
+            raise CallError("the process was ended")
         self._exchange(b"", START_LIMIT_S, "importing it")
 
     def ask(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
@@ -168,6 +172,9 @@ class WorkerProcess:
                 self._process.wait(5)  # Its connection closes a little before it has ended.
             status = self.stop()
             raise CallError(f"the process died in {what} ({_ending(status)})", self._printed()) from None
+        except BaseException:  # Interrupted: what it still answers would be taken for the answer to the next request.
+            self.stop()
+            raise
         if "misuse" in answer:
             raise MisuseError(answer["misuse"])
         if "failure" in answer:
@@ -179,7 +186,8 @@ class WorkerProcess:
         return f"its last output:\n{tail}" if tail else ""
 
     def kill(self) -> None:
-        """End the process with all that it has started, from any thread."""
+        """End the process with all that it has started, from any thread, for good: no other is started."""
+        self._killed = True
         if (process := self._process) is not None:
             end_tree(process.pid)
 

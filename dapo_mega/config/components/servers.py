@@ -60,8 +60,8 @@ class ServerComponent(ComponentConfig):
         default=300.0,
         gt=0,
         json_schema_extra=FREE,
-        description="Seconds after which what is still unanswered of the responses that are scored together has no "
-        "score.",
+        description="Seconds after which what is still unanswered of the responses that are scored together, a round "
+        "or a group, has no score.",
     )
     attempts: int = Field(
         default=3, ge=1, json_schema_extra=FREE, description="Attempts at one request, each on another URL if it can."

@@ -124,8 +124,12 @@ class Sandbox:
             if self.is_alive:
                 self._send(None, time.monotonic() + _GRACE_S)
 
+    def kill(self) -> None:
+        """Kill it with everything in it, from any thread."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Kill it with everything in it."""
+        """Kill it, and close what connects it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dapo_mega.errors import InputError
@@ -202,6 +204,20 @@ def test_slow_solutions_of_a_step_have_a_time_in_all_and_say_when_it_is_used_up(
 
 def outcomes(reward, records):
     return [score.outcome for score in reward.score(records)]
+
+
+@pytest.mark.timeout(90)  # The limit is longer.
+def test_a_reward_that_is_closed_waits_for_no_solution():
+    reward = CodeReward(CodeSettings(time_limit_s=300, num_workers=1), "filter")
+    scores = []
+    scoring = threading.Thread(target=lambda: scores.extend(reward.score([record("while True: pass", DOUBLES)])))
+    scoring.start()
+    (sandbox,) = reward._open
+    while len(psutil.Process(sandbox.pid).children(recursive=True)) < 2:  # The job, and the solution.
+        time.sleep(0.02)
+    reward.close()
+    scoring.join()
+    assert [type(score) for score in scores] == [ScoringFailure]
 
 
 def test_a_sandbox_that_dies_is_replaced_and_the_solution_scored(reward):

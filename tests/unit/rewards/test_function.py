@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from dapo_mega.errors import InputError
+from dapo_mega.rewards import function as function_module
+from dapo_mega.rewards import processes as processes_module
 from dapo_mega.rewards.function import FunctionReward
-from dapo_mega.rewards.processes import end_tree
+from dapo_mega.rewards.processes import CallError, WorkerProcess, end_tree
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 
 OWN = Path(__file__).parent / "own_rewards.py"
@@ -140,6 +142,36 @@ def test_a_function_that_only_hangs_is_given_up_soon():
     results = scores("fragile", ["hang"] * 60, time_limit_s=0.05, retries=0, max_responses=3)
     assert all(isinstance(result, ScoringFailure) for result in results)
     assert sum("not tried" in result.reason for result in results) == 60 - 8 * 3
+
+
+def test_calls_that_fail_have_a_time_in_all(monkeypatch):
+    monkeypatch.setattr(function_module, "_BUDGET_LIMITS", 2)
+    with reward("fragile", time_limit_s=1.0, max_responses=1) as own:
+        results = own.score([record(response) for response in ["a", "hang"] * 10])
+        assert [isinstance(result, Score) for result in results] == [True, False] * 2 + [False] * 16
+        assert sum("not tried" in result.reason for result in results[4:]) == 16
+        assert own.score([record("a")]) == [Score(1.0)]  # Calls of score stand alone until somebody tells steps.
+
+
+@pytest.mark.parametrize("moment", ["started", "asked"])
+def test_a_call_is_over_when_its_reward_is_closed_or_interrupted(moment, monkeypatch):
+    worker = WorkerProcess("function_worker", {"path": f"{OWN}:fragile", "memory_limit_mib": 4096})
+    if moment == "started":
+        popen = subprocess.Popen
+
+        def killed_meanwhile(*arguments, **options):
+            process = popen(*arguments, **options)
+            worker.kill()  # By another thread, which knows of no process yet.
+            return process
+
+        monkeypatch.setattr(subprocess, "Popen", killed_meanwhile)
+        with pytest.raises(CallError, match="was ended"):
+            worker.start()
+    else:
+        monkeypatch.setattr(processes_module, "receive_before", lambda deadline, descriptor: os.kill(os.getpid(), 2))
+        with pytest.raises(KeyboardInterrupt):
+            worker.start()
+    assert worker._process is None  # Nothing is left that could answer.
 
 
 @pytest.mark.parametrize(
