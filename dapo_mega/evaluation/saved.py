@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import pyarrow.parquet as pq
 
+from dapo_mega.cli import print_once
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import ProblemResponses
 from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
@@ -108,7 +110,8 @@ def _read(files: Sequence[Path]) -> dict[str, SavedBenchmark]:
 def _read_file(path: Path) -> dict[str, SavedBenchmark]:
     """The benchmarks of one file by the name that it has for them, or their `data_source`."""
     with errors_of_reading(path, _WHAT_TO_GIVE):
-        account = account_of(pq.read_metadata(path).metadata)
+        metadata = pq.read_metadata(path)
+        account = account_of(metadata.metadata)
         kind, table = account["kind"], pq.read_table(path, columns=list(_COLUMNS), page_checksum_verification=True)
         rows = table.to_pylist()
     if kind != "evaluation":
@@ -121,7 +124,19 @@ def _read_file(path: Path) -> dict[str, SavedBenchmark]:
         by_name.setdefault(name, {}).setdefault(problem, []).append(row)
     if not by_name:
         raise InputError(f"{path} holds no response; evaluate again")
+    if not _has_checksums(path, metadata):
+        print_once(f"note: {path} has no checksums, so a damaged byte in it would not be seen")
     return {name: _benchmark(path, settings, problems, len(by_name) > 1) for name, problems in by_name.items()}
+
+
+def _has_checksums(path: Path, metadata: pq.FileMetaData) -> bool:
+    """Whether the file's first page has one, which pyarrow does not say."""
+    chunk = metadata.row_group(0).column(0)
+    with path.open("rb") as file:
+        file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+        header = file.read(64)
+    # Thrift's compact form: type and both sizes are fields 1 to 3, i32s; the checksum is field 4, if there is one.
+    return bool(re.match(rb"(\x15[\x80-\xff]*[\x00-\x7f]){4}", header))
 
 
 def _benchmark(

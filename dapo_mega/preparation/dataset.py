@@ -153,7 +153,7 @@ class _Preparation:
     def _keep(self, reader: CandidateReader, row: Row, candidate: Candidate) -> None:
         if self._config.filters.answer_type == "integer":
             candidate = dataclasses.replace(candidate, answer=integer_of(candidate.answer) or candidate.answer)
-        self._writer.keep(reader.values(row, candidate), row.where)
+        self._writer.keep(reader.values(row, candidate), row.where, row.values if self._near else None)
         self._kept.append(len(self._problems) - 1)
         if self._near:
             self._near.add(normal_text(candidate.text), candidate.answer)
@@ -166,15 +166,19 @@ class _Preparation:
             number = self._kept[later]
             evidence = f"similarity {similarity:.3f} to {self._problems.where(self._kept[earlier])}"
             place = self._problems.where(number)
-            self._drop(self._problems.source(number), "near duplicate", evidence, place, self._writer.rows[later])
+            self._writer.drop_kept("near duplicate", evidence, place, later)
+            self._count(self._problems.source(number), "near duplicate", f"{place}: {evidence}")
         return removed
 
     def _drop(self, source: str, reason: str, evidence: str, where: str, values: Any) -> None:
         self._writer.drop(reason, evidence, where, values)
+        self._count(source, reason, f"{where}: {evidence}")
+
+    def _count(self, source: str, reason: str, example: str) -> None:
         self._dropped[source][reason] += 1
         examples = self._examples.setdefault(reason, [])
         if len(examples) < _SHOWN_EXAMPLES:
-            examples.append(f"{where}: {evidence}")
+            examples.append(example)
 
     def _num_invalid(self, source: str) -> int:
         return sum(self._dropped[source][reason] for reason in INVALID_REASONS)

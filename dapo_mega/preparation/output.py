@@ -69,6 +69,7 @@ class DatasetWriter:
 
     def __init__(self, content: Path, temporary: Path, dropped: DroppedFormat | None) -> None:
         self.rows = RowSpool(temporary / "rows.jsonl")
+        self._originals = RowSpool(temporary / "originals.jsonl")
         self.temporary = temporary
         self.is_finished = False
         self._content = content
@@ -82,12 +83,19 @@ class DatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.rows.__exit__(kind, error, trace)
+        self._originals.__exit__(kind, error, trace)
         if self._dropped:
             self._dropped.close()
 
-    def keep(self, values: Mapping[str, Any], where: str = "a row") -> None:
-        """Add a row. `where` names it in errors."""
+    def keep(self, values: Mapping[str, Any], where: str = "a row", original: Mapping[str, Any] | None = None) -> None:
+        """Add a row. `where` names it in errors; `original` is the row of its source, in case it is dropped later."""
         self.rows.append(plain_value(values, where))
+        if self._dropped and original is not None:
+            self._originals.append(_json_value(plain(original)))
+
+    def drop_kept(self, reason: str, evidence: str, where: str, number: int) -> None:
+        """`drop` for a row that was kept with its original; `finish` must be told to leave it out."""
+        self.drop(reason, evidence, where, self._originals[number] if self._dropped else {})
 
     def drop(self, reason: str, evidence: str, where: str, values: Mapping[str, Any]) -> None:
         """Count a row that is left out, and write it where dropped rows are asked for.

@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.commands.compare import main
@@ -48,3 +49,17 @@ def test_a_refusal_leaves_nothing_behind(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--output .*file cannot be made a folder"):
         main([str(base), str(save(tmp_path / "dapo", [1], 4)), "--output", str(tmp_path / "file")])
+
+
+def test_a_file_without_checksums_is_named(elsewhere, tmp_path, capsys):
+    base, other = save(tmp_path / "base", [1, 0], 4), save(tmp_path / "dapo", [1, 1], 4)
+    main([str(base), str(other)])
+    assert "checksums" not in capsys.readouterr().out
+    (file,) = other.rglob("*.parquet")
+    for form in ({}, {"use_dictionary": False}, {"data_page_version": "2.0"}):
+        pq.write_table(pq.read_table(file), file, **form)
+        main([str(base), str(other)])
+        assert capsys.readouterr().out.startswith(f"note: {file} has no checksums"), form
+        pq.write_table(pq.read_table(file), file, write_page_checksum=True, **form)
+        main([str(base), str(other)])
+        assert "checksums" not in capsys.readouterr().out, form

@@ -97,6 +97,8 @@ def test_every_row_is_kept_or_dropped_with_its_reason_and_evidence(prepared: Pre
     assert found["2"] == ("exact duplicate", "of mine/a.jsonl, line 1")
     assert found["3"][1] == "of mine/a.jsonl, line 1, which has another answer than this row: 3"
     assert found["5"][1].endswith(" to mine/a.jsonl, line 4")
+    shown = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert {line["where"]: line["row"] for line in shown}["mine/a.jsonl, line 5"] == rows[4]
     assert found["7"][1].startswith("100% of divisors/test.jsonl, line 1 stands here")
     assert "compute the sum of all positive divisors of 360" in found["7"][1]
     assert found["8"] == ("multiple choice", "(A) 1 (B) 2 (C) 3")
