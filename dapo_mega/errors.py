@@ -32,7 +32,9 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether the error shows that another process has ended; gloo and NCCL have no error class for this."""
     text = str(error)
     is_of_library = isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
-    return isinstance(error, ConnectionError) or is_of_library
+    # torch's class, by name as torch is not imported here; a store that was never reached is another fault.
+    is_of_store = type(error).__name__ == "DistNetworkError" and "to connect" not in text
+    return isinstance(error, ConnectionError) or is_of_library or is_of_store
 
 
 class StopRequested(RuntimeError):

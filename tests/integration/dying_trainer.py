@@ -1,4 +1,4 @@
-"""launch/train_dapo.py, killed in the middle of its third weight update, the one after step 2.
+"""launch/train_dapo.py, whose rank 0 is killed in the middle of its third weight update, the one after step 2, once.
 
 The engines wait then, with an open session and generation paused, in a broadcast whose other end is gone.
 """
@@ -48,5 +48,6 @@ def make_an_update_fatal() -> None:
 
 
 if __name__ == "__main__":
-    make_an_update_fatal()
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0"):
+        make_an_update_fatal()
     run_command(train_dapo.main)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -95,6 +97,21 @@ def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout
     kill(workers)
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, f"processes outlived the killed trainer: {alive}"
+
+
+def run_that_starts_again(script: Path, *arguments: object, limit_s: float = 240) -> str:
+    """What two processes print that torchrun may start again once; they must come to their end."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with subprocess.Popen(
+        [sys.executable, *torchrun, str(script), *map(str, arguments)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    ) as process:  # fmt: skip
+        try:
+            _, log = process.communicate(timeout=limit_s)
+        finally:
+            process.terminate()  # torchrun ends its processes.
+    assert process.returncode == 0, log[-3000:]
+    return log
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:

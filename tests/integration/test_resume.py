@@ -20,7 +20,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.metrics.timeline.file import FILE_NAME, read_timeline
 from tests.distributed.launching import REPOSITORY, start_workers, wait_for
 
-from .runs import TRAIN, decisive, finish, kill_when, prepare, read_status, start, steps_done
+from .runs import TRAIN, decisive, finish, kill_when, prepare, read_status, run_that_starts_again, start, steps_done
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
@@ -79,16 +79,7 @@ def test_a_run_that_torchrun_starts_again_equals_uninterrupted(task, uninterrupt
     folder, config = task
     output = folder / "started again"
     monkeypatch.setenv("DISTURBANCE", "is killed after step 3")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    with subprocess.Popen(
-        [sys.executable, *torchrun, str(DISTURBED), "--config", str(config), f"output_dir={output}", *EXPORTS],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    ) as process:  # fmt: skip
-        try:
-            _, log = process.communicate(timeout=240)
-        finally:
-            process.terminate()  # torchrun ends its processes.
-    assert process.returncode == 0, log[-3000:]
+    log = run_that_starts_again(DISTURBED, "--config", config, f"output_dir={output}", *EXPORTS)
     assert log.count("exitcode: -9") == 1, log
     assert read_status(output)["state"] == "finished"
     assert_equal_runs(uninterrupted, output)

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dapo_mega.atomic_files import disk_refusal, replace_file
 from dapo_mega.cli import printable
+from dapo_mega.distributed.stores import connect_store, open_store
+from dapo_mega.errors import is_lost_connection
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -95,3 +98,15 @@ def raised(error, cause=None):
 def test_a_disk_that_refuses_is_found_behind_what_came_of_it(error, reason):
     assert reason in disk_refusal(error)
     assert disk_refusal(RuntimeError("shapes differ")) is None
+
+
+def test_a_store_that_is_gone_shows_that_another_process_has_ended():
+    """Not one that was never there: the first one needs another start, the second one another address."""
+    store = open_store("127.0.0.1", 20)
+    port, client = store.port, connect_store("127.0.0.1", store.port, 20)
+    client.set("key", "")
+    del store
+    for is_lost, ask in ((True, lambda: client.get("key")), (False, lambda: connect_store("127.0.0.1", port, 1))):
+        with pytest.raises(dist.DistNetworkError) as raised:
+            ask()
+        assert is_lost_connection(raised.value) == is_lost, raised.value
