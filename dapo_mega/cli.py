@@ -24,6 +24,8 @@ EXIT_STARVED = 3
 EXIT_FLEET = 4
 EXIT_CONTINUE = 75
 """The run stopped before its end and the same command continues it; EX_TEMPFAIL of sysexits.h."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C: the same command continues it, but a loop should not."""
 EXIT_PIPE_CLOSED = 141
 
 PEER_LOST = (
@@ -70,7 +72,7 @@ def run_command(main: Callable[[], None]) -> None:
         reason = error.strerror or str(error)
         leave(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)
     except KeyboardInterrupt:
-        leave("interrupted; start the same command again to continue", 130)
+        leave("interrupted; start the same command again to continue", EXIT_INTERRUPTED)
     except Exception as error:
         _fail_by_fault(error)
 
@@ -107,9 +109,12 @@ def leave(message: str, status: int, launcher_limit_s: float | None = None) -> N
     """
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # Another thread is exiting already.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A second Ctrl-C would end this in the middle.
     for agree, _ in _agreeing:
         message, status = agree((message, status))
-    line = f"{'stopped' if status == EXIT_CONTINUE else 'error'}: {printable(' '.join(message.split()))}"
+    kind = "stopped" if status in (EXIT_CONTINUE, EXIT_INTERRUPTED) else "error"
+    line = f"{kind}: {printable(' '.join(message.split()))}"
     if _speaks_for_machine():
         for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
             with contextlib.suppress(OSError):  # The reader may be gone.

@@ -18,11 +18,10 @@ from dapo_mega.ablation.plan import Plan, Request, describe, make_plan
 from dapo_mega.ablation.report import write_results
 from dapo_mega.ablation.runner import Runner, Stop, make_cold_start
 from dapo_mega.ablation.tasks import TASKS
-from dapo_mega.cli import EXIT_CONTINUE, EXIT_FAULT, EXIT_INPUT_ERROR, leave
+from dapo_mega.cli import EXIT_CONTINUE, EXIT_FAULT, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, leave
 from dapo_mega.commands._arguments import at_least_one
 from dapo_mega.training.run_lock import RunLock
 
-EXIT_INTERRUPTED = 130
 _OVERRIDE = re.compile(r"[a-z][a-z0-9_.]*=")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.atomic_files import make_way, parse_json
-from dapo_mega.cli import EXIT_CONTINUE, EXIT_FLEET
+from dapo_mega.cli import EXIT_CONTINUE, EXIT_FLEET, EXIT_INTERRUPTED
 from dapo_mega.training.run_lock import is_locked
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -49,7 +49,7 @@ class RunStatus:
     def left(self, message: str, status: int) -> None:
         """A process of the run ends early with this exit status. An action for `cli.before_leaving`."""
         if self._folder.is_dir() and (self.has_lock or not is_locked(self._folder)):
-            state: State = "stopped" if status == EXIT_CONTINUE else "failed"
+            state: State = "stopped" if status in (EXIT_CONTINUE, EXIT_INTERRUPTED) else "failed"
             self._write(state, status, message, can_continue=status in (EXIT_CONTINUE, EXIT_FLEET))
 
     def _write(self, state: State, exit_status: int | None, message: str, can_continue: bool) -> None:

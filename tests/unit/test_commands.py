@@ -92,7 +92,7 @@ run_command(main)
 @pytest.mark.parametrize(
     ("killed", "status", "said"),
     [
-        (None, 128 + signal.SIGINT, r"error: interrupted; start the same command again to continue\n"),
+        (None, 128 + signal.SIGINT, r"stopped: interrupted; start the same command again to continue\n"),
         (1, 1, r"error: the process of rank 1 \(pid \d+\) was ended by SIGKILL\n"),
     ],
 )
