@@ -4,7 +4,7 @@ A thread watches for three events that a process inside a collective cannot see:
 
 - torchrun is gone (`kill -9`): nobody else would end this process, and it would disturb the next run.
 - Another rank has failed, or a machine has vanished (`peers.py`), so no rank waits for one that has ended.
-- SIGTERM or SIGHUP: the run completes its step and a checkpoint within a grace period.
+- SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2: the run completes its step and a checkpoint within a grace period.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dapo_mega.training.peers import POLL_S, Peers
 _READ_S = 3 * POLL_S
 _LAUNCHER_LIMIT_S = 30.0
 """torchrun gets so long to report that a peer has failed, or `silence_limit_s` where that is longer."""
-_NOTHING_SAVED = "the run was stopped by SIGTERM before training began; start the same command again"
+_NOTHING_SAVED = "the run was stopped by a signal before training began; start the same command again"
 
 
 class ProcessWatch:
@@ -59,8 +59,9 @@ class ProcessWatch:
         # Python writes to this pipe when a signal arrives, also while the main thread is inside a collective.
         self._signals, self._signal_sink = os.pipe()
         os.set_blocking(self._signal_sink, False)
-        # A closed terminal sends SIGHUP, unless nohup has switched that off.
-        asked = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+        # Schedulers send SIGUSR1 or SIGUSR2; a closed terminal sends SIGHUP, unless nohup has switched that off.
+        asked = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+        asked += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         self._old_handlers = {number: signal.signal(number, _ignore) for number in asked}
         self._old_sink = signal.set_wakeup_fd(self._signal_sink, warn_on_full_buffer=False)
         self._thread.start()

@@ -100,7 +100,8 @@ def wait_until_ended(process):
     ("moment", "grace_s", "heed", "status", "line"),
     [
         ("training", "30", "heeds", 0, ""),
-        ("hangup", "30", "heeds", 0, ""),
+        ("SIGHUP", "30", "heeds", 0, ""),
+        ("SIGUSR1", "30", "heeds", 0, ""),
         (
             "training",
             "0.5",
@@ -108,13 +109,13 @@ def wait_until_ended(process):
             75,
             r"stopped: the step did not end within 0.5 s after SIGTERM \(checkpoint.grace_s\).* torchrun --shutdown-t",
         ),
-        ("before", "30", "heeds", 75, "stopped: the run was stopped by SIGTERM before training began; start the same"),
+        ("before", "30", "heeds", 75, "stopped: the run was stopped by a signal before training began; start the same"),
     ],
 )
 def test_sigterm_stops_at_the_runs_own_end_or_when_time_is_up(moment, grace_s, heed, status, line):
     asked = signal.SIGTERM
-    if moment == "hangup":  # Of a closed terminal.
-        moment, asked = "training", signal.SIGHUP
+    if moment.startswith("SIG"):  # Of a closed terminal, and of a scheduler.
+        moment, asked = "training", signal.Signals[moment]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, as its processes do then.
     process, _ = begin(False, moment, grace_s, heed)
     signal.signal(signal.SIGHUP, before)
