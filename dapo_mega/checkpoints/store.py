@@ -94,6 +94,10 @@ class CheckpointStore:
         """The folder of all checkpoints."""
         return self._folders.root
 
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of this step is, or would be."""
+        return self.root / f"step_{step:08d}"
+
     @property
     def last_saved(self) -> Path:
         """The file that says which checkpoint the run has completed, where it has completed one."""

@@ -122,13 +122,25 @@ class Saving:
         if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
             self._save(step)
 
-    def before_stop(self, step: int) -> StopRequested:
-        """Complete the checkpoint of the last completed step. Returns the error to raise, which says how to go on."""
+    def last_step(self, step: int) -> str:
+        """Complete the checkpoint of the last completed step. Says where it is; empty before the first step."""
         if step > 0 and self.store.last_step != step:
             self._save(step)
         self.store.finish(self.policy)
-        saved = f"after step {step} of {self.config.num_steps}, which is saved" if step else "before its first step"
-        return StopRequested(f"SIGTERM came, and the run ends {saved}; start the same command again to continue")
+        return f"step {step} of {self.config.num_steps} is saved in {self.store.folder(step)}" if step else ""
+
+    def before_stop(self, step: int) -> StopRequested:
+        """Save the last completed step. Returns the error to raise, which says how to go on."""
+        saved = self.last_step(step) or "no step was done yet"
+        return StopRequested(f"a signal ended the run; {saved}; start the same command again to continue")
+
+    def before_error(self, error: Exception, step: int) -> Exception:
+        """Save the last completed step. Returns the error to raise, which says what became of it, too."""
+        try:
+            saved = self.last_step(step)
+        except InputError as refused:
+            saved = f"its last step, {step}, is not saved ({refused})"
+        return type(error)(f"{error}. {saved}; the same command continues after it" if saved else str(error))
 
     def _save(self, step: int) -> None:
         self.store.save(self.policy, self.state, step, self.critic)

@@ -144,8 +144,8 @@ def _train_and_export(run: TrainingRun, folder: Path) -> None:
     except (StarvedError, FleetError, InputError) as error:
         # All ranks get here together but for InputErrors outside of an intact step, which may be of one rank alone.
         if run.is_intact:
-            saving(run).before_stop(run.step)
-        elif isinstance(error, FleetError):
+            raise saving(run).before_error(error, run.step) from error
+        if isinstance(error, FleetError):
             run.store.finish(run.policy)
         raise
     run.store.finish(run.policy)

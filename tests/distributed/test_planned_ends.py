@@ -68,6 +68,7 @@ def end_and_continue(file, folder):
                 run.run_training(config)
             except (InputError, FleetError) as raised:
                 error = type(raised)
+                found[f"{kind} says"] = str(raised)
         parallel_state.destroy_model_parallel()
         found[kind] = error, sorted(path.name for path in Path(folder, kind, "checkpoints").glob("step_*"))
         if kind in CONTINUED:
@@ -90,8 +91,10 @@ def test_a_run_that_ends_on_purpose_saves_its_last_step_if_that_is_whole(tmp_pat
     for kind, (_, _, _, outcome, step) in ENDS.items():
         error = FleetError if outcome is NAN else outcome
         saved = [] if step is None else [f"step_{step:08d}"]
-        if with_groups[0][kind] != (error, saved):
-            wrong.append((kind, with_groups[0][kind]))
+        said = with_groups[0][f"{kind} says"]
+        says = f". step {step} of 4 is saved in {tmp_path / kind / 'checkpoints' / f'step_{step or 0:08d}'}; the same"
+        if with_groups[0][kind] != (error, saved) or (says in said) != (step is not None):
+            wrong.append((kind, with_groups[0][kind], said))
         elif kind in CONTINUED:
             got = read_metrics(tmp_path / kind / "metrics.jsonl")
             wrong += [(kind, a["step"]) for a, b in zip(got, expected, strict=True) if decisive(a) != decisive(b)]
