@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from dapo_mega.rewards.processes import MisuseError, end_tree, kill_descendants
+from dapo_mega.rewards.processes import NUMBER, MisuseError, end_tree, kill_descendants
 from dapo_mega.rewards.records import PART_NAME
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
@@ -98,18 +98,20 @@ def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> Non
         try:
             function = load_function(path)
             limit_memory(memory_limit_mib)
-            answer: dict[str, Any] = {"ready": True}
+            answer: dict[str, Any] = {"ready": True, "number": 0}
         except MisuseError as error:
-            answer = {"misuse": str(error)}
+            answer = {"misuse": str(error), "number": 0}
         write_frame(answers, answer)
         while "ready" in answer and (request := read_body(requests, 2**32)) is not None:
-            answer = {**_answer(function, pickle.loads(request), runner), "ready": True}
+            (number,) = NUMBER.unpack_from(request)
+            records = pickle.loads(memoryview(request)[NUMBER.size :])
+            answer = {**_answer(function, records, runner), "ready": True, "number": number}
             if os.getpid() != own_pid:
                 return  # A fork of the function's that came back: its answer would be taken for that of the next call.
             try:
                 write_frame(answers, answer)
             except FrameError as error:
-                write_frame(answers, {"failure": f"it returned too much: {error}", "detail": ""})
+                write_frame(answers, {"failure": f"it returned too much: {error}", "detail": "", "number": number})
 
 
 def load_function(path: str) -> Function:

@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ _PROGRAM: Final = (
     "import importlib\n"
     "importlib.import_module(arguments.pop('module')).main(**arguments)\n"
 )
+NUMBER: Final = struct.Struct("=Q")
+"""The number of a request, which stands before its content and comes back in its answer as `number`."""
 _LOG_BYTES: Final = 5 * 2**20
 _TAIL_LINES: Final = 20
 
@@ -107,6 +110,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptors: tuple[int, int, int] | None = None
         self._killed = False
+        self._number = 0
 
     def start(self) -> None:
         """Start the process, which then imports what it needs, unless that is done. Raises as `ask`."""
@@ -141,13 +145,16 @@ class WorkerProcess:
         if self._killed:  # Before it had a process that could be killed.
             self.stop()
             raise CallError("the process was ended")
+        self._number = 0
         self._exchange(b"", START_LIMIT_S, "importing it")
 
     def ask(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
         """The answer, at most `limit_s` after the process has started. Raises CallError, the process being ended where
         it did not answer, and MisuseError."""
         self.start()
-        return self._exchange(HEAD.pack(len(request)) + request, limit_s, what)
+        self._number += 1
+        content = NUMBER.pack(self._number) + request
+        return self._exchange(HEAD.pack(len(content)) + content, limit_s, what)
 
     def _exchange(self, content: bytes, limit_s: float, what: str) -> dict[str, Any]:
         assert self._descriptors
@@ -159,6 +166,8 @@ class WorkerProcess:
             answer: dict[str, Any] = receive_before(deadline, receive)
             if not isinstance(answer, dict):
                 raise FrameError(f"it is {type(answer).__name__}")
+            if answer.get("number") != self._number:
+                raise FrameError("it is for another request")
         except TimeoutError:
             self.stop()
             raise CallError(

@@ -6,6 +6,7 @@ The kernel ends the child when a comparison has used up its processor time; the 
 from __future__ import annotations
 
 import base64
+import json
 import mmap
 import os
 import pickle
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from dapo_mega.rewards.sandbox.frames import read_frame, write_frame
+from dapo_mega.rewards.processes import NUMBER
+from dapo_mega.rewards.sandbox.frames import read_body, write_frame
 from dapo_mega.rewards.sandbox.isolation import end_with_parent, mapped_bytes
 from dapo_mega.rewards.sandbox.worker import clock_limit_s
 
@@ -35,8 +37,8 @@ def main(
 
     latex_equal("x+x", "2x")
     function = pickle.loads(base64.b64decode(compare))
-    is_busy = mmap.mmap(-1, 1)  # Shared with the children.
-    write_frame(answers_fd, {"ready": True})
+    is_busy = mmap.mmap(-1, 1 + NUMBER.size)  # Shared with the children. With the number of the request behind it.
+    write_frame(answers_fd, {"ready": True, "number": 0})
     own_pid = os.getpid()
     while True:
         child = os.fork()
@@ -49,14 +51,16 @@ def main(
         if is_busy[0]:
             is_busy[0] = 0
             over_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) in _OVER_TIME
-            write_frame(answers_fd, {"outcome": "timeout" if over_time else "crash"})
+            (number,) = NUMBER.unpack_from(is_busy, 1)
+            write_frame(answers_fd, {"outcome": "timeout" if over_time else "crash", "number": number})
         elif status == 0:
             return
 
 
 def _serve(requests: int, answers: int, compare: Compare, is_busy: mmap.mmap) -> None:
-    while request := read_frame(requests):
-        candidate, truth, limit_s = request
+    while request := read_body(requests):
+        candidate, truth, limit_s = json.loads(request[NUMBER.size :])
+        is_busy[1:] = request[: NUMBER.size]
         is_busy[0] = 1
         # Their default actions end a process at once, also within a long call of C.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
@@ -68,7 +72,7 @@ def _serve(requests: int, answers: int, compare: Compare, is_busy: mmap.mmap) ->
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         is_busy[0] = 0  # First: a child that ends in between must not be answered for twice.
-        write_frame(answers, {"outcome": outcome})
+        write_frame(answers, {"outcome": outcome, "number": NUMBER.unpack_from(request)[0]})
 
 
 def _end_with(parent: int) -> None:

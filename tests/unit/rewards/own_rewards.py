@@ -86,6 +86,15 @@ def where(records):
     return [os.getpid()] * len(records)
 
 
+def twice(records):
+    """Answers once more than it is asked, with what it says to all."""
+    body = b'{"scores": [[9.0, null, {}, null]], "ready": true, "number": 1}'
+    for descriptor in pipes():
+        with contextlib.suppress(OSError):
+            os.write(descriptor, len(body).to_bytes(4, "little") + body)
+    return [1.0] * len(records)
+
+
 def once(records):
     """Fails the first time that a file tells of."""
     (record, *_) = records

@@ -129,6 +129,11 @@ def test_a_fork_that_returns_from_the_function_answers_nothing():
     assert [score.value for score in scores("forking", ["a"] * 4, max_responses=1)] == [1, 2, 3, 4]
 
 
+def test_an_answer_counts_for_the_request_that_it_is_for_only():
+    # Its first request it answers twice; what is left over was taken for the answer to the next one.
+    assert [score.value for score in scores("twice", ["a", "b", "c"], max_responses=1)] == [9.0] * 3
+
+
 def test_an_answer_is_text_that_files_can_hold():
     assert scores("surrogate", ["a"]) == [Score(0.0, answer="half ?")]
 
