@@ -11,7 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dapo_mega.engines.sglang.weight_protocol import Change, PiecesFormat, chunks, split_specs, unpack_changes, unpacked
+from dapo_mega.engines.sglang.weight_protocol import (
+    Change,
+    PiecesFormat,
+    chunks,
+    most_packed_bytes,
+    split_specs,
+    unpack_changes,
+    unpacked,
+)
 from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
 from dapo_mega.sglang_plugin.relaying import Follower, Source
@@ -129,7 +137,7 @@ class ChangedWeights:
         self._writes: list[Write] = []
         self._failure: RuntimeError | None = None
         try:
-            self._changes = list(unpack_changes(_received_changes(group, device, follower), specs))
+            self._changes = list(unpack_changes(_received_changes(group, device, specs, follower), specs))
         except RuntimeError as error:
             self._failure = error
 
@@ -171,10 +179,13 @@ class ChangedWeights:
         return sorted(missing) + differing
 
 
-def _received_changes(group: Receiving, device: str, follower: Follower | None) -> Tensor:
-    """The packed changes [bytes] uint8."""
+def _received_changes(group: Receiving, device: str, specs: Sequence[WeightSpec], follower: Follower | None) -> Tensor:
+    """The packed changes [bytes] uint8. Raises RuntimeError for more than there can be of these tensors."""
     length = torch.empty(1, dtype=torch.int64, device=device)
     _wait_for(_receipts(group, length.view(torch.uint8)), follower)
-    packed = torch.empty(int(length), dtype=torch.uint8, device=device)
+    num_bytes, most = int(length), most_packed_bytes(specs)
+    if not 0 <= num_bytes <= most:
+        raise RuntimeError(f"{num_bytes} bytes of changes are said to come, and there can be {most}")
+    packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _wait_for(_receipts(group, packed), follower)
     return packed

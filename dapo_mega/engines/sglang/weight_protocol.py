@@ -189,6 +189,11 @@ def pack_changes(changes: Sequence[tuple[Tensor | None, Tensor]], checksums: Seq
     return packed
 
 
+def most_packed_bytes(specs: Sequence[WeightSpec]) -> int:
+    """The most that `pack_changes` makes of these tensors: a tensor's changes are never larger than all its values."""
+    return sum(spec.num_bytes + 4 * _ALIGNMENT for spec in specs) + 2 * _ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Change:
     """Values of one tensor: all values [shape], or the values [n] at `places` [n] int32. `checksum` is the whole new

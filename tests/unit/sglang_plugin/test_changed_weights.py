@@ -5,7 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dapo_mega.engines.sglang.weight_protocol import checksum, find_changes, pack_changes, unpack_changes
+from dapo_mega.engines.sglang.weight_protocol import (
+    checksum,
+    find_changes,
+    most_packed_bytes,
+    pack_changes,
+    unpack_changes,
+)
 from dapo_mega.sglang_plugin.receiving import ChangedWeights
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.delta import DeltaEncoding
@@ -185,3 +191,21 @@ def test_what_is_packed_comes_out_at_every_size(dtype):
         assert torch.equal(got.values, values)
         assert got.places is None if places is None else torch.equal(got.places, places)
         assert got.checksum == int(checksum(tensor))
+
+
+@pytest.mark.parametrize("said", [-1, 2**62, 10**9])
+def test_more_changes_than_there_can_be_are_not_made_room_for(said):
+    old, _ = old_and_new()
+    weights = ChangedWeights(Received([torch.tensor([said]).view(torch.uint8)]), "cpu", bucket_of(old).specs)
+    assert weights.is_broken
+    with pytest.raises(RuntimeError, match=f"{said} bytes of changes are said to come, and there can be"):
+        list(weights)
+
+
+def test_the_most_that_changes_take_is_enough_for_all_values():
+    for dtype in (torch.bfloat16, torch.float32):
+        old, new = old_and_new(dtype=dtype)
+        specs = bucket_of(old).specs
+        for changes in (old, {name: tensor + 1 for name, tensor in new.items()}):
+            packed = pack_changes([find_changes(changes[name], None) for name in NAMES], [torch.tensor(0)] * len(NAMES))
+            assert packed.nbytes <= most_packed_bytes(specs)
