@@ -19,6 +19,7 @@ import numpy as np
 
 from dapo_mega.config.components.servers import url_problem
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.bounded_http import open_session
 
 _MAX_ANSWER_BYTES = 16 * 2**20
 _MAX_REASON_CHARACTERS = 300
@@ -112,8 +113,7 @@ class Endpoints:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         self._free = asyncio.Semaphore(self._settings.concurrency)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        async with aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False) as session:
+        async with open_session(headers) as session:
 
             async def answered(index: int) -> Any | Unanswered:
                 answer = await self._post(session, bodies[index])

@@ -15,11 +15,10 @@ import aiohttp
 
 from dapo_mega.engines.sglang.engine_model import described_model
 from dapo_mega.engines.sglang.weight_protocol import PROTOCOL, PROTOCOL_FIELD
+from dapo_mega.rewards.bounded_http import open_session
 
 _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
-# Servers close idle connections after 5 s; a request sent at that moment would fail.
-_KEEP_ALIVE_S = 2.0
 # An answer may have this much, and for each token that was asked for its id, its log-prob and its text.
 _ANSWER_BYTES = 4 * 2**20
 _TOKEN_BYTES = 512
@@ -327,14 +326,8 @@ class EngineClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit here: the dispatcher limits requests, and an abort must not queue behind them.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=self._headers,
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
+            # No limit of connections: the dispatcher limits requests, and an abort must not queue behind them.
+            self._session = open_session(self._headers)
         return self._session
 
 

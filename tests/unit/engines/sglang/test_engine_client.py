@@ -287,6 +287,9 @@ def bomb(packing):
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b" " * 2**20 + b"\r\n"),
         (b"HTTP/1.1 500 No\r\n\r\n", b" " * 2**20),
         (b"HTTP/1.1 200 OK\r\n", b"A: 1\r\n" * 2**16),
+        (b"", b"HTTP/1.1 102 Processing\r\n\r\n" * 2**12),
+        (b"", b"\r\n" * 2**16),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 2**20),
         (b"HTTP/1.1 200 OK\r\nA: ", b"1" * 2**20),
         *(bomb(packing) for packing in (b"gzip", b"deflate", b"br", b"zstd", b"gzip, identity", b"unknown")),
     ],
@@ -313,7 +316,7 @@ def test_an_answer_without_end_or_packed_is_the_engines_fault_after_a_bounded_nu
         client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "secret")
         calls = (client.probe(60.0), client.generate({}, 60.0), client.info(), client.begin_weight_update())
         for call in calls:
-            with pytest.raises((EngineGarbled, EngineRefused)):
+            with pytest.raises((EngineGarbled, EngineRefused, EngineDisconnected)):
                 await call
         await client.close()
         server.close()
