@@ -18,6 +18,7 @@ from dapo_mega.training.sft import run_sft
 from tests.unit.checkpoints.test_store import in_effect
 
 from .runs import prepare
+from .test_changes_at_resume import CHANGED_DATA, CHANGES
 
 pytestmark = pytest.mark.integration
 
@@ -80,6 +81,8 @@ NOT_READ_BY_FINE_TUNING = {
 }
 
 
+HELD = "unit/rollout/test_collector.py::test_held_groups_that_changed_settings_would_not_make_are_left_out"
+
 # Another value of every key that a resume may change, by itself (FREE) or with accept_changes, and that this run reads.
 CHANGED = {
     "num_steps": 3, "silence_limit_s": 70, "model.layer_implementation": "local",
@@ -109,34 +112,43 @@ CHANGED = {
     "evaluation.top_p": 0.9, "evaluation.top_k": 40, "weight_sync.bucket_mib": 1.0, "samples.groups_per_step": 2,
     "samples.max_gib": 1.0,
 }  # fmt: skip
-# The others -> why they are not among these, beside what this run does not read.
+# Beginnings of keys -> the test that changes them at a resume and sees the effect, beside test_changes_at_resume.py.
+ELSEWHERE = {
+    "algorithm.dynamic_sampling_on": HELD,
+    "algorithm.score_threshold": HELD,
+    "compute.fp8.": "te_cpu/emulated/test_checkpoints.py::test_changed_fp8_and_layers_take_effect_at_a_resume",
+    "model.layer_implementation": "te_cpu/emulated/test_checkpoints.py::"
+    "test_changed_fp8_and_layers_take_effect_at_a_resume",
+    "optimizer.": "unit/checkpoints/test_store.py::test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume",
+    "parallel.": "integration/test_resume.py::test_resuming_in_another_layout_continues_with_the_same_data_and_loss",
+    "reward.components": HELD,
+    "reward.numeric_tolerance": HELD,
+    "reward.time_limit_s": HELD,
+    "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",
+    "tracking.run_name": "integration/test_trackers.py::test_wandb_has_one_run_with_each_step_once",
+}
+# Beginnings of keys that no test changes at a resume -> why.
 NOT_CHANGED = {
-    "compute.deterministic": "set for the whole process",
-    "threads_per_process": "set for the whole process",
-    "algorithm.covariance_": "with algorithm.policy_loss=clip_cov or kl_cov",
-    "algorithm.dynamic_sampling": "in unit/rollout/test_collector.py, with the groups that are held",
-    "algorithm.score_threshold": "the same",
-    "algorithm.kl.placement": "with a coefficient alone; distributed/test_methods.py",
-    "algorithm.mirror_temperature": "with algorithm.policy_loss=mirror_descent",
-    "algorithm.old_policy": "not with algorithm.importance_cap",
-    "algorithm.policy_loss": "distributed/test_methods.py has all of them",
-    "algorithm.soft_gate": "with algorithm.policy_loss=sapo",
-    "compute.fp8.": "with FP8",
-    "compute.recompute_modules": "with compute.recompute=selective",
-    "data.evaluation.": "the problems: read anew at each start",
-    "data.mixture": "the names of the datasets are in the checkpoint: refused",
-    "data.train": "other prompts are refused",
+    "algorithm.preset": "while the file is read: it fills in other keys",
+    "compute.optimizer_offload": "on a GPU",
+    "data.evaluation": "unset or set: its keys are changed",
+    "data.mixture": "the keys of each dataset are those of data.train; names are in the checkpoint: refused",
+    "data.train.columns.response": "by supervised fine-tuning",
     "evaluation.at_start": "before the first step alone",
-    "evaluation.beside_training": "with engines of a fleet",
-    "model.dtype": "a checkpoint holds float32 copies, which any format is made of",
-    "model.path": "weights come from the checkpoint: says where tokenizer and sizes are",
+    "evaluation.beside_training": "with engines of a fleet, of which a checkpoint holds nothing",
+    "evaluation.engines": "the same",
+    "evaluation.limit_s": "the same",
+    "model.architecture": "by a dry run where the model is not",
     "output_dir": "says where the checkpoint is",
-    "parallel.": "distributed/test_converted_checkpoints.py and integration/test_resume.py",
-    "reward.": "read anew for each response",
-    "rollout.": "placement, dtype and schedule: with engines of a fleet",
+    "reward.correct_from": "with several components; read anew for each response",
+    "rollout.engine_tolerance": "with engines of a fleet, of which a checkpoint holds nothing",
+    "rollout.fleet.": "the same",
+    "rollout.max_attempts": "the same",
+    "rollout.placement": "the same",
+    "rollout.schedule": "the same, but for the groups in flight: unit/rollout/test_collector.py",
     "samples.enabled": "unit/samples",
-    "seed": "refused",
-    "tracking.backends": "integration/test_trackers.py",
+    "tracking.": "with tracking.backends; sent to a tracker's process at each start",
+    "weight_sync.": "with engines of a fleet, of which a checkpoint holds nothing",
 }
 
 
@@ -213,9 +225,15 @@ def test_a_resume_reads_every_changed_key(tmp_path, reads):
     place is held by optimizer, schedule, entropy bonus, sampler and buffer, whose unit tests change it."""
     file = prepare(tmp_path)
     before = distinct(load_config(RunConfig, file, ["num_steps=1", "algorithm.kl.coefficient=0.01"]))
-    listed = (*NOT_CHANGED, *NOT_READ_BY_A_RUN)
-    unknown = [key for key in keys_of(before) if key not in CHANGED and not key.startswith(listed)]
+    changed = {*CHANGED, *CHANGED_DATA, *(key for changes in CHANGES.values() for key in changes)}
+    listed = (*ELSEWHERE, *NOT_CHANGED)
+    unknown = [key for key in keys_of(before) if key not in changed and not key.startswith(listed)]
     assert not unknown, f"say here what changes at a resume, and to what: {', '.join(unknown)}"
+    for key, place in ELSEWHERE.items():
+        file_name, _, test = place.partition("::")
+        text = (Path(__file__).parents[1] / file_name).read_text()
+        assert f"def {test}(" in text, place
+        assert key.rstrip(".").split(".")[-1] in text, f"{file_name} does not name {key}"
     run_training(before)
     overrides = [f"{key}={json.dumps(value)}" for key, value in CHANGED.items()]
     config = distinct(load_config(RunConfig, file, overrides))
