@@ -65,6 +65,20 @@ def test_a_launcher_that_hangs_is_ended_unless_it_will_start_again():
         assert (result.returncode, result.stderr) == (status, times * b"stopped: a machine is gone\n"), num_restarts
 
 
+def test_a_second_interrupt_changes_nothing_of_the_first_ones_end():
+    """It comes while the program notes how it ended."""
+    code = """
+import os, signal
+from dapo_mega.cli import before_leaving, run_command
+interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+before_leaving(lambda message, status: (interrupt(), os.write(1, b"noted")))
+run_command(interrupt)
+"""
+    result = run(code)
+    said = b"stopped: interrupted; start the same command again to continue\n"
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"noted", said)
+
+
 def test_a_full_disk_is_named_with_the_file(tmp_path):
     (tmp_path / "file.json.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as full:
