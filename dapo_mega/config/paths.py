@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dapo_mega.config.base import Section
+from dapo_mega.errors import InputError
 
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv")
 
@@ -27,6 +28,7 @@ HubPathOrNone = Annotated[str | None, "path or hub name"]
 FunctionPath = Annotated[str, "function"]
 FunctionPathOrNone = Annotated[str | None, "function"]
 
+_NO_FOLDER = re.compile(r"~|\$|\w+://")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -48,11 +50,17 @@ def kind_of_path(field: FieldInfo) -> PathKind | None:
 
 def located(kind: type[Section], given: Mapping[str, Any], folder: Path, other: Path | None = None) -> dict[str, Any]:
     """`given`, values of the section or of a part of it, with all relative paths made absolute from `folder` on. They
-    are of a file in `folder`, or of a command line beside a file in `other`."""
+    are of a file in `folder`, or of a command line beside a file in `other`. Raises InputError for an output that is
+    meant for no folder here."""
     result = dict(given)
     for key, field in kind.model_fields.items():
         value = given.get(key)
         if path_kind := kind_of_path(field):
+            if path_kind == "output" and isinstance(value, str) and _NO_FOLDER.match(os.path.expanduser(value)):
+                raise InputError(
+                    f"{key}={value} would be a folder of that name; give one of a mounted file system, with ~/ for the "
+                    f"home folder: there are no URLs, variables or unknown users in paths"
+                )
             result |= {key: _located(path_kind, value, folder, other)} if isinstance(value, str) and value else {}
         elif isinstance(value, Mapping | list | tuple) and (inner := sections_in(field.annotation)):
             is_named = get_origin(field.annotation) is dict

@@ -85,6 +85,16 @@ def test_names_on_the_hub_stay_unless_something_beside_the_file_has_them(file):
         assert load_config(RunConfig, write(file, values)).data.train.path.startswith("/"), name
 
 
+def test_an_output_that_is_meant_for_no_folder_here_is_refused(file):
+    for path in ("s3://bucket/x", "~nobody-here/x", "$HOME/x", "${RUNS}/x"):
+        with pytest.raises(InputError, match=r"^output_dir=.* would be a folder of that name"):
+            load_config(RunConfig, file, [f"output_dir={path}"])
+        with pytest.raises(InputError, match=r"^output_dir=.* would be a folder of that name"):
+            load_config(RunConfig, write(file, RUN | {"output_dir": path}))
+        write(file, RUN)
+    assert load_config(RunConfig, file, ["output_dir=./$HOME/x"]).output_dir.endswith("/work/$HOME/x")
+
+
 def test_two_dots_are_the_folder_above_as_it_is_named_and_behind_a_link_that_of_its_target(file, tmp_path):
     (tmp_path / "work" / "link").symlink_to(file.parent / "in")
     (tmp_path / "work" / "files").symlink_to(file.parent)
