@@ -103,6 +103,13 @@ async def never_ends(request):
         await response.write(b" " * 2**16)
 
 
+async def never_begins(request):
+    while not request.transport.is_closing():
+        request.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 2**12)
+        await asyncio.sleep(0)
+    return web.Response()
+
+
 async def drips(request):
     response = web.StreamResponse()
     await response.prepare(request)
@@ -131,6 +138,7 @@ MISBEHAVING = [
     (sleeps, "no complete answer within timeout_s=0.3"),
     (drips, "no complete answer within timeout_s=0.3"),
     (never_ends, "the answer is longer than 16,777,216 bytes"),
+    (never_begins, "more than 1,048,576 bytes are no content"),
     (body("", headers={"Content-Encoding": "gzip"}), "the answer is packed with gzip"),
     (closes, "the connection broke"),
     (body("boom", status=500), "HTTP 500: boom"),
