@@ -196,12 +196,14 @@ class AnswerVerifier:
         """What a process says; asked again where it was ended from outside. Raises RuntimeError where none starts."""
         worker = self._idle.get()
         try:
-            for _ in range(2):
+            for attempt in range(2):
                 if self._closed:
                     break
                 try:
                     worker.start()
                 except CallError as error:
+                    if not attempt and not self._closed:
+                        continue
                     raise RuntimeError(f"no process that compares answers starts: {error}") from None
                 try:
                     request = json.dumps([*form, limit_s]).encode()

@@ -111,6 +111,21 @@ def test_a_crashing_comparison_costs_only_its_own_answer(hostile_compare: Callab
         assert outcomes(verifier.verify([(r"Answer: \sum 1ysame", r"\sum 1y")])) == ["correct"]
 
 
+def test_a_worker_that_is_killed_as_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, popen = [], subprocess.Popen
+
+    def killed_once(*arguments: object, **options: object) -> object:
+        started.append(popen(*arguments, **options))  # type: ignore[call-overload]
+        if len(started) == 1:
+            started[0].kill()
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", killed_once)
+    with AnswerVerifier(1, 10.0) as verifier:
+        assert outcomes(verifier.verify([(r"Answer: \binom{6}{2}", "15")])) == ["correct"]
+    assert len(started) == 2
+
+
 def kill(process: psutil.Process) -> None:
     """Until it is gone, as the signal takes its time: it could still answer."""
     process.kill()
