@@ -24,7 +24,7 @@ _DOUBT = re.compile(
 # What makes a value in prose a bound, a guess, or what something else is compared with.
 _COMPARED = re.compile(r"(?:more|less|fewer|[a-z]{3,8}er|other) than(?:[ \t]+[^\W\d_]+(?:['’]s?)?){0,3}$")
 _BOUNDS = (
-    *("<", ">", "≤", "≥", "≠", "<=", ">=", " at least", " at most", " over", " under", " above", " below", " nearly"),
+    *("≤", "≥", "≠", "<=", ">=", " at least", " at most", " over", " under", " above", " below", " nearly"),
     *(" almost", " close to", " maybe", " perhaps", " más de", " menos de", " más que", " menos que", " mais de"),
     *(" mais que", " plus de", " moins de", " plus que", " au moins", " au plus", " al menos", " pelo menos"),
     *(" ao menos", " mindestens", " höchstens", " mehr als", " weniger als", " più di", " meno di", " almeno"),
@@ -32,6 +32,8 @@ _BOUNDS = (
     *(" lebih dari", " kurang dari", " hơn", "大于", "小于", "多于", "少于", "超过", "不到", "不足", "至少", "至多"),
     *("不超过", "比", "มากกว่า", "น้อยกว่า"),
 )
+# No arrow, no end of a calculation (`<<12+30=42>>42`) or of a tag.
+_SMALLER_OR_LARGER = re.compile(r"(?<![-=<>])[<>](?<!<[a-z]>)(?<!</[a-z]>)(?<!<[a-z]{2}>)(?<!</[a-z]{2}>)$")
 _BOUND_AFTER = re.compile(
     r"[\s$)*]{0,5}(?:or[ \t](?:so|more|less|fewer|maybe|perhaps)|ish|से[ \t](?:अधिक|कम|ज़्यादा|ज्यादा))(?![a-z])"
     r"|[\s$)*]{0,5}[^\W\d_a-zA-Z]?[ \t]?(?:より|以上|以下|未満|이상|이하|보다|초과|미만)"
@@ -61,6 +63,7 @@ def is_taken_back(text: str, start: int, end: int) -> bool:
     before = " " + text[max(0, start - 40) : start].rstrip(" \t\n$*({[\\").casefold()
     return (
         before.endswith(_BOUNDS)
+        or bool(_SMALLER_OR_LARGER.search(before[-6:]))
         or (" than" in before and bool(_COMPARED.search(before)))
         or is_denied(text, start, end)
         or bool(_BOUND_AFTER.match(text, end))

@@ -388,7 +388,8 @@ def _last_value(text: str) -> str | None:
     if not formulas and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
         return word["bold"]
     if formulas and is_taken_back(text, formulas[-1].start, formulas[-1].end):
-        text = text[: formulas[-1].start]
+        if not NUMBER.search(text, formulas[-1].end):
+            text = text[: formulas[-1].start]
         formulas = formulas[:-1]
     numbers = list(NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
     outside = (
