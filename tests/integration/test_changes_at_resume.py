@@ -25,6 +25,7 @@ from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.training import loop
 from dapo_mega.training.build import build_run
+from dapo_mega.training.recording import open_recorder
 from dapo_mega.training.run import close, run_training
 from tests.distributed.tiny import make_deepseek_v3_model, make_moe_model
 
@@ -84,6 +85,7 @@ CHANGES = {
         "evaluation.top_k": (3, "evaluation/response_length_mean"),
         "data.sampling.order": ("prioritised", "asked"),
         "data.sampling.retire_after": (1, "sampling/left_train"),
+        "samples.enabled": (False, "records"),
     },
     ("batch.groups_per_step=12", "batch.generation_groups=6"): {"algorithm.max_generation_rounds": (2, "error")},
     ("compute.recompute=full",): {"compute.recompute_layers": (2, "trainer.recompute_num_layers")},
@@ -143,8 +145,12 @@ CHANGES = {
         "reward.call_responses": (3, "rollout/reward_mean"),
     },
 }  # fmt: skip
+JUDGES = "[{kind: answer}, {kind: function, name: own, path: '{folder}/reward.py:right'}]"
 OWN_REWARD = ("algorithm.dynamic_sampling=false", "reward.call_responses=4", "reward.function={folder}/reward.py:")
 CHANGES |= {
+    ("algorithm.dynamic_sampling=false", f"reward.components={JUDGES}", "reward.correct_from=answer"): {
+        "reward.correct_from": ("own", "rollout/accuracy_mean"),
+    },
     (*OWN_REWARD[:2], f"{OWN_REWARD[2]}numbered"): {"reward.num_workers": (1, "processes")},
     (*OWN_REWARD[:2], f"{OWN_REWARD[2]}slow", "reward.retries=0"): {"reward.call_time_limit_s": (0.05, "error")},
     (*OWN_REWARD[:2], f"{OWN_REWARD[2]}large", "reward.retries=0"): {"reward.memory_limit_mib": (64, "error")},
@@ -161,6 +167,9 @@ def score(records):
 
 def other(records):
     return [-value for value in score(records)]
+
+def right(records):
+    return [{"score": 1.0, "correct": True} for record in records]
 
 def numbered(records):
     pathlib.Path(__file__).with_name(f"process {os.getpid()}").touch()
@@ -249,7 +258,7 @@ class Resumes:
             shutil.copytree(folder / name.removeprefix("the "), folder / f"copy of {name}")
 
     def config(self, overrides, file=None):
-        is_own = any(override.startswith("reward.function=") for override in overrides)
+        is_own = any(override.startswith(("reward.function=", "reward.components=")) for override in overrides)
         file = file or (self.own if is_own else self.file)
         return load_config(RunConfig, file, [o.replace("{folder}", str(self.folder)) for o in overrides])
 
@@ -318,8 +327,16 @@ def beginning(run):
         **{f"gradients.{name}": value for name, value in vars(policy.chunks[0].ddp_config).items()},
         "is_fused": unwrapped(policy.chunks[-1])._fused,
         "path": policy.path,
+        "records": records_samples(run),
         "critic_path": run.critic.path if run.critic else None,
     }
+
+
+def records_samples(run):
+    recorder = open_recorder(run.config, run.controller.tokenizer, run.step)
+    if recorder:
+        recorder.close()
+    return recorder is not None
 
 
 def step(run, seen):

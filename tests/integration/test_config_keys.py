@@ -19,6 +19,7 @@ from tests.unit.checkpoints.test_store import in_effect
 
 from .runs import prepare
 from .test_changes_at_resume import CHANGED_DATA, CHANGES
+from .test_fleet_changes_at_resume import CHANGES as FLEET_CHANGES
 
 pytestmark = pytest.mark.integration
 
@@ -125,6 +126,10 @@ ELSEWHERE = {
     "reward.numeric_tolerance": HELD,
     "reward.time_limit_s": HELD,
     "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",
+    "weight_sync.full_every": "integration/test_fleet.py::"
+    "test_engines_that_got_only_changes_hold_the_whole_new_weights",
+    "weight_sync.relays": "integration/test_fleet.py::"
+    "test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_once",
     "tracking.run_name": "integration/test_trackers.py::test_wandb_has_one_run_with_each_step_once",
 }
 # Beginnings of keys that no test changes at a resume -> why.
@@ -135,20 +140,9 @@ NOT_CHANGED = {
     "data.mixture": "the keys of each dataset are those of data.train; names are in the checkpoint: refused",
     "data.train.columns.response": "by supervised fine-tuning",
     "evaluation.at_start": "before the first step alone",
-    "evaluation.beside_training": "with engines of a fleet, of which a checkpoint holds nothing",
-    "evaluation.engines": "the same",
-    "evaluation.limit_s": "the same",
     "model.architecture": "by a dry run where the model is not",
     "output_dir": "says where the checkpoint is",
-    "reward.correct_from": "with several components; read anew for each response",
-    "rollout.engine_tolerance": "with engines of a fleet, of which a checkpoint holds nothing",
-    "rollout.fleet.": "the same",
-    "rollout.max_attempts": "the same",
-    "rollout.placement": "the same",
-    "rollout.schedule": "the same, but for the groups in flight: unit/rollout/test_collector.py",
-    "samples.enabled": "unit/samples",
     "tracking.": "with tracking.backends; sent to a tracker's process at each start",
-    "weight_sync.": "with engines of a fleet, of which a checkpoint holds nothing",
 }
 
 
@@ -225,7 +219,7 @@ def test_a_resume_reads_every_changed_key(tmp_path, reads):
     place is held by optimizer, schedule, entropy bonus, sampler and buffer, whose unit tests change it."""
     file = prepare(tmp_path)
     before = distinct(load_config(RunConfig, file, ["num_steps=1", "algorithm.kl.coefficient=0.01"]))
-    changed = {*CHANGED, *CHANGED_DATA, *(key for changes in CHANGES.values() for key in changes)}
+    changed = {*CHANGED, *CHANGED_DATA, *FLEET_CHANGES, *(key for changes in CHANGES.values() for key in changes)}
     listed = (*ELSEWHERE, *NOT_CHANGED)
     unknown = [key for key in keys_of(before) if key not in changed and not key.startswith(listed)]
     assert not unknown, f"say here what changes at a resume, and to what: {', '.join(unknown)}"

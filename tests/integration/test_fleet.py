@@ -24,6 +24,8 @@ from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
+from dapo_mega.metrics import read_metrics
+from dapo_mega.training import loop
 from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, run_script, start_workers, wait_for
 
 from .conftest import one_engine
@@ -425,8 +427,14 @@ def test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_on
         assert workers[0].exitcode is None, (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
     finally:
         kill(workers)
+    num_recorded = steps_done(tmp_path / "run")
+    values["weight_sync"]["relays"] = False
     finish_run(start_run(tmp_path, values, 1), tmp_path, RESTART_LIMIT_S)
     check_restarted_run(tmp_path / "run", 4)
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"]]
+    relayed = [r["weight_sync/relayed_share"] for r in records if r["weight_sync/engines"] == 2]
+    assert relayed[-1] == 0
+    assert num_recorded == 4 or max(relayed, default=0) <= 0.5
     check_evaluations_beside(tmp_path / "run", 4)
 
 
@@ -465,16 +473,21 @@ def test_engines_that_got_only_changes_hold_the_whole_new_weights(tmp_path, two_
             num_steps=4,
             rollout={"dtype": "bf16", "fleet": {"urls": launcher.urls, "min_engines": 1}},
             optimizer={"learning_rate": 1e-5},
-            weight_sync={"full_every": 10},
         )
+        with training_run_of({**values, "checkpoint": {"every": 1, "asynchronous": False}, "num_steps": 1}) as first:
+            full = train_to_the_end(first)[0]["weight_sync/bytes"]
+        values["weight_sync"]["full_every"] = 10
         with training_run_of(values) as training_run:
-            records = train_to_the_end(training_run)
+            loop.restore(training_run, training_run.store.load(training_run.policy, training_run.store.latest()))
+            records = train_to_the_end(training_run)[1:]
             changed = weights_checksum(launcher.urls[0])
             training_run.weight_sync._transport._encodings._full_every = 1
             everything = training_run.weight_sync.push(training_run.policy, training_run.step)
         assert changed == weights_checksum(launcher.urls[0])
     sizes = [record["weight_sync/bytes"] for record in records]
     assert all(0 < size < 0.5 * everything["weight_sync/bytes"] / 2 for size in sizes), sizes  # bf16 against fp32.
+    assert len(sizes) == 3
+    assert full > 2 * max(sizes)
 
 
 def weights_checksum(url):

@@ -70,6 +70,7 @@ def test_a_second_interrupt_changes_nothing_of_the_first_ones_end():
     code = """
 import os, signal
 from dapo_mega.cli import before_leaving, run_command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Tests in the background are started without it.
 interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 before_leaving(lambda message, status: (interrupt(), os.write(1, b"noted")))
 run_command(interrupt)

@@ -158,6 +158,10 @@ def test_calls_that_fail_have_a_time_in_all(monkeypatch):
         assert own.score([record("a")]) == [Score(1.0)]  # Calls of score stand alone until somebody tells steps.
 
 
+def interrupted(deadline, descriptor):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("moment", ["started", "asked"])
 def test_a_call_is_over_when_its_reward_is_closed_or_interrupted(moment, monkeypatch):
     worker = WorkerProcess("function_worker", {"path": f"{OWN}:fragile", "memory_limit_mib": 4096})
@@ -173,7 +177,7 @@ def test_a_call_is_over_when_its_reward_is_closed_or_interrupted(moment, monkeyp
         with pytest.raises(CallError, match="was ended"):
             worker.start()
     else:
-        monkeypatch.setattr(processes_module, "receive_before", lambda deadline, descriptor: os.kill(os.getpid(), 2))
+        monkeypatch.setattr(processes_module, "receive_before", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.start()
     assert worker._process is None  # Nothing is left that could answer.
