@@ -432,9 +432,9 @@ def test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_on
     finish_run(start_run(tmp_path, values, 1), tmp_path, RESTART_LIMIT_S)
     check_restarted_run(tmp_path / "run", 4)
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"]]
-    relayed = [r["weight_sync/relayed_share"] for r in records if r["weight_sync/engines"] == 2]
-    assert relayed[-1] == 0
-    assert num_recorded == 4 or max(relayed, default=0) <= 0.5
+    relayed = [r.get("weight_sync/relayed_share", 0.0) for r in records]
+    assert relayed[num_recorded:] == [0.0] * (4 - num_recorded)
+    assert max(relayed[:num_recorded]) > 0
     check_evaluations_beside(tmp_path / "run", 4)
 
 
