@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dapo_mega.algorithms import response_weight
 from dapo_mega.algorithms.aggregation import AggregationKind
 from dapo_mega.batching.plan import PackingLayout, padded_lengths
-from dapo_mega.batching.samples import FlatSamples, Sample, ranges
+from dapo_mega.batching.samples import FlatSamples, Origins, Sample, ranges
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One packed micro-batch of T positions and n segments; position t predicts the token after it.
 
-    `tokens`, `positions`, `segment_ids` [T] int64; `cu_seqlens` [n + 1] int32. `targets` are the columns of the token
-    that each position predicts: `targets.token_ids[t]` is the token, `targets.response_mask[t]` whether to score it.
+    `tokens`, `positions`, `first_segments` [T] int64; `cu_seqlens` [n + 1] int32. `trajectories` [n] int64 are the
+    numbers within the step of the trajectories that the segments are of, -1 for padding; `first_segments` gives every
+    position the first segment of its trajectory here. `targets` are the columns of the token that each position
+    predicts: `targets.token_ids[t]` is the token, `targets.response_mask[t]` whether to score it.
     The last position of a segment predicts nothing: its columns have the value `outside` (see `Sample`), like those of
     padding. `token_weights` [T] float32 are the weights of the tokens' losses, 0 outside the loss. `denominator` is
     this micro-batch's share of the mini-batch's. Padding, at the end of samples and as an extra last segment, has token
@@ -27,8 +30,9 @@ class MicroBatch:
 
     tokens: Tensor
     positions: Tensor
-    segment_ids: Tensor
+    first_segments: Tensor
     cu_seqlens: Tensor
+    trajectories: Tensor
     max_seqlen: int
     targets: Sample
     token_weights: Tensor
@@ -41,8 +45,9 @@ class MicroBatch:
             self,
             tokens=self.tokens.to(device),
             positions=self.positions.to(device),
-            segment_ids=self.segment_ids.to(device),
+            first_segments=self.first_segments.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
+            trajectories=self.trajectories.to(device),
             targets=self.targets.map(lambda column: column.to(device)),
             token_weights=self.token_weights.to(device),
         )
@@ -63,30 +68,40 @@ def pack(
     layout = layout or PackingLayout()
     assert layout.multiple_of % layout.segment_multiple == 0, f"{layout}: not a multiple of segment_multiple"
     segments = torch.from_numpy(padded_lengths(samples.lengths.numpy(), layout.segment_multiple))
+    trajectories = samples.origins.trajectories
     filled = int(segments.sum())
     padding = -filled % layout.multiple_of if filled else layout.multiple_of
     if padding:
         segments = torch.cat([segments, torch.tensor([padding])])
+        trajectories = torch.cat([trajectories, torch.tensor([-1])])
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), segments.cumsum(0)])
     rows = ranges(bounds[: len(samples)], samples.lengths)
     tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
     tokens[rows] = samples.columns.token_ids.long()
     targets = _targets(samples.columns, rows, bounds)
-    # Padding and first tokens are never in the loss, so sums over segments are the samples' sums.
-    segment_ids = torch.arange(len(segments)).repeat_interleave(segments)
-    counts = torch.zeros(len(segments), dtype=torch.int64).index_add_(0, segment_ids, targets.loss_mask.long())
-    weights = [response_weight(count, aggregation, max_response_tokens) for count in counts.tolist()]
+    _, first, inverse = np.unique(trajectories.numpy(), return_index=True, return_inverse=True)
+    weights = [response_weight(n, aggregation, max_response_tokens)[0] for n in samples.origins.loss_tokens.tolist()]
+    of_segments = torch.tensor([*weights, 0.0] if padding else weights).repeat_interleave(segments)
     return MicroBatch(
         tokens=tokens,
         positions=ranges(torch.zeros_like(segments), segments),
-        segment_ids=segment_ids,
+        first_segments=torch.from_numpy(first[inverse]).repeat_interleave(segments),
         cu_seqlens=bounds.int(),
+        trajectories=trajectories,
         max_seqlen=int(segments.max()),
         targets=targets,
-        token_weights=torch.tensor([weight for weight, _ in weights])[segment_ids] * targets.loss_mask,
-        denominator=sum(share for _, share in weights),
+        token_weights=of_segments * targets.loss_mask,
+        denominator=_denominator(samples.origins, targets, aggregation, max_response_tokens),
         num_tokens=int(samples.lengths.sum()),
     )
+
+
+def _denominator(origins: Origins, targets: Sample, aggregation: AggregationKind, max_response_tokens: int) -> int:
+    """What the samples add to the mini-batch's denominator: their tokens in the loss, or what one trajectory counts for
+    each that they lead."""
+    if aggregation == "token_mean":
+        return int(targets.loss_mask.sum())
+    return int(origins.leads.sum()) * response_weight(1, aggregation, max_response_tokens)[1]
 
 
 def _targets(columns: Sample, rows: Tensor, bounds: Tensor) -> Sample:
@@ -135,7 +150,7 @@ def context_slice(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         micro_batch,
         tokens=take(micro_batch.tokens),
         positions=take(micro_batch.positions),
-        segment_ids=take(micro_batch.segment_ids),
+        first_segments=take(micro_batch.first_segments),
         targets=micro_batch.targets.map(take),
         token_weights=take(micro_batch.token_weights),
         denominator=0 if rank else micro_batch.denominator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from dapo_mega.errors import InputError
 
 Lengths = npt.NDArray[np.int64]
 """The number of tokens of each sample [S]."""
+
+Numbers = npt.NDArray[np.int64]
 
 Plan = list[list[list[int]]]
 """One mini-batch: `plan[rank][micro_batch]` lists the indices of its samples, ascending."""
@@ -65,23 +68,28 @@ class StepPlan:
 
 
 def plan_step(
-    lengths: Lengths, layout: PackingLayout, *, token_budget: int, samples_per_update: int | None = None
+    lengths: Lengths,
+    layout: PackingLayout,
+    *,
+    token_budget: int,
+    groups: Numbers | None = None,
+    groups_per_update: int | None = None,
+    together: Numbers | None = None,
 ) -> StepPlan:
     """Cut the step's samples, of `lengths` [S] tokens, into mini-batches and plan each one.
 
-    All samples form one mini-batch unless `samples_per_update` is given. Raises InputError if they do not fill whole
-    mini-batches or a sample exceeds the token budget.
+    `groups` [S] numbers the samples' groups from 0, ascending. Every `groups_per_update` of them form one mini-batch;
+    all samples do if that is not given. Consecutive samples of equal number in `together` [S] share a micro-batch.
+    Raises InputError if the groups do not fill whole mini-batches, or samples that stay together exceed the budget.
     """
-    per_update = samples_per_update or len(lengths)
-    if len(lengths) % per_update:
-        raise InputError(f"{len(lengths)} samples do not fill whole mini-batches of {per_update}")
     sizes = padded_lengths(lengths, layout.segment_multiple)
     costs = sample_costs(sizes, layout.attention_cost)
     plans = []
     longest_tokens = budget_tokens = 0
     max_cost = 0.0
-    for start in range(0, len(lengths), per_update):
-        plan = plan_micro_batches(lengths[start : start + per_update], layout, token_budget)
+    for start, stop in pairwise(_bounds(len(lengths), groups, groups_per_update)):
+        kept = None if together is None else together[start:stop]
+        plan = plan_micro_batches(lengths[start:stop], layout, token_budget, kept)
         plan = [[[start + i for i in indices] for indices in rank] for rank in plan]
         count = layout.data_size * len(plan[0])
         longest_tokens += count * max(int(sizes[indices].sum()) for rank in plan for indices in rank)
@@ -95,6 +103,16 @@ def plan_step(
         rank_imbalance=max_cost * layout.data_size / float(costs.sum()) - 1,
     )
     return StepPlan(tuple(plans), stats)
+
+
+def _bounds(num_samples: int, groups: Numbers | None, groups_per_update: int | None) -> list[int]:
+    """Where mini-batches begin, and the end."""
+    if groups is None or groups_per_update is None:
+        return [0, num_samples]
+    number = int(groups[-1]) + 1
+    if number % groups_per_update:
+        raise InputError(f"{number} groups do not fill whole mini-batches of {groups_per_update}")
+    return np.searchsorted(groups, range(0, number + 1, groups_per_update)).tolist()
 
 
 def padded_lengths(lengths: Lengths, segment_multiple: int) -> Lengths:
@@ -113,7 +131,9 @@ def fewest_micro_batches(num_tokens: int, num_ranks: int, token_budget: int, cou
     return -(-fewest // count_multiple) * count_multiple
 
 
-def plan_micro_batches(lengths: Lengths, layout: PackingLayout, token_budget: int) -> Plan:
+def plan_micro_batches(
+    lengths: Lengths, layout: PackingLayout, token_budget: int, together: Numbers | None = None
+) -> Plan:
     """Assign samples to ranks and micro-batches: `plan[rank][micro_batch]` lists sample indices, ascending.
 
     Every rank gets the same number of micro-batches, a multiple of `count_multiple`, each of at most `token_budget`
@@ -130,13 +150,21 @@ def plan_micro_batches(lengths: Lengths, layout: PackingLayout, token_budget: in
     pipeline stages work on neighbours at the same time, and stages idle while the first and last micro-batches fill and
     drain the pipeline.
     """
-    longest = int(lengths.max())
-    if longest > token_budget:
-        raise InputError(f"a sample of {longest} tokens does not fit the budget of {token_budget} per micro-batch")
+    starts = np.arange(len(lengths))
+    if together is not None:
+        starts = np.flatnonzero(np.diff(together, prepend=together[0] - 1))
+    counts = np.diff(starts, append=len(lengths))
+    tokens = np.add.reduceat(lengths, starts)
+    if tokens.max() > token_budget:
+        several = f"a trajectory of {counts[tokens.argmax()]} samples, which this method needs together, with"
+        what = "a sample of" if counts[tokens.argmax()] == 1 else several
+        raise InputError(f"{what} {tokens.max()} tokens does not fit the budget of {token_budget} per micro-batch")
     sizes = padded_lengths(lengths, layout.segment_multiple)
-    budget = -(-token_budget // layout.segment_multiple) * layout.segment_multiple
+    costs = np.add.reduceat(sample_costs(sizes, layout.attention_cost), starts)
+    sizes = np.add.reduceat(sizes, starts)
+    # Samples that stay together may need more padding than the budget has.
+    budget = max(-(-token_budget // layout.segment_multiple) * layout.segment_multiple, int(sizes.max()))
     num_ranks = layout.data_size
-    costs = sample_costs(sizes, layout.attention_cost)
     loads = np.stack([sizes, costs], axis=1).astype(np.float64)
     max_cost = float(costs.sum()) / num_ranks * (1 + _RANK_COST)
     per_step = num_ranks * layout.count_multiple
@@ -152,7 +180,8 @@ def plan_micro_batches(lengths: Lengths, layout: PackingLayout, token_budget: in
             break
         count += layout.count_multiple
     plan = [dealt[first : first + count] for first in range(0, len(dealt), count)]
-    return [_cheap_ends([sorted(indices) for indices in rank], costs) for rank in plan]
+    plan = [_cheap_ends([sorted(units) for units in rank], costs) for rank in plan]
+    return [[[int(starts[unit]) + i for unit in units for i in range(counts[unit])] for units in rank] for rank in plan]
 
 
 def _cheap_ends(micro_batches: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:

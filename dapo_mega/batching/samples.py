@@ -104,18 +104,45 @@ def single_turn(
 
 
 @dataclass(frozen=True, eq=False)
+class Origins:
+    """What each of S samples is a part of; [S] int64 each.
+
+    - `lengths`: the sample's rows.
+    - `groups`, `trajectories`: numbers within the step. A trajectory whose history was rewritten has several samples.
+    - `loss_tokens`: the tokens in the loss of the sample's whole trajectory.
+    - `leads`: 1 for the first sample of a trajectory that has tokens in the loss, which stands for it where
+      trajectories are counted.
+    """
+
+    lengths: Tensor
+    groups: Tensor
+    trajectories: Tensor
+    loss_tokens: Tensor
+    leads: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Origins:
+        """The same fields with `function` applied to each."""
+        return Origins(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
 class FlatSamples:
-    """S concatenated samples: `columns` has the rows of all, `lengths` [S] int64 the number of rows of each.
+    """S concatenated samples: `columns` has the rows of all, `origins` what each sample is a part of.
 
     `engines[i]` is the URL of the engine with number i in `columns.engine_ids`.
     """
 
     columns: Sample
-    lengths: Tensor
+    origins: Origins
     engines: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of rows of each sample, [S] int64."""
+        return self.origins.lengths
 
     def select(self, indices: Sequence[int]) -> FlatSamples:
         """The samples `indices`, in that order."""
@@ -128,22 +155,32 @@ class FlatSamples:
             runs = [column[start:stop] for start, stop in zip(starts, stops, strict=True)]
             return torch.cat(runs) if runs else column[:0]
 
-        return FlatSamples(self.columns.map(join), self.lengths[chosen], self.engines)
+        return FlatSamples(self.columns.map(join), self.origins.map(itemgetter(chosen)), self.engines)
 
     def split(self, counts: Sequence[int]) -> list[FlatSamples]:
         """Consecutive parts of `counts[i]` samples each, without copying; `counts` add up to S."""
         parts = []
         first = start = 0
         for count in counts:
-            lengths = self.lengths[first : first + count]
-            stop = start + int(lengths.sum())
-            parts.append(FlatSamples(self.columns.map(itemgetter(slice(start, stop))), lengths, self.engines))
+            origins = self.origins.map(itemgetter(slice(first, first + count)))
+            stop = start + int(origins.lengths.sum())
+            parts.append(FlatSamples(self.columns.map(itemgetter(slice(start, stop))), origins, self.engines))
             first, start = first + count, stop
         return parts
 
 
-def flatten(samples: Sequence[Sample], engines: Sequence[str] = ()) -> FlatSamples:
-    """Join samples of one class, in the order given; for `engines` see `FlatSamples`."""
+def flatten(
+    samples: Sequence[Sample],
+    engines: Sequence[str] = (),
+    *,
+    trajectories: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+) -> FlatSamples:
+    """Join samples of one class, in the order given; for `engines` see `FlatSamples`.
+
+    `trajectories` [S] and `groups` [S] number, from 0 and ascending, the trajectory and the group that each sample is
+    of. If they are not given, every sample is a trajectory, and every trajectory a group.
+    """
     if not samples:
         raise ValueError("cannot build a batch of no samples")
     if any(sample.response_mask[0] for sample in samples):
@@ -152,7 +189,19 @@ def flatten(samples: Sequence[Sample], engines: Sequence[str] = ()) -> FlatSampl
         f.name: torch.cat([getattr(sample, f.name) for sample in samples]).to(f.metadata["dtype"])
         for f in fields(samples[0])
     }
-    return FlatSamples(type(samples[0])(**joined), torch.tensor([len(s) for s in samples]), tuple(engines))
+    own = np.arange(len(samples)) if trajectories is None else np.asarray(trajectories, np.int64)
+    in_loss = np.array([int(sample.loss_mask.sum()) for sample in samples])
+    has_any = np.flatnonzero(in_loss)
+    leads = np.zeros(len(samples), np.int64)
+    leads[has_any[np.unique(own[has_any], return_index=True)[1]]] = 1
+    origins = Origins(
+        lengths=torch.tensor([len(sample) for sample in samples]),
+        groups=torch.from_numpy(own if groups is None else np.asarray(groups, np.int64)),
+        trajectories=torch.from_numpy(own),
+        loss_tokens=torch.from_numpy(np.bincount(own, weights=in_loss).astype(np.int64)[own]),
+        leads=torch.from_numpy(leads),
+    )
+    return FlatSamples(type(samples[0])(**joined), origins, tuple(engines))
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -183,7 +232,8 @@ def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) 
         )
         for i, (prompt, scored) in enumerate(members)
     ]
-    return flatten(samples, engines)
+    numbers = [number for number, group in enumerate(groups) for _ in group.responses]
+    return flatten(samples, engines, groups=numbers)
 
 
 def samples_to_score(responses: Sequence[tuple[Prompt, Response]], version: int) -> FlatSamples:

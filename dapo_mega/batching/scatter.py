@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.batching.plan import PackingStats, StepPlan
-from dapo_mega.batching.samples import FlatSamples, Sample
+from dapo_mega.batching.samples import FlatSamples, Origins, Sample
 
 _SHARES_IN_FLIGHT = 4
 _ALIGNMENT = 8
@@ -136,8 +136,8 @@ def _pass_on(tensor: Tensor, groups: ScatterGroups) -> None:
 
 def encode(samples: FlatSamples) -> tuple[Tensor, Tensor]:
     """(sizes, bytes). Sizes [1 + columns] int64: the number of bytes, then the number of values of each column. Bytes:
-    the lengths, then each column's values and, if there are fewer values than rows, the rows of each value."""
-    parts, num_values = [samples.lengths], []
+    the origins, then each column's values and, if there are fewer values than rows, the rows of each value."""
+    parts, num_values = [getattr(samples.origins, f.name) for f in fields(samples.origins)], []
     for f in fields(samples.columns):
         encoded = _as_runs(getattr(samples.columns, f.name))
         num_values.append(len(encoded[0]))
@@ -173,12 +173,12 @@ def decode(sizes: Tensor, body: Tensor, num_samples: int, announcement: _Announc
         start += num_bytes + -num_bytes % _ALIGNMENT
         return taken
 
-    lengths = take(torch.int64, num_samples)
-    num_rows = int(lengths.sum())
+    origins = Origins(*(take(torch.int64, num_samples) for _ in fields(Origins)))
+    num_rows = int(origins.lengths.sum())
     columns = {}
     for f, shape, num_values in zip(fields(announcement.kind), announcement.shapes, sizes[1:].tolist(), strict=True):
         values = take(f.metadata["dtype"], num_values, *shape)
         if num_values != num_rows:
             values = values.repeat_interleave(take(torch.int32, num_values))
         columns[f.name] = values
-    return FlatSamples(announcement.kind(**columns), lengths, announcement.engines)
+    return FlatSamples(announcement.kind(**columns), origins, announcement.engines)

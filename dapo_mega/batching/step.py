@@ -31,17 +31,24 @@ def pack_step(
     token_budget: int,
     aggregation: AggregationKind,
     max_response_tokens: int,
-    samples_per_update: int | None = None,
+    groups_per_update: int | None = None,
+    whole_trajectories: bool = False,
 ) -> StepBatch:
     """Plan, scatter and pack rank 0's samples. Collective; the other ranks pass None.
 
-    Raises `plan_step`'s InputError on all ranks.
+    With `whole_trajectories` the samples of a trajectory share a micro-batch, as what is summed over whole trajectories
+    needs. Raises `plan_step`'s InputError on all ranks.
     """
     plan = None
     with raise_on_all_ranks(groups.control):
         if samples is not None:
             plan = plan_step(
-                samples.lengths.numpy(), layout, token_budget=token_budget, samples_per_update=samples_per_update
+                samples.lengths.numpy(),
+                layout,
+                token_budget=token_budget,
+                groups=samples.origins.groups.numpy(),
+                groups_per_update=groups_per_update,
+                together=samples.origins.trajectories.numpy() if whole_trajectories else None,
             )
     own = scatter(samples, plan, groups)
     mini_batches = tuple(

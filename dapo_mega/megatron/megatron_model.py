@@ -114,11 +114,13 @@ class MegatronModel:
         token_budget: int,
         aggregation: AggregationKind,
         max_response_tokens: int,
-        samples_per_update: int | None = None,
+        groups_per_update: int | None = None,
+        whole_trajectories: bool = False,
     ) -> StepBatch:
         """Plan, scatter and pack rank 0's samples; returns this rank's micro-batches. Other ranks' samples are ignored.
 
-        Collective. All samples form one mini-batch unless `samples_per_update` is given.
+        Collective. All samples form one mini-batch unless `groups_per_update` is given. For `whole_trajectories` see
+        `pack_step`.
         """
         processes = self.processes
         batch = pack_step(
@@ -128,7 +130,8 @@ class MegatronModel:
             token_budget=token_budget,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-            samples_per_update=samples_per_update,
+            groups_per_update=groups_per_update,
+            whole_trajectories=whole_trajectories,
         )
         mini_batches = [[self.context_shard(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
         return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))

@@ -18,7 +18,7 @@ from dapo_mega.algorithms import effective_share, importance_weights, kl_estimat
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.errors import FleetError
-from dapo_mega.megatron.segments import sums_by_segment
+from dapo_mega.megatron.segments import sums_by_trajectory
 
 ScoredBatch = tuple[MicroBatch, Tensor]
 """A micro-batch with the trainer's log-probs [N] of its response tokens under the weights the step starts from."""
@@ -43,9 +43,9 @@ _MAXIMA = ("abs_diff", "weight", "fresh_abs_diff")
 def sum_engine_ratios(
     micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """`sums_by_segment` of log(trainer's / engine's probability); `old_logprobs` [N] of response tokens."""
+    """`sums_by_trajectory` of log(trainer's / engine's probability); `old_logprobs` [N] of response tokens."""
     rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask].to(old_logprobs.device)
-    return sums_by_segment(micro_batch, old_logprobs - rollout_logprobs, context_group)
+    return sums_by_trajectory(micro_batch, old_logprobs - rollout_logprobs, context_group)
 
 
 def measure_mismatch(

@@ -24,10 +24,10 @@ from dapo_mega.algorithms import (
 )
 from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import LossSettings
+from dapo_mega.config import GROUP_BASELINES, LossSettings, RunConfig
 from dapo_mega.megatron.mismatch import sum_engine_ratios
 from dapo_mega.megatron.ratio_counts import RatioCounts
-from dapo_mega.megatron.segments import sums_by_segment
+from dapo_mega.megatron.segments import sums_by_trajectory
 
 Need = Literal["entropy", "reference"]
 
@@ -154,7 +154,7 @@ class PolicyGradient:
 
     def _of_responses(self, micro: MicroBatch, log_ratios: Tensor, in_loss: Tensor) -> Tensor:
         """`LossInputs.of_responses`."""
-        sums = sums_by_segment(micro, log_ratios, self.context_group, counted=in_loss)
+        sums = sums_by_trajectory(micro, log_ratios, self.context_group, counted=in_loss)
         return sums[:, _segment_of_tokens(micro, sums)].to(log_ratios.dtype)
 
     def _corrections(self, micro: MicroBatch, start_logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -211,14 +211,22 @@ class SupervisedLoss:
         return means_over(sums["denominator"], {"policy/loss": sums["loss"]})
 
 
+def needs_whole_trajectories(config: RunConfig) -> bool:
+    """Whether a step sums over whole trajectories, which it can only where their samples are in one micro-batch."""
+    settings = config.loss_settings
+    weighs = settings.importance_cap is not None and settings.importance_level == "sequence"
+    of_loss = POLICY_LOSSES[settings.kind].is_sequence_level or settings.sequence_mask is not None or weighs
+    return of_loss or (config.algorithm.has_token_rewards and config.algorithm.advantage not in GROUP_BASELINES)
+
+
 def _rollout_logprobs(micro: MicroBatch, like: Tensor) -> Tensor:
     """The engine's log-probs of the response tokens, [N], on the device of `like`."""
     return micro.targets.rollout_logprobs[micro.targets.response_mask].to(like.device)
 
 
 def _segment_of_tokens(micro: MicroBatch, like: Tensor) -> Tensor:
-    """The segment of every response token, [N], on the device of `like`."""
-    return micro.segment_ids[micro.targets.response_mask].to(like.device)
+    """The first segment of every response token's trajectory, [N], on the device of `like`."""
+    return micro.first_segments[micro.targets.response_mask].to(like.device)
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over whole responses, wherever context parallelism holds their tokens."""
+"""Sums over whole trajectories, wherever context parallelism holds their tokens."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dapo_mega.algorithms import segment_sums
 from dapo_mega.batching.microbatch import MicroBatch
 
 
-def sums_by_segment(
+def sums_by_trajectory(
     micro_batch: MicroBatch,
     values: Tensor,
     context_group: dist.ProcessGroup | None = None,
     *,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Sum of `values` [N] of response tokens over every segment, and number of summed tokens, [2, n] float64, detached.
+    """Sum of `values` [N] of response tokens over every trajectory, and number of summed tokens, [2, n] float64,
+    detached; they stand at the first segment of each trajectory, and 0 at the others.
 
     `counted` [N] bool says which tokens to sum (default: all). With `context_group` the micro-batch is this rank's
     slice, and all ranks of the group must call this.
     """
-    ids = micro_batch.segment_ids[micro_batch.targets.response_mask].to(values.device)
+    ids = micro_batch.first_segments[micro_batch.targets.response_mask].to(values.device)
     if counted is not None:
         values, ids = values[counted], ids[counted]
     sums = segment_sums(values, ids, len(micro_batch.cu_seqlens) - 1)

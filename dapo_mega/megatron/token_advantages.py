@@ -74,12 +74,12 @@ def advantages_of_responses(
     processes: Processes,
     advantages: Callable[[Floats], Floats] | None,
 ) -> list[MicroBatch]:
-    """The same advantage for all tokens of a response, computed on rank 0 by `advantages` from the sums of the
-    penalties [S] over each response. Collective; the other ranks pass None."""
-    ids = [micro.targets.sample_ids[micro.targets.response_mask].long().cpu() for micro in batches]
-    num_samples = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
-    dist.all_reduce(num_samples, op=dist.ReduceOp.MAX, group=processes.control)
-    sums = torch.zeros(int(num_samples), dtype=torch.float64)
+    """The same advantage for all tokens of a trajectory, computed on rank 0 by `advantages` from the sums of the
+    penalties over each of the step's trajectories. Collective; the other ranks pass None."""
+    ids = [micro.trajectories.cpu()[micro.first_segments.cpu()[micro.targets.response_mask.cpu()]] for micro in batches]
+    number = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=processes.control)
+    sums = torch.zeros(int(number), dtype=torch.float64)
     if processes.counts_outputs:
         for own, of_tokens in zip(ids, penalties, strict=True):
             sums.index_add_(0, own, of_tokens.double().cpu())
@@ -120,9 +120,9 @@ def _with_advantages(micro_batch: MicroBatch, advantages: Tensor) -> MicroBatch:
 
 
 def _whole_responses(micro_batch: MicroBatch, columns: Tensor, processes: Processes) -> tuple[Floats, Floats, Tensor]:
-    """(values, segment ids, own): the columns [C, M] of all response tokens of the replica's micro-batch, in the order
-    of the sequences, from this process's [C, N], and where among them its own are [N]. Collective over the context
-    group."""
+    """(values, trajectories, own): the columns [C, M] of all response tokens of the replica's micro-batch, in the order
+    of the sequences, from this process's [C, N], the trajectory of each, and where among them its own are [N].
+    Collective over the context group."""
     chosen = micro_batch.targets.response_mask.cpu()
     if processes.context_size == 1:
         positions = torch.arange(len(chosen))[chosen]
@@ -138,6 +138,6 @@ def _whole_responses(micro_batch: MicroBatch, columns: Tensor, processes: Proces
         rows = rows.cpu()
     is_response = rows[0] > 0
     order = is_response.nonzero()[:, 0]
-    ids = torch.searchsorted(bounds, order, right=True) - 1
+    ids = micro_batch.trajectories.cpu()[torch.searchsorted(bounds, order, right=True) - 1]
     own = (is_response.cumsum(0) - 1)[positions]
     return rows[1:, order].numpy(), ids.numpy(), own

@@ -21,7 +21,7 @@ from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.errors import FleetError, InputError, StarvedError, at_step
 from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import starvation_cause
-from dapo_mega.megatron.objectives import PolicyGradient
+from dapo_mega.megatron.objectives import PolicyGradient, needs_whole_trajectories
 from dapo_mega.megatron.value_loss import ValueLoss
 from dapo_mega.metrics import Histogram, MetricAccumulator
 from dapo_mega.training.build import Controller, TrainingRun
@@ -242,7 +242,8 @@ def hand_over(run: TrainingRun, groups: Sequence[Group]) -> StepBatch:
         token_budget=config.batch.tokens_per_microbatch,
         aggregation=config.algorithm.aggregation,
         max_response_tokens=config.rollout.max_response_tokens,
-        samples_per_update=config.batch.mini_batch_groups * config.batch.group_size,
+        groups_per_update=config.batch.mini_batch_groups,
+        whole_trajectories=needs_whole_trajectories(config),
     )
 
 

@@ -60,7 +60,7 @@ def samples_of(case):
         experts = torch.from_numpy(rng.integers(0, 8, (prompt + response, 2)).astype(np.uint8))
         turns = torch.arange(prompt + response) // 10
         samples.append(RoutedSample(**vars(plain), routed_experts=experts, turn_ids=turns))
-    return flatten(samples, ["http://a", "http://b", "http://c"])
+    return flatten(samples, ["http://a", "http://b", "http://c"], groups=np.arange(len(samples)) // case["group_size"])
 
 
 def compare(case, num_replicas, groups):
@@ -70,12 +70,12 @@ def compare(case, num_replicas, groups):
     layout = PackingLayout(num_replicas, multiple_of=8, attention_cost=0.01, segment_multiple=4)
     planning = {
         "token_budget": case["budget"],
-        "samples_per_update": case["mini_batch_groups"] * case["group_size"],
+        "groups_per_update": case["mini_batch_groups"],
     }
     packing = {"aggregation": "token_mean", "max_response_tokens": 30}
     given = whole if dist.get_rank() == 0 else None
     received = pack_step(given, layout, groups, **planning, **packing)
-    plan = plan_step(whole.lengths.numpy(), layout, **planning)
+    plan = plan_step(whole.lengths.numpy(), layout, groups=whole.origins.groups.numpy(), **planning)
     assert received.stats == plan.stats
     assert received.engines == whole.engines
     tokens = 0
@@ -122,7 +122,7 @@ def refuse(case, num_replicas, groups):
             PackingLayout(num_replicas),
             groups,
             token_budget=40,
-            samples_per_update=case["mini_batch_groups"] * (case["group_size"] + 3),
+            groups_per_update=case["mini_batch_groups"] + 3,
             aggregation="token_mean",
             max_response_tokens=30,
         )

@@ -34,7 +34,7 @@ def test_a_position_predicts_the_token_after_it():
     assert batch.targets.token_ids[batch.targets.response_mask].tolist() == [7, 8, 2, 3, 4]
     assert batch.targets.loss_mask.nonzero()[:, 0].tolist() == [1, 2]
     assert batch.targets.fresh_mask.nonzero()[:, 0].tolist() == [1, 2, 6]
-    assert batch.segment_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert batch.first_segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert batch.targets.advantages[batch.targets.response_mask].tolist() == [2, 2, -1, -1, -1]
     assert batch.targets.rollout_logprobs[batch.targets.response_mask].tolist() == [-1, -2, -1, -2, -3]
     assert batch.token_weights[batch.targets.response_mask].tolist() == [1, 1, 0, 0, 0]
@@ -126,7 +126,7 @@ def test_padding_of_samples_changes_nothing_but_positions_in_the_batch(lengths, 
     assert len(padded.tokens) % (2 * segment_multiple) == 0
     assert (padded.denominator, padded.num_tokens) == (plain.denominator, plain.num_tokens)
     scored, padded_scored = plain.targets.response_mask, padded.targets.response_mask
-    for name in ("tokens", "positions", "segment_ids", "token_weights"):
+    for name in ("tokens", "positions", "first_segments", "token_weights"):
         assert torch.equal(getattr(padded, name)[padded_scored], getattr(plain, name)[scored]), name
     assert not padded.token_weights[~padded_scored].any()
     for name, column in vars(padded.targets).items():

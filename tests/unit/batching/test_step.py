@@ -10,8 +10,8 @@ from dapo_mega.batching.step import pack_step
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt, Response
 
-FOUR = {"token_budget": 40, "samples_per_update": 4}
-EIGHT = {"token_budget": 40, "samples_per_update": 8}
+FOUR = {"token_budget": 40, "groups": np.arange(8) // 4, "groups_per_update": 1}
+EIGHT = {"token_budget": 40, "groups": np.arange(16) // 4, "groups_per_update": 2}
 
 
 def test_measures_of_a_step_by_hand():
@@ -49,7 +49,7 @@ def test_every_sample_is_planned_once_and_in_its_own_mini_batch():
 
 def test_micro_batches_hold_the_whole_step():
     lengths = np.random.default_rng(1).integers(2, 21, 16)
-    samples = flatten([single_turn([1], np.arange(1, n)) for n in lengths])
+    samples = flatten([single_turn([1], np.arange(1, n)) for n in lengths], groups=EIGHT["groups"])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
@@ -58,7 +58,8 @@ def test_micro_batches_hold_the_whole_step():
             samples,
             layout,
             ScatterGroups(world, world, world, 0),
-            **EIGHT,
+            token_budget=40,
+            groups_per_update=2,
             aggregation="token_mean",
             max_response_tokens=20,
         )
@@ -71,9 +72,9 @@ def test_micro_batches_hold_the_whole_step():
     assert 0 < step.stats.packing_efficiency <= 1
 
 
-def test_samples_that_make_no_whole_mini_batches_are_refused():
-    with pytest.raises(InputError, match="7 samples do not fill whole mini-batches of 4"):
-        plan_step(np.full(7, 9), PackingLayout(2), **FOUR)
+def test_groups_that_make_no_whole_mini_batches_are_refused():
+    with pytest.raises(InputError, match="3 groups do not fill whole mini-batches of 2"):
+        plan_step(np.full(9, 9), PackingLayout(2), token_budget=40, groups=np.arange(9) // 3, groups_per_update=2)
 
 
 def test_tokens_name_the_engine_that_sampled_them_and_if_fresh():

@@ -33,11 +33,12 @@ def processes():
 def batches():
     number = 0
     for lengths, rewards in zip(LENGTHS, REWARDS, strict=True):
-        samples = []
-        for length, reward in zip(lengths, rewards, strict=True):
-            samples.append(single_turn([1], np.arange(length), advantage=reward, in_loss=length != 1, sample_id=number))
-            number += 1
-        yield pack(flatten(samples), max_response_tokens=8)
+        samples = [
+            single_turn([1], np.arange(length), advantage=reward, in_loss=length != 1)
+            for length, reward in zip(lengths, rewards, strict=True)
+        ]
+        yield pack(flatten(samples, trajectories=range(number, number + len(samples))), max_response_tokens=8)
+        number += len(samples)
 
 
 def advantages(micro_batches):
