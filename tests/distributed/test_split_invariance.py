@@ -2,14 +2,17 @@
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 
-from dapo_mega.batching.samples import flatten, samples_of_groups
+from dapo_mega.batching.samples import flatten, samples_of_groups, single_turn
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.mismatch import measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.types import Group, Prompt, Response, ScoredResponse
@@ -21,6 +24,27 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # In a gap between the responses' geometric means: 9 of 19 are below, the one response of a single token is above.
 MASKED = {"tensor": 1, "pipeline": 1, "algorithm": {"sequence_mask": [0.19, 2.0]}}
+SEQUENCES = {"policy_loss": "gspo", "sequence_mask": [0.3, 3.0], "importance_cap": 2.0, "importance_level": "sequence"}
+TURNS = {
+    "turns": {},
+    "turns_grpo": {"aggregation": "sequence_mean_token_mean", "importance_cap": None},
+    "turns_gspo": {**SEQUENCES, "aggregation": "sequence_mean_token_mean", "clip_low": 0.2, "clip_high": 0.2},
+}
+# Trajectories of one to five turns, in one sample each or divided into up to three, in every layout.
+TURN_CASES = {
+    1: {
+        "whole": {"budget": 4096, "groups": "turns"},
+        "noise": {"budget": 4096, "groups": "noise"},
+        "divided": {"budget": 4096, "groups": "divided"},
+        "divided_small": {"budget": 150, "groups": "divided"},
+    },
+    2: {
+        "divided_dp2": {"budget": 150, "groups": "divided"},
+        "divided_pp2": {"pipeline": 2, "budget": 150, "groups": "divided"},
+        "divided_tp2": {"tensor": 2, "sequence": True, "budget": 150, "groups": "divided"},
+        "divided_cp2": {"context": 2, "budget": 150, "groups": "divided"},
+    },
+}
 WORLDS = {
     1: [
         {"name": "one", "tensor": 1, "pipeline": 1, "budget": 4096},
@@ -90,7 +114,14 @@ PAIRS = [
     # Groups in another order, and responses within them; every response twice.
     ("groups", "shuffled_groups"),
     ("groups", "doubled_groups"),
+    *((f"{method}_whole", f"{method}_{name}") for method in TURNS for of in TURN_CASES.values() for name in of),
 ]
+for world_size, cases in TURN_CASES.items():
+    WORLDS[world_size] += [
+        {"name": f"{method}_{name}", "tensor": 1, "pipeline": 1, **case, "algorithm": algorithm}
+        for method, algorithm in TURNS.items()
+        for name, case in cases.items()
+    ]
 
 
 def outcomes_of(model_dir, cases):
@@ -126,6 +157,7 @@ def run_case(model_dir, case):
         token_budget=case["budget"],
         aggregation=algorithm.aggregation,
         max_response_tokens=40,
+        whole_trajectories="gspo" in case["name"],
     ).mini_batches
     scores = policy.score(micro_batches)
     # Old log-probs off by a fixed pattern, so that clipping on both sides is in play.
@@ -135,7 +167,11 @@ def run_case(model_dir, case):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    metrics = policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False), processes.context))
+    settings = algorithm.loss_settings(engine_differs=False)
+    counted = zip(micro_batches, scores, strict=True) if processes.counts_outputs else ()
+    scored = [(micro, score.logprobs) for micro, score in counted]
+    mismatch = measure_mismatch(scored, settings, control=processes.control, context_group=processes.context)
+    metrics = mismatch | policy.update(batches, PolicyGradient(settings, processes.context))
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     parallel_state.destroy_model_parallel()
     if processes.rank != 0:
@@ -153,6 +189,8 @@ def samples_of(arrangement, algorithm):
 
     if arrangement is None:
         return flatten(make_samples(19))
+    if arrangement in ("turns", "divided", "noise"):
+        return trajectories(arrangement)
     samples, rng = make_samples(20), random.Random(0)
     groups = []
     for first in range(0, len(samples), 4):
@@ -182,6 +220,37 @@ def samples_of(arrangement, algorithm):
     return samples_of_groups(groups, config, 0)
 
 
+def trajectories(arrangement):
+    """Nine of one to five turns; `divided`: the turns of a trajectory are those of several samples, each of which has
+    all its tokens; `noise`: the columns of what was not sampled are."""
+    rng, generator, found, numbers = np.random.default_rng(0), torch.Generator().manual_seed(0), [], []
+    for number in range(9):
+        ids = rng.integers(1, 60, int(rng.integers(30, 60)))
+        first = int(rng.integers(1, 5))
+        plain = single_turn(ids[:first], ids[first:], -rng.exponential(3.0, len(ids) - first), advantage=rng.normal())
+        num_turns = int(rng.integers(1, 6))
+        cuts = np.sort(rng.choice(np.arange(first + 1, len(ids)), 2 * num_turns - 1, replace=False))
+        turn_of = torch.from_numpy(np.searchsorted(cuts, np.arange(len(ids)), side="right"))
+        sampled = (turn_of % 2 == 0) & plain.response_mask  # Every other piece is an observation.
+        num_samples = min(1 + number % 3, num_turns) if arrangement == "divided" else 1
+        of_sample = (turn_of // 2) % num_samples
+        for k in range(num_samples):
+            mask = sampled & (of_sample == k)
+            sample = replace(plain, response_mask=mask, loss_mask=mask & (number != 4), fresh_mask=mask)
+            if arrangement == "noise":
+                noise = torch.randn(2, len(ids), generator=generator)
+                sample = replace(
+                    sample,
+                    advantages=torch.where(mask, plain.advantages, noise[0]),
+                    rollout_logprobs=torch.where(mask, plain.rollout_logprobs, noise[1]),
+                    fresh_mask=mask | (noise[0] > 0),
+                    engine_ids=torch.where(mask, 0, 7).short(),
+                )
+            found.append(sample)
+            numbers.append(number)
+    return flatten(found, trajectories=numbers, groups=numbers)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Of a model with tied embeddings; the table of test_parallel_parity.py is of an untied one."""
@@ -209,6 +278,20 @@ def test_loss_and_gradient_do_not_depend_on_the_split(results, reference, split)
     for name in squares:
         # Single tensors with a tiny gradient (key biases) show the rounding of weights of order 0.1 at 1e-8.
         assert math.sqrt(errors[name] / squares[name]) < 1e-4, name
+
+
+def test_what_was_not_sampled_moves_no_metric(results):
+    for method in TURNS:
+        assert results[f"{method}_noise"]["metrics"] == results[f"{method}_whole"]["metrics"]
+
+
+def test_a_divided_trajectory_is_measured_as_a_whole(results):
+    whole = results["turns_gspo_whole"]["metrics"]
+    assert 0 < whole["mismatch/masked_response_share"] < 1
+    for of in TURN_CASES.values():
+        for name in of:
+            found = results[f"turns_gspo_{name}"]["metrics"]
+            assert found == pytest.approx(whole, rel=1e-4, abs=1e-6), name
 
 
 def test_the_batch_really_was_split_and_clipped(results):

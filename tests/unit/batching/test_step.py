@@ -77,6 +77,19 @@ def test_groups_that_make_no_whole_mini_batches_are_refused():
         plan_step(np.full(9, 9), PackingLayout(2), token_budget=40, groups=np.arange(9) // 3, groups_per_update=2)
 
 
+def test_samples_of_a_trajectory_stay_together_where_they_must():
+    lengths = np.array([9, 8, 7, 20, 6, 5, 4, 3])
+    together = np.array([0, 0, 0, 1, 2, 3, 3, 4])
+    plan = plan_step(lengths, PackingLayout(2, segment_multiple=4), token_budget=24, together=together)
+    (mini_batch,) = plan.mini_batches
+    found = [indices for rank in mini_batch for indices in rank]
+    assert sorted(i for indices in found for i in indices) == list(range(8))
+    assert all(set(together[indices]).isdisjoint(np.delete(together, indices)) for indices in found)
+    assert all(indices == sorted(indices) for indices in found)
+    with pytest.raises(InputError, match="a trajectory of 3 samples, which this method needs together, with 24 tokens"):
+        plan_step(lengths, PackingLayout(2), token_budget=23, together=together)
+
+
 def test_tokens_name_the_engine_that_sampled_them_and_if_fresh():
     def response(*spans):
         return Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", 2, ((1, 3), (2, 5)), spans)

@@ -1,6 +1,7 @@
 """Advantages from penalties and values, in one process, by hand; layouts are in distributed/test_methods.py."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,30 @@ def test_a_token_pays_for_itself_and_what_follows(processes):
     first, second = advantages(changed)
     assert first == pytest.approx([1 - 0.3, 1 - 0.2, -1 - 0.4])
     assert second == pytest.approx([2 - 0.6, 2 - 0.5, 2 - 0.3])
+
+
+def test_a_trajectory_of_several_samples_is_one_sequence_in_time(processes):
+    # Turns of 2 and 3 tokens: in one sample, with an observation between them, or each with its history in its own.
+    rewards, values, penalties = (
+        2.0,
+        torch.tensor([0.5, 0.25, 0.125, 1.0, -1.0]),
+        torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]),
+    )
+    plain = single_turn([1], np.arange(9), advantage=rewards)
+    sampled = torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 1, 1]).bool()
+    noise = torch.where(sampled, plain.advantages, torch.randn(10))
+    masks = [sampled], [sampled & (torch.arange(10) < 5), sampled & (torch.arange(10) > 5)]
+    found = []
+    for of_samples in masks:
+        samples = [replace(plain, response_mask=mask, loss_mask=mask, advantages=noise) for mask in of_samples]
+        micro = pack(flatten(samples, trajectories=[0] * len(samples)), max_response_tokens=9)
+        changed, returns = advantages_from_values([micro], [values], [penalties], processes, discount=0.5, decay=0.5)
+        paid = subtract_following_penalties([micro], [penalties], processes)
+        sums: list[float] = []
+        advantages_of_responses([micro], [penalties], processes, lambda s, sums=sums: (sums.extend(s), s)[1])
+        found.append([*advantages(changed), returns[0].tolist(), *advantages(paid), sums])
+    assert found[0] == found[1]
+    assert found[0][3] == pytest.approx([1.5])
 
 
 def test_a_response_pays_for_all_its_tokens_before_responses_are_compared(processes):
