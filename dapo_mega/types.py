@@ -2,7 +2,7 @@
 
 One prompt travels left to right through the system::
 
-    Prompt -> GenerationRequest -> Response -> ScoredResponse -> Group -> Sample -> (packed) MicroBatch
+    Prompt -> GenerationRequest -> Response -> Trajectory -> ScoredTrajectory -> Group -> Sample -> (packed) MicroBatch
 
 Arrays are NumPy up to `Group` and torch tensors from `Sample` (see `batching/samples.py`) on. Lengths are in tokens,
 log-probabilities in nats.
@@ -110,9 +110,105 @@ class GenerationFailure:
 Answer = Response | GenerationFailure
 
 
+ColumnKind = Literal["flag", "integer", "number", "text", "integers", "turns", "versions", "engines", "parts"]
+
+
+def column(
+    kind: ColumnKind | Literal["int32", "float32", "bool"], *, in_files: str = "", optional: bool = False
+) -> dict[str, Any]:
+    """Metadata of a field of `Trajectory`, which is a column of checkpoints and files of samples. The kinds int32,
+    float32 and bool are arrays along the tokens. `in_files` is its name in files of samples if that is another one;
+    those in which all rows have the default of an `optional` column leave it out."""
+    return {"kind": kind, "in_files": in_files, "optional": optional}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy sampled for one request: it ends at row `stop` of the trajectory. `parts` are what it earned by
+    itself, by name."""
+
+    stop: int
+    finish_reason: FinishReason
+    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
 @dataclass(frozen=True, eq=False)
-class ScoredResponse:
-    """A response with its verdict.
+class Trajectory:
+    """All that follows a prompt, turns of the policy and what it observed between them, a row per token [R].
+
+    A single answer is one turn. `token_ids` int32 and `logprobs` float32 are as in `Response`; where `sampled` is
+    False, tokens were observed: they have log-prob 0, and no part in anything that is trained on or measured.
+    `version_spans` and `engine_spans` say which weights and engines sampled which tokens: (version, end) and (URL, end)
+    with ascending ends, those of versions up to R. `segments` are the ends of pieces, the last of them R: where the
+    history was rewritten a new piece begins with all of it, and every piece is a sequence of its own.
+
+    Every field is a column of checkpoints and of files of samples, see `trajectory_records`.
+    """
+
+    id: int = field(metadata=column("integer", in_files="request_id"))
+    token_ids: TokenIds = field(metadata=column("int32"))
+    logprobs: LogProbs = field(metadata=column("float32", in_files="engine_logprobs"))
+    sampled: npt.NDArray[np.bool_] = field(metadata=column("bool", optional=True))
+    turns: tuple[Turn, ...] = field(metadata=column("turns", optional=True))
+    version_spans: tuple[tuple[int, int], ...] = field(metadata=column("versions"))
+    engine_spans: tuple[tuple[str, int], ...] = field(metadata=column("engines"))
+    segments: tuple[int, ...] = field(metadata=column("integers", optional=True))
+
+    @classmethod
+    def of(cls, response: Response) -> Trajectory:
+        """A single answer."""
+        length = len(response.token_ids)
+        return Trajectory(
+            response.request_id,
+            response.token_ids,
+            response.logprobs,
+            np.ones(length, np.bool_),
+            (Turn(length, response.finish_reason),),
+            response.version_spans or ((response.weight_version, length),),
+            response.engine_spans,
+            (length,),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """All tokens: what packing and costs count."""
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Sampled tokens: what penalties, aggregation and metrics count."""
+        return int(np.count_nonzero(self.sampled))
+
+    @property
+    def sampled_ids(self) -> TokenIds:
+        """The sampled tokens alone."""
+        return self.token_ids[self.sampled]
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """The version of the weights at each row [R]."""
+        numbers, ends = np.array(self.version_spans, np.int64).T
+        return np.repeat(numbers, np.diff(ends, prepend=0))
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """That of the last turn."""
+        return self.turns[-1].finish_reason
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last turn was cut off by its limit."""
+        return self.finish_reason == "length"
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest version of the weights that sampled any of it."""
+        return min(version for version, _ in self.version_spans)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoredTrajectory(Trajectory):
+    """A trajectory with its verdict.
 
     `correct` is None where the reward does not judge that. `accuracy_reward` is the reward before shaping by length and
     `reward` the one trained on (after the overlong punishment). `answer` is what was found in the text and compared
@@ -120,26 +216,35 @@ class ScoredResponse:
     `reward` is made of, before their weights.
     """
 
-    response: Response
-    text: str
-    correct: bool | None
-    accuracy_reward: float
-    reward: float
-    answer: str | None = None
-    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    text: str = field(metadata=column("text", in_files="response"))
+    correct: bool | None = field(metadata=column("flag"))
+    accuracy_reward: float = field(metadata=column("number"))
+    reward: float = field(metadata=column("number"))
+    answer: str | None = field(default=None, metadata=column("text"))
+    parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), metadata=column("parts"))
+
+    @classmethod
+    def judged(cls, trajectory: Trajectory, **verdict: Any) -> ScoredTrajectory:
+        """The trajectory with the fields of its verdict."""
+        return cls(**vars(trajectory), **verdict)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All responses to one prompt. `weight_version` is the oldest version among its responses.
+    """All trajectories of one prompt. `weight_version` is the oldest version among them.
 
-    `greedy` is one more response, sampled greedily, where its reward is the baseline (ReMax); it is never trained on.
+    `greedy` is one more, sampled greedily, where its reward is the baseline (ReMax); it is never trained on.
     """
 
     prompt: Prompt
-    responses: tuple[ScoredResponse, ...]
+    trajectories: tuple[ScoredTrajectory, ...]
     weight_version: int
-    greedy: ScoredResponse | None = None
+    greedy: ScoredTrajectory | None = None
+
+    @property
+    def members(self) -> tuple[ScoredTrajectory, ...]:
+        """The trajectories, the greedy one last."""
+        return (*self.trajectories, self.greedy) if self.greedy else self.trajectories
 
 
 GroupOutcome = Literal["trained", "surplus", "all_right", "all_wrong", "no_signal", "stale", "dropped", "expired"]
@@ -151,12 +256,12 @@ scored; `expired`: its tokens grew too old before it was complete."""
 @dataclass(frozen=True, eq=False)
 class GroupFate:
     """Where one group went in a step. `group` is None for one that was given up before it was complete and scored:
-    `unscored` has those of its responses that were there."""
+    `unscored` has those of its trajectories that were there."""
 
     outcome: GroupOutcome
     prompt: Prompt
     group: Group | None = None
-    unscored: tuple[Response, ...] = ()
+    unscored: tuple[Trajectory, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dapo_mega.samples.files import file_of, samples_folder, write_table
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import Row, SampleFile, Training, rows_of, rows_of_group
 from dapo_mega.samples.table import to_table
-from dapo_mega.types import Group, GroupFate, GroupOutcome, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, GroupFate, GroupOutcome, Prompt, Response, ScoredTrajectory, Trajectory
 
 ATTACKS = (
     "</script><script>document.title='attacked'</script>",
@@ -93,7 +93,7 @@ class _MadeRun:
         return SampleFile(step, "training", rows, account)
 
     def _training(self, row: Row, sample: int) -> Training:
-        engine, rng = row.response.logprobs, self.rng
+        engine, rng = row.trajectory.logprobs, self.rng
         trainer = np.minimum(engine + rng.normal(0, 0.03, len(engine)) * np.abs(engine), -1e-6).astype(np.float32)
         moved = (trainer + rng.standard_t(2, len(engine)) * 0.05).astype(np.float32)
         assert row.scored
@@ -106,7 +106,7 @@ class _MadeRun:
         members = tuple(self._response(first + k, step, bool(self.rng.random() < chance)) for k in range(size))
         return Group(prompt, members, max(step - 1, 0))
 
-    def _response(self, request_id: int, step: int, is_correct: bool) -> ScoredResponse:
+    def _response(self, request_id: int, step: int, is_correct: bool) -> ScoredTrajectory:
         rng, tokenizer = self.rng, self.tokenizer
         length = int(np.clip(rng.lognormal(np.log(self.mean_tokens), 0.6), 8, 12 * self.mean_tokens))
         start = rng.integers(len(_WORDS), size=length)
@@ -124,6 +124,12 @@ class _MadeRun:
         parts = MappingProxyType({"accuracy": float(is_correct), "format": float(rng.random() < 0.8)})
         found = None if is_cut else ATTACKS[0] if request_id % 50 == 0 else answer
         reward = 1.0 if is_correct else -1.0
-        return ScoredResponse(
-            response, text, is_correct and not is_cut, reward, reward - 0.1 * float(rng.random()), found, parts
+        return ScoredTrajectory.judged(
+            Trajectory.of(response),
+            text=text,
+            correct=is_correct and not is_cut,
+            accuracy_reward=reward,
+            reward=reward - 0.1 * float(rng.random()),
+            answer=found,
+            parts=parts,
         )

@@ -6,8 +6,9 @@ fields of `Sample` or of a class derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dapo_mega.batching.step_advantages import is_in_loss, raw_advantages, step_advantages
 from dapo_mega.config import RunConfig
-from dapo_mega.types import Group, LogProbs, Prompt, Response, TokenIds
+from dapo_mega.types import Group, LogProbs, Prompt, TokenIds, Trajectory
 
 
 def column(dtype: torch.dtype, *, outside: float = 0) -> dict[str, Any]:
@@ -84,23 +85,17 @@ def single_turn(
     The first `num_off_policy` tokens of the response are not fresh. `rollout_logprobs` [R] are 0 if not given;
     `engine_ids` is [R] or one number.
     """
-    of_response = {
-        "response_mask": True,
-        "loss_mask": in_loss,
-        "fresh_mask": np.arange(len(response_ids)) >= num_off_policy,
-        "engine_ids": engine_ids,
-        "sample_ids": sample_id,
-        "advantages": advantage,
-        "rollout_logprobs": 0.0 if rollout_logprobs is None else rollout_logprobs,
-    }
-    token_ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int32))
-    columns = {"token_ids": token_ids}
-    for f in fields(Sample):
-        if f.name != "token_ids":
-            rows = torch.full((len(token_ids),), f.metadata["outside"], dtype=f.metadata["dtype"])
-            rows[len(prompt_ids) :] = torch.as_tensor(of_response[f.name])
-            columns[f.name] = rows
-    return Sample(**columns)
+    return _sample(
+        np.asarray(prompt_ids, np.int32),
+        np.asarray(response_ids, np.int32),
+        np.ones(len(response_ids), np.bool_),
+        loss_mask=in_loss,
+        fresh_mask=np.arange(len(response_ids)) >= num_off_policy,
+        engine_ids=engine_ids,
+        sample_ids=sample_id,
+        advantages=advantage,
+        rollout_logprobs=0.0 if rollout_logprobs is None else np.asarray(rollout_logprobs),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,71 +205,70 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) -> FlatSamples:
-    """One sample per response, groups in order, with its advantage; with token rewards, which the trainer's models
-    decide, with what the response's reward contributes to it.
+    """The samples of all trajectories, groups in order, with their advantages; with token rewards, which the trainer's
+    models decide, with what the trajectory's reward contributes to them.
 
-    Overlong filtering keeps truncated responses out of the loss; their rewards stay in the group's statistics.
+    Overlong filtering keeps truncated trajectories out of the loss; their rewards stay in the group's statistics.
     `version` is the version of the weights that the step starts from.
     """
-    engines = engines_of(scored.response for group in groups for scored in group.responses)
     advantages_of = raw_advantages if config.algorithm.has_token_rewards else step_advantages
-    advantages = advantages_of(groups, config)
-    members = [(group.prompt, scored) for group in groups for scored in group.responses]
-    samples = [
-        _sample(
-            prompt,
-            scored.response,
-            version,
-            engines,
-            advantage=float(advantages[i]),
-            in_loss=is_in_loss(scored, config),
-            sample_id=i,
+    verdicts = [
+        (float(advantage), is_in_loss(scored, config))
+        for advantage, scored in zip(
+            advantages_of(groups, config), (member for group in groups for member in group.trajectories), strict=True
         )
-        for i, (prompt, scored) in enumerate(members)
     ]
-    numbers = [number for number, group in enumerate(groups) for _ in group.responses]
-    return flatten(samples, engines, groups=numbers)
+    return _join([(group.prompt, group.trajectories) for group in groups], version, verdicts)
 
 
-def samples_to_score(responses: Sequence[tuple[Prompt, Response]], version: int) -> FlatSamples:
-    """One sample per response, none in the loss; for `version` see `samples_of_groups`."""
-    engines = engines_of(response for _, response in responses)
-    return flatten([_sample(prompt, response, version, engines) for prompt, response in responses], engines)
+def samples_to_score(members: Sequence[tuple[Prompt, Trajectory]], version: int) -> FlatSamples:
+    """The samples of these trajectories, none in the loss; for `version` see `samples_of_groups`."""
+    return _join([(prompt, [trajectory]) for prompt, trajectory in members], version, [(0.0, False)] * len(members))
 
 
-def _sample(
-    prompt: Prompt,
-    response: Response,
-    version: int,
-    engines: Sequence[str],
-    *,
-    advantage: float = 0.0,
-    in_loss: bool = False,
-    sample_id: int = 0,
-) -> Sample:
-    engine_ids = np.full(len(response.token_ids), -1)
-    start = 0
-    for url, end in response.engine_spans:
-        engine_ids[start:end] = engines.index(url) if url else -1
-        start = end
-    return single_turn(
-        prompt.token_ids,
-        response.token_ids,
-        response.logprobs,
-        advantage=advantage,
-        in_loss=in_loss,
-        num_off_policy=off_policy_tokens(response, version),
-        engine_ids=engine_ids,
-        sample_id=sample_id,
-    )
+def _join(
+    groups: Sequence[tuple[Prompt, Sequence[Trajectory]]], version: int, verdicts: Sequence[tuple[float, bool]]
+) -> FlatSamples:
+    """`verdicts` are each trajectory's advantage and whether it is in the loss."""
+    members = [(number, prompt, member) for number, (prompt, of_group) in enumerate(groups) for member in of_group]
+    engines = tuple(sorted({url for *_, member in members for url, _ in member.engine_spans if url}))
+    samples: list[Sample] = []
+    trajectories, group_numbers = [], []
+    for i, ((number, prompt, member), (advantage, in_loss)) in enumerate(zip(members, verdicts, strict=True)):
+        fresh, engine_ids = member.versions >= version, np.full(member.num_rows, -1)
+        for (url, end), start in zip(member.engine_spans, (0, *(end for _, end in member.engine_spans)), strict=False):
+            engine_ids[start:end] = engines.index(url) if url else -1
+        for start, stop in pairwise((0, *member.segments)):
+            piece = slice(start, stop)
+            before = prompt.token_ids if not start else prompt.token_ids[:0]
+            samples.append(
+                _sample(
+                    before,
+                    member.token_ids[piece],
+                    member.sampled[piece],
+                    loss_mask=in_loss,
+                    fresh_mask=fresh[piece],
+                    engine_ids=engine_ids[piece],
+                    sample_ids=len(samples),
+                    advantages=advantage,
+                    rollout_logprobs=member.logprobs[piece],
+                )
+            )
+            trajectories.append(i)
+            group_numbers.append(number)
+    return flatten(samples, engines, trajectories=trajectories, groups=group_numbers)
 
 
-def engines_of(responses: Iterable[Response]) -> tuple[str, ...]:
-    """URLs of the engines that sampled any of the responses, sorted."""
-    return tuple(sorted({url for response in responses for url, _ in response.engine_spans if url}))
-
-
-def off_policy_tokens(response: Response, version: int) -> int:
-    """The number of leading tokens that weights older than `version` sampled."""
-    spans = response.version_spans or ((response.weight_version, len(response.token_ids)),)
-    return max((end for sampled_by, end in spans if sampled_by < version), default=0)
+def _sample(before: TokenIds, token_ids: TokenIds, sampled: npt.NDArray[np.bool_], **columns: npt.ArrayLike) -> Sample:
+    """The tokens `before` [P] and `token_ids` [R]. The other columns, [R] or one value each, count where the policy
+    `sampled` [R]."""
+    rows = torch.from_numpy(np.concatenate([before, token_ids]).astype(np.int32))
+    mask = torch.from_numpy(np.concatenate([np.zeros(len(before), np.bool_), sampled]))
+    found = {"token_ids": rows, "response_mask": mask}
+    for f in fields(Sample):
+        if f.name in columns:
+            column = torch.full((len(rows),), f.metadata["outside"], dtype=f.metadata["dtype"])
+            value = torch.as_tensor(columns[f.name])
+            column[mask] = (value[torch.from_numpy(sampled)] if value.ndim else value).to(column.dtype)
+            found[f.name] = column
+    return Sample(**found)

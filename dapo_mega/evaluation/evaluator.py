@@ -15,18 +15,18 @@ from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import label_of, source_labels
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
+from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
 
 # Evaluation requests have ids apart from training's, and the same ids (so the same seeds) in every evaluation: two
 # evaluations differ by the weights only.
 _FIRST_REQUEST_ID = 1 << 62
 
 
-EvaluatedResponse = tuple[Prompt, Response, ScoredResponse | None]
-"""None: it could not be scored."""
+EvaluatedResponse = tuple[Prompt, Trajectory]
+"""One that could not be scored is no `ScoredTrajectory`."""
 
 
-def _votes(scored: Sequence[ScoredResponse]) -> Votes:
+def _votes(scored: Sequence[ScoredTrajectory]) -> Votes:
     return count_votes([response.answer for response in scored], [bool(response.correct) for response in scored])
 
 
@@ -51,7 +51,7 @@ def make_evaluator(
     )
 
 
-def _example(prompt: Prompt, scored: ScoredResponse) -> Example:
+def _example(prompt: Prompt, scored: ScoredTrajectory) -> Example:
     return Example(prompt.text, scored.text, prompt.ground_truth, scored.correct, scored.answer)
 
 
@@ -92,15 +92,15 @@ class Evaluator:
             for request_id in range(_FIRST_REQUEST_ID + i * k, _FIRST_REQUEST_ID + (i + 1) * k)
         ]
 
-    def score(self, responses: Sequence[Response]) -> list[EvaluatedResponse]:
-        """Responses to any of `requests`, with their prompts and scores, in the order given."""
-        prompts = [self._prompts[self._place(response)] for response in responses]
+    def score(self, trajectories: Sequence[Trajectory]) -> list[EvaluatedResponse]:
+        """Answers to any of `requests`, scored, with their prompts, in the order given."""
+        asked = [(self._prompts[self._place(trajectory)], trajectory) for trajectory in trajectories]
         self._scorer.pop_counts()  # Time for slow answers of its own.
-        scored = self._scorer.score(list(zip(prompts, responses, strict=True)))
+        scored = self._scorer.score(asked)
         self._scorer.pop_counts()
         return [
-            (prompt, response, result if isinstance(result, ScoredResponse) else None)
-            for prompt, response, result in zip(prompts, responses, scored, strict=True)
+            (prompt, result if isinstance(result, ScoredTrajectory) else trajectory)
+            for (prompt, trajectory), result in zip(asked, scored, strict=True)
         ]
 
     def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
@@ -109,12 +109,12 @@ class Evaluator:
         not be scored (`evaluation/unscored`) are left out of every mean. Metrics of correctness are left out where the
         reward does not judge it."""
         requests = self.requests
-        answered = [answer for answer in generate(requests) if isinstance(answer, Response)]
+        answered = [Trajectory.of(answer) for answer in generate(requests) if isinstance(answer, Response)]
         self._results = self.score(answered)
-        by_prompt: list[list[ScoredResponse]] = [[] for _ in self._prompts]
-        for _, response, scored in self._results:
-            if scored:
-                by_prompt[self._place(response)].append(scored)
+        by_prompt: list[list[ScoredTrajectory]] = [[] for _ in self._prompts]
+        for _, trajectory in self._results:
+            if isinstance(trajectory, ScoredTrajectory):
+                by_prompt[self._place(trajectory)].append(trajectory)
         self.examples = self._examples(by_prompt)
         metrics = {
             "evaluation/k": float(self._config.responses_per_prompt),
@@ -124,18 +124,15 @@ class Evaluator:
         if len(answered) == len(requests):
             metrics |= self._summary([responses for responses in by_prompt if responses])
             metrics |= self._of_sources(by_prompt)
-            lengths = [len(response.token_ids) for response in answered]
-            metrics["evaluation/response_length_mean"] = float(np.mean(lengths))
-            metrics["evaluation/truncated_share"] = float(
-                np.mean([response.finish_reason == "length" for response in answered])
-            )
+            metrics["evaluation/response_length_mean"] = float(np.mean([trajectory.length for trajectory in answered]))
+            metrics["evaluation/truncated_share"] = float(np.mean([found.is_truncated for found in answered]))
         return metrics
 
-    def _place(self, response: Response) -> int:
+    def _place(self, trajectory: Trajectory) -> int:
         """The number of the prompt that was asked."""
-        return (response.request_id - _FIRST_REQUEST_ID) // self._config.responses_per_prompt
+        return (trajectory.id - _FIRST_REQUEST_ID) // self._config.responses_per_prompt
 
-    def _examples(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> list[Example]:
+    def _examples(self, by_prompt: Sequence[Sequence[ScoredTrajectory]]) -> list[Example]:
         """Of prompts all over the data set, the same ones in every evaluation."""
         spacing = max(len(self._prompts) / max(self._num_examples, 1), 1.0)
         chosen = [int(i * spacing) for i in range(min(self._num_examples, len(self._prompts)))]
@@ -146,9 +143,9 @@ class Evaluator:
         results, self._results = self._results, []
         return results
 
-    def _of_sources(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
+    def _of_sources(self, by_prompt: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
         """Share of the prompts with a scored response, their avg@k and mean length, for each of several sources."""
-        found: dict[str, list[Sequence[ScoredResponse]]] = {}
+        found: dict[str, list[Sequence[ScoredTrajectory]]] = {}
         for prompt, responses in zip(self._prompts, by_prompt, strict=True):
             if responses and (label := label_of(prompt, self._labels)):
                 found.setdefault(label, []).append(responses)
@@ -158,7 +155,7 @@ class Evaluator:
             everything = [scored for responses in answered for scored in responses]
             metrics[f"evaluation/share_{label}"] = len(answered) / num_prompts
             metrics[f"evaluation/response_length_mean_{label}"] = float(
-                np.mean([len(scored.response.token_ids) for scored in everything])
+                np.mean([scored.length for scored in everything])
             )
             if all(scored.correct is not None for scored in everything):
                 metrics[f"evaluation/avg_at_k_{label}"] = float(
@@ -166,7 +163,7 @@ class Evaluator:
                 )
         return metrics
 
-    def _summary(self, by_prompt: Sequence[Sequence[ScoredResponse]]) -> dict[str, float]:
+    def _summary(self, by_prompt: Sequence[Sequence[ScoredTrajectory]]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if not by_prompt:
             return metrics

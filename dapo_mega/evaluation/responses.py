@@ -19,8 +19,8 @@ from dapo_mega.evaluation.evaluator import EvaluatedResponse
 from dapo_mega.samples.files import file_of, samples_folder, write_table, write_tables
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
-from dapo_mega.samples.table import METADATA_KEY, SCHEMA, account_of, errors_of_reading, to_table
-from dapo_mega.types import GenerationRequest, Response
+from dapo_mega.samples.table import METADATA_KEY, account_of, errors_of_reading, schema, to_table
+from dapo_mega.types import GenerationRequest, Trajectory
 
 _ID = "request_id"
 
@@ -57,13 +57,14 @@ class ResponseStore:
 
     def write(self, part: int, results: Sequence[EvaluatedResponse], engines: Iterable[str]) -> None:
         """Add responses to a part. `engines` names what sampled them, with its version."""
-        rows = [Row(self._group(response), prompt, response, scored) for prompt, response, scored in results]
+        rows = [Row(self._group(trajectory), prompt, trajectory) for prompt, trajectory in results]
         table = to_table(SampleFile(0, "evaluation", rows), self._pieces)
         names = set(engines)
         if self._path(part).exists():
             earlier = _read(self._path(part))
             names |= set(account_of(earlier.schema.metadata)["engines"])
-            table = pa.concat_tables([earlier.replace_schema_metadata(table.schema.metadata), table])
+            same = earlier.replace_schema_metadata(table.schema.metadata)
+            table = pa.concat_tables([same, table], promote_options="default")
         write_table(self._path(part), table.sort_by(_ID).replace_schema_metadata(_metadata(names)))
 
     def finish(self, settings: Mapping[str, Any]) -> None:
@@ -77,16 +78,23 @@ class ResponseStore:
         paths = [self._path(number) for number in range(len(self._requests)) if self._path(number).exists()]
         accounts = [account_of(pq.read_metadata(path).metadata) for path in paths]
         metadata = _metadata((name for account in accounts for name in account["engines"]), settings=dict(settings))
-        tables = (_read(path).replace_schema_metadata(metadata) for path in paths)
+        columns = pa.unify_schemas([schema(), *(pq.read_schema(path).remove_metadata() for path in paths)])
+        columns = columns.with_metadata(metadata)
+        tables = (
+            pa.concat_tables(
+                [columns.empty_table(), _read(path).replace_schema_metadata(metadata)], promote_options="default"
+            )
+            for path in paths
+        )
         is_complete = not self.missing()
-        write_tables(self.file, SCHEMA.with_metadata(metadata), tables)
+        write_tables(self.file, columns, tables)
         if is_complete:
             # Removed under another name: a kill in between must not leave some parts, whose lack would be noticed.
             self._parts.rename(self._joined)
 
-    def _group(self, response: Response) -> int:
-        """The smallest request id of the response's problem."""
-        return response.request_id - (response.request_id - self._first_id) % self._group_size
+    def _group(self, trajectory: Trajectory) -> int:
+        """The smallest id of the problem's trajectories."""
+        return trajectory.id - (trajectory.id - self._first_id) % self._group_size
 
     def _path(self, part: int) -> Path:
         return self._parts / f"part_{part:06d}.parquet"

@@ -26,7 +26,7 @@ from dapo_mega.evaluation.results import refuse_other_model, result_of, results_
 from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.types import GenerationRequest, Prompt, Response
+from dapo_mega.types import GenerationRequest, Prompt, Response, Trajectory
 
 SETTINGS_FILE = "settings.json"
 _DECIDING_PACKAGES = ("python", "dapo_mega", "torch", "transformers", "numpy", "math-verify")
@@ -168,9 +168,9 @@ def _ask(
         print_once(f"{name}: {known} responses are there, {total} are missing")
     done, next_line = known, time.monotonic() + _SECONDS_BETWEEN_LINES
     for part, answers in sampler.sample(missing.items()):
-        responses = [answer for answer in answers if isinstance(answer, Response)]
-        if responses:
-            store.write(part, evaluator.score(responses), sampler.engines)
+        answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
+        if answered:
+            store.write(part, evaluator.score(answered), sampler.engines)
         done += len(answers)
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _SECONDS_BETWEEN_LINES

@@ -28,7 +28,7 @@ from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredResponse
+from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
     from dapo_mega.evaluation.sampling import Sampler
@@ -294,19 +294,17 @@ def _collect(
 
 def _measured(prompt: Prompt, answers: Sequence[Answer], scorer: ResponseScorer) -> Measured | str:
     """The result of one prompt's answers, or why there is none."""
-    responses = [answer for answer in answers if isinstance(answer, Response)]
-    if len(responses) < len(answers):
+    answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
+    if len(answered) < len(answers):
         return next(answer.reason for answer in answers if not isinstance(answer, Response))
-    scored = scorer.score([(prompt, response) for response in responses])
     verdicts = []
-    for result in scored:
-        if not isinstance(result, ScoredResponse):
+    for result in scorer.score([(prompt, trajectory) for trajectory in answered]):
+        if not isinstance(result, ScoredTrajectory):
             return result.reason
         if result.correct is None:
             return "the reward did not say whether a response is correct"
         verdicts.append(result.correct)
-    truncated = sum(response.finish_reason == "length" for response in responses)
-    return Measured(len(verdicts), sum(verdicts), truncated)
+    return Measured(len(verdicts), sum(verdicts), sum(trajectory.is_truncated for trajectory in answered))
 
 
 def _outside(pass_rate: float, keep: tuple[float, float]) -> str:

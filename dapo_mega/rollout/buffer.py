@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dapo_mega.algorithms import are_equal
 from dapo_mega.config.algorithm import OTHER_FILTERS, DynamicSamplingOn
 from dapo_mega.errors import InputError
-from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredResponse
+from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
 
 
 @dataclass
@@ -73,7 +73,7 @@ class GroupBuffer:
         if not self.dynamic_sampling:
             return True
         if self.dynamic_sampling_on == "unequal_scores":
-            return not are_equal([scored.accuracy_reward for scored in group.responses])
+            return not are_equal([scored.accuracy_reward for scored in group.trajectories])
         passed = self._passed(group)
         if None in passed:
             raise InputError(
@@ -83,9 +83,9 @@ class GroupBuffer:
         return any(passed) and not all(passed)
 
     def _passed(self, group: Group) -> list[bool | None]:
-        return [self.passes(scored) for scored in group.responses]
+        return [self.passes(scored) for scored in group.trajectories]
 
-    def passes(self, scored: ScoredResponse) -> bool | None:
+    def passes(self, scored: ScoredTrajectory) -> bool | None:
         """Whether a response is right by itself; None where nothing says so."""
         if self.dynamic_sampling_on == "score_threshold" and self.score_threshold is not None:
             score, threshold = scored.accuracy_reward, self.score_threshold
@@ -106,7 +106,7 @@ class GroupBuffer:
         in which engines answer does not matter. Raises ValueError when fewer groups are held."""
         if num_groups > len(self.groups):
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
-        by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.responses[0].response.request_id))
+        by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.trajectories[0].id))
         taken, self.groups = by_age[:num_groups], by_age[num_groups:]
         for group in taken:
             self._fates.pop(_id_of(group), None)  # Notes of taken groups come last, in their order.
@@ -138,7 +138,7 @@ class GroupBuffer:
 
 
 def _id_of(group: Group) -> int:
-    return group.responses[0].response.request_id
+    return group.trajectories[0].id
 
 
 def _reason(passed: Sequence[bool | None]) -> GroupOutcome:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_mega.rollout.buffer import GroupCounts
 from dapo_mega.rollout.scoring import ScoringCounts, parts_of
-from dapo_mega.types import Group, GroupFate, ScoredResponse
+from dapo_mega.types import Group, GroupFate, ScoredTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class RolloutStats:
     """
 
     groups: list[Group] = field(default_factory=list)
-    scored: list[ScoredResponse] = field(default_factory=list)
-    greedy: list[ScoredResponse] = field(default_factory=list)
+    scored: list[ScoredTrajectory] = field(default_factory=list)
+    greedy: list[ScoredTrajectory] = field(default_factory=list)
     asked_prompts: int = 0
     dropped_groups: int = 0
     unscored: list[GroupFate] = field(default_factory=list)
@@ -56,10 +56,10 @@ class RolloutStats:
 
     def _response_metrics(self) -> dict[str, float]:
         # In the order of requests, because sums of floats depend on the order.
-        scored = sorted(self.scored, key=lambda s: s.response.request_id)
-        lengths = np.array([len(s.response.token_ids) for s in scored])
-        logprobs = np.concatenate([s.response.logprobs for s in scored])
-        num_tokens = lengths.sum() + sum(len(s.response.token_ids) for s in self.greedy)
+        scored = sorted(self.scored, key=lambda s: s.id)
+        lengths = np.array([s.length for s in scored])
+        logprobs = np.concatenate([s.logprobs[s.sampled] for s in scored])
+        num_tokens = lengths.sum() + sum(s.length for s in self.greedy)
         metrics = {f"reward/part_{name}": float(np.mean(values)) for name, values in parts_of(scored).items()}
         verdicts = [s.correct for s in scored if s.correct is not None]
         if verdicts:
@@ -71,8 +71,8 @@ class RolloutStats:
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/response_length_std": float(lengths.std()),
             "rollout/response_length_max": float(lengths.max()),
-            "rollout/truncated_share": float(np.mean([s.response.finish_reason == "length" for s in scored])),
-            "rollout/partial_share": float(np.mean([len(s.response.version_spans) > 1 for s in scored])),
+            "rollout/truncated_share": float(np.mean([s.is_truncated for s in scored])),
+            "rollout/partial_share": float(np.mean([len(s.version_spans) > 1 for s in scored])),
             "rollout/mean_token_probability": float(np.exp(logprobs.astype(np.float64)).mean()),
             "rollout/tokens": float(num_tokens),
             "rollout/tokens_per_s": float(num_tokens / max(self.seconds, 1e-9)),
@@ -124,12 +124,10 @@ def group_metrics(groups: Sequence[Group], version: int, counts: GroupCounts) ->
 
 
 def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
-    """The number of response tokens by the steps since the weights that sampled them, in the step that starts from
+    """The number of sampled tokens by the steps since the weights that sampled them, in the step that starts from
     weights of `version`."""
     tokens: Counter[int] = Counter()
-    for response in (scored.response for group in groups for scored in group.responses):
-        start = 0
-        for sampled_by, stop in response.version_spans or ((response.weight_version, len(response.token_ids)),):
-            tokens[version - sampled_by] += stop - start
-            start = stop
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        versions, counts = np.unique(trajectory.versions[trajectory.sampled], return_counts=True)
+        tokens.update(dict(zip((version - versions).tolist(), counts.tolist(), strict=True)))
     return tokens

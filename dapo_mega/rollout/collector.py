@@ -28,7 +28,7 @@ from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGr
 from dapo_mega.rollout.latency import GroupLatency
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
-from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Response, SamplingParams, ScoredResponse
+from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 _NUM_RECENT = 32
 
@@ -80,8 +80,8 @@ class Collector:
             config.algorithm.score_threshold,
         )
         self.next_request_id = 0
-        self.recent: deque[tuple[Prompt, Response]] = deque(maxlen=_NUM_RECENT)
-        self._last_scored: list[ScoredResponse] = []
+        self.recent: deque[tuple[Prompt, Trajectory]] = deque(maxlen=_NUM_RECENT)
+        self._last_scored: list[ScoredTrajectory] = []
         self._last_staleness: list[int] = []
         self._stats = self._last_stats = RolloutStats()
         self._fates: list[GroupFate] = []
@@ -130,8 +130,7 @@ class Collector:
             self._undo(self._last_stats)
             self._hold_fed(since)
             for group in self._last_stats.groups if self._schedule != "synchronous" else ():
-                members = [*group.responses, *([group.greedy] if group.greedy else [])]
-                requests = self._requests([member.response.request_id for member in members], group.prompt)
+                requests = self._requests([member.id for member in group.members], group.prompt)
                 self._in_flight.put_back(PendingGroup(group.prompt, tuple(requests)))
 
     def _undo(self, stats: RolloutStats) -> None:
@@ -181,8 +180,8 @@ class Collector:
 
     def _first_request_ids(self) -> list[int]:
         """The first request of every group that is held or in flight."""
-        held = [group.responses[0].response.request_id for group in (*self.buffer.groups, *self._fed)]
-        not_scored = [responses[0].request_id for _, responses in (*self._being_scored, *self._not_scored)]
+        held = [group.trajectories[0].id for group in (*self.buffer.groups, *self._fed)]
+        not_scored = [trajectories[0].id for _, trajectories in (*self._being_scored, *self._not_scored)]
         return [*held, *not_scored, *self._in_flight.first_request_ids()]
 
     @property
@@ -269,8 +268,8 @@ class Collector:
     def _offer(self, groups: Sequence[Group], stats: RolloutStats) -> None:
         """Count the groups, and hold those that carry a signal."""
         for group in groups:
-            self.recent.extend((group.prompt, member.response) for member in group.responses)
-            stats.scored.extend(group.responses)
+            self.recent.extend((group.prompt, member) for member in group.trajectories)
+            stats.scored.extend(group.trajectories)
             stats.greedy.extend([group.greedy] if group.greedy else [])
             stats.groups.append(group)
             self._observe(group)
@@ -337,7 +336,7 @@ class Collector:
         """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
         returned."""
         found = {
-            "rollout/response_length": Histogram.of_values([len(s.response.token_ids) for s in self._last_scored]),
+            "rollout/response_length": Histogram.of_values([s.length for s in self._last_scored]),
             "rollout/reward": Histogram.of_values([s.reward for s in self._last_scored]),
             "buffer/staleness": Histogram.of_values(self._last_staleness),
         }
@@ -390,8 +389,8 @@ class Collector:
 
     def _fits(self, group: Group) -> bool:
         """Whether a held group is one that this run could have made."""
-        longest = max(len(scored.response.token_ids) for scored in group.responses)
-        is_of_size = len(group.responses) == self._config.batch.group_size and not (
+        longest = max(scored.length for scored in group.trajectories)
+        is_of_size = len(group.trajectories) == self._config.batch.group_size and not (
             self._has_greedy and group.greedy is None
         )
         return is_of_size and longest <= self._config.rollout.max_response_tokens
@@ -417,39 +416,39 @@ class Collector:
         return requests
 
     def _with_requests(self, complete: CompleteGroup) -> PendingGroup:
-        prompt, responses = complete
-        requests = self._requests([response.request_id for response in responses], prompt)
-        return PendingGroup(prompt, tuple(requests), {response.request_id: response for response in responses})
+        prompt, trajectories = complete
+        requests = self._requests([trajectory.id for trajectory in trajectories], prompt)
+        return PendingGroup(prompt, tuple(requests), {trajectory.id: trajectory for trajectory in trajectories})
 
     def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
         """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the
         weights that the step starts from."""
-        asked = [(prompt, response) for prompt, responses in complete for response in responses]
+        asked = [(prompt, trajectory) for prompt, trajectories in complete for trajectory in trajectories]
         with self._activity.scoring(len(asked)):
             results = iter(self._scorer.score(asked))
         groups: list[Group | None] = []
-        for prompt, responses in complete:
-            of_group = [next(results) for _ in responses]
-            members = [scored for scored in of_group if isinstance(scored, ScoredResponse)]
-            if len(members) < len(responses):
+        for prompt, trajectories in complete:
+            of_group = [next(results) for _ in trajectories]
+            members = [scored for scored in of_group if isinstance(scored, ScoredTrajectory)]
+            if len(members) < len(trajectories):
                 groups.append(None)
                 continue
             greedy = members.pop() if self._has_greedy else None
             members = self._scorer.compare(members, step=version + 1)
-            groups.append(Group(prompt, tuple(members), min(r.weight_version for r in responses), greedy))
+            groups.append(Group(prompt, tuple(members), min(t.weight_version for t in trajectories), greedy))
         return groups
 
     def _observe(self, group: Group) -> None:
         """Tell the sampler how the group came out. Raises InputError where that decides and nothing says it."""
         if not self._config.data.sampling.needs_outcomes:
             return
-        passed = [self.buffer.passes(scored) for scored in group.responses]
+        passed = [self.buffer.passes(scored) for scored in group.trajectories]
         if None in passed:
             raise InputError(
                 f"data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
                 f"correct, and the reward did not say so of every response; {OTHER_FILTERS}"
             )
-        first = group.responses[0].response.request_id
+        first = group.trajectories[0].id
         self.sampler.observe(GroupTally(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
@@ -494,5 +493,5 @@ class Collector:
 
 
 def _unscored(complete: CompleteGroup) -> GroupFate:
-    prompt, responses = complete
-    return GroupFate("dropped", prompt, unscored=tuple(responses))
+    prompt, trajectories = complete
+    return GroupFate("dropped", prompt, unscored=tuple(trajectories))

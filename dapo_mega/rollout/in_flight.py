@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_mega.engines.protocol import RolloutEngine
-from dapo_mega.rollout.group_state import Arrays, Record, pack_responses, unpack_responses
-from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, GroupFate, GroupOutcome, Prompt, Response
+from dapo_mega.trajectory_records import Arrays, Record, pack_trajectories, unpack_trajectories
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, GroupFate, GroupOutcome, Prompt, Trajectory
 
-CompleteGroup = tuple[Prompt, list[Response]]
+CompleteGroup = tuple[Prompt, list[Trajectory]]
 
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A prompt with the responses it has so far, by request id."""
+    """A prompt with the trajectories it has so far, by request id."""
 
     prompt: Prompt
     requests: tuple[GenerationRequest, ...]
-    responses: dict[int, Response] = field(default_factory=dict)
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
 
     def complete(self) -> CompleteGroup | None:
         """The prompt with all its responses, in the order of the requests; None while one is missing."""
-        if len(self.responses) < len(self.requests):
+        if len(self.trajectories) < len(self.requests):
             return None
-        return self.prompt, [self.responses[request.request_id] for request in self.requests]
+        return self.prompt, [self.trajectories[request.request_id] for request in self.requests]
 
 
 class GroupsInFlight:
@@ -92,7 +92,7 @@ class GroupsInFlight:
         oldest = self._engine.oldest_versions(list(self._waiting))
         stale = []
         for group in self._groups:
-            versions = [response.weight_version for response in group.responses.values()]
+            versions = [trajectory.weight_version for trajectory in group.trajectories.values()]
             versions += [oldest[request_id] for request_id in self._waited_for(group) if request_id in oldest]
             if versions and min(versions) < version:
                 stale.append(group)
@@ -114,13 +114,13 @@ class GroupsInFlight:
         groups that are to be as if they were in flight."""
         self._read_arrived()
         groups = [*complete, *self._ended, *self._groups]
-        packed, arrays = pack_responses([r for group in groups for r in group.responses.values()], "in_flight")
-        responses = iter(packed)
+        packed, arrays = pack_trajectories([r for group in groups for r in group.trajectories.values()], "in_flight")
+        trajectories = iter(packed)
         records = [
             {
                 "prompt": group.prompt.index,
                 "request_ids": [request.request_id for request in group.requests],
-                "responses": [next(responses) for _ in group.responses],
+                "responses": [next(trajectories) for _ in group.trajectories],
             }
             for group in groups
         ]
@@ -137,12 +137,12 @@ class GroupsInFlight:
     ) -> None:
         """Continue with those groups of `state` that have so many requests, with or without the responses that they
         have; `submit_missing` submits their missing ones with the same ids."""
-        saved = [response for record in records for response in record["responses"]]
-        responses = iter(unpack_responses(saved, arrays, "in_flight"))
+        saved = [trajectory for record in records for trajectory in record["responses"]]
+        trajectories = iter(unpack_trajectories(saved, arrays, "in_flight", Trajectory))
         for record in records:
             prompt = prompts[record["prompt"]]
             requests = tuple(make_requests(record["request_ids"], prompt))
-            present = {saved["request_id"]: next(responses) for saved in record["responses"]}
+            present = {saved["request_id"]: next(trajectories) for saved in record["responses"]}
             group = PendingGroup(prompt, requests, present if keeps_responses else {})
             if len(requests) == group_size:
                 (self._ended if group.complete() else self._groups).append(group)
@@ -151,7 +151,7 @@ class GroupsInFlight:
         missing = [
             request
             for request in group.requests
-            if request.request_id not in group.responses and request.request_id not in self._waiting
+            if request.request_id not in group.trajectories and request.request_id not in self._waiting
         ]
         if missing:
             self._waiting.update((request.request_id, group) for request in missing)
@@ -173,7 +173,7 @@ class GroupsInFlight:
             self._give_up(group, "dropped")
             self._ended.append(group)
             return
-        group.responses[answer.request_id] = answer
+        group.trajectories[answer.request_id] = Trajectory.of(answer)
         if group.complete():
             self._groups.remove(group)
             self._ended.append(group)
@@ -191,7 +191,7 @@ class GroupsInFlight:
 
     def _give_up(self, group: PendingGroup, outcome: GroupOutcome) -> None:
         self._groups.remove(group)
-        self._fates.append(GroupFate(outcome, group.prompt, unscored=tuple(group.responses.values())))
+        self._fates.append(GroupFate(outcome, group.prompt, unscored=tuple(group.trajectories.values())))
         waiting = self._waited_for(group)
         for request_id in waiting:
             del self._waiting[request_id]

@@ -27,7 +27,7 @@ class GroupLatency:
     def metrics(self, used: Sequence[Group]) -> dict[str, float]:
         """Mean and maximum over the groups that a step uses now, without those whose start is not known."""
         now = self._clock()
-        ids = [group.responses[0].response.request_id for group in used]
+        ids = [group.trajectories[0].id for group in used]
         seconds = [now - self._started[first] for first in ids if first in self._started]
         if not seconds:
             return {}

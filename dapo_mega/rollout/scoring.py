@@ -17,7 +17,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
 from dapo_mega.rewards.thoughts import opened_thought
 from dapo_mega.rewards.trial import made_up_record
-from dapo_mega.types import Prompt, Response, ScoredResponse
+from dapo_mega.types import Prompt, ScoredTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +64,16 @@ class ResponseScorer:
         self._first_failure: ScoringFailure | None = None
         self.counts = ScoringCounts(Counter())
 
-    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse | ScoringFailure]:
+    def score(self, asked: Sequence[tuple[Prompt, Trajectory]]) -> list[ScoredTrajectory | ScoringFailure]:
         """One result per pair, in order."""
         if not asked:
             return []  # Tokenizers decode an empty batch to one empty text.
-        texts = self._decode([response.token_ids for _, response in asked])
-        records = [record_of(prompt, response, text) for (prompt, response), text in zip(asked, texts, strict=True)]
-        results: list[ScoredResponse | ScoringFailure] = []
+        texts = self._decode([trajectory.sampled_ids for _, trajectory in asked])
+        records = [record_of(*pair, text) for pair, text in zip(asked, texts, strict=True)]
+        results: list[ScoredTrajectory | ScoringFailure] = []
         failures = []
         scores = _unless_stopped(lambda: self._reward.score(records), self._check_stop)
-        for (_, response), text, score in zip(asked, texts, scores, strict=True):
+        for (_, trajectory), text, score in zip(asked, texts, scores, strict=True):
             if isinstance(score, ScoringFailure):
                 failures.append(score)
                 results.append(score)
@@ -81,12 +81,20 @@ class ResponseScorer:
             if score.outcome:
                 self.counts.outcomes[score.outcome] += 1
             results.append(
-                ScoredResponse(response, text, score.correct, score.score, score.reward, score.answer, score.parts)
+                ScoredTrajectory.judged(
+                    trajectory,
+                    text=text,
+                    correct=score.correct,
+                    accuracy_reward=score.score,
+                    reward=score.reward,
+                    answer=score.answer,
+                    parts=score.parts,
+                )
             )
         self._count(len(asked), failures)
         return results
 
-    def compare(self, members: Sequence[ScoredResponse], step: int) -> list[ScoredResponse]:
+    def compare(self, members: Sequence[ScoredTrajectory], step: int) -> list[ScoredTrajectory]:
         """The responses of one group, with what depends on the others added to their rewards: the length reward, as it
         counts in this step."""
         weight = self._comparison.weight_at(step) if self._comparison else 0.0
@@ -99,7 +107,7 @@ class ResponseScorer:
                 "the length reward (reward.length_weight, kind length_kimi) needs to know which responses are correct, "
                 "but the reward did not say so of all; leave the length reward out, or return correct=True or False"
             )
-        rewards = length_rewards([len(member.response.token_ids) for member in members], verdicts)
+        rewards = length_rewards([member.length for member in members], verdicts)
         name = self._comparison.label
         return [
             replace(member, reward=member.reward + weight * reward, parts={**member.parts, name: reward})
@@ -152,18 +160,18 @@ def _unless_stopped(call: Callable[[], T], check_stop: Callable[[], None]) -> T:
     return future.result()
 
 
-def record_of(prompt: Prompt, response: Response, text: str) -> RewardRecord:
+def record_of(prompt: Prompt, trajectory: Trajectory, text: str) -> RewardRecord:
     """What a reward is given for a response whose text is `text`."""
     return RewardRecord(
         prompt=prompt.problem or prompt.text,
         messages=prompt.messages,
         response=text,
-        token_ids=response.token_ids,
-        finish_reason=response.finish_reason,
+        token_ids=trajectory.sampled_ids,
+        finish_reason=trajectory.finish_reason,
         ground_truth=prompt.ground_truth,
         data_source=prompt.data_source,
         fields=prompt.fields,
-        request_id=response.request_id,
+        request_id=trajectory.id,
         opened_thought=opened_thought(prompt.text, prompt.messages, prompt.problem),
     )
 
@@ -175,7 +183,7 @@ def trial_record(prompt: Prompt) -> RewardRecord:
     )
 
 
-def parts_of(scored: Sequence[ScoredResponse]) -> dict[str, list[float]]:
+def parts_of(scored: Sequence[ScoredTrajectory]) -> dict[str, list[float]]:
     """The values of every part that any of the responses has, by name."""
     values: dict[str, list[float]] = {}
     for response in scored:

@@ -46,9 +46,9 @@ def metrics_of_sources(groups: Sequence[Group], labels: Mapping[Source, str]) ->
             by_label[label].append(group)
     metrics: dict[str, float] = {}
     for label, members in by_label.items():
-        scored = [response for group in members for response in group.responses]
+        scored = [response for group in members for response in group.trajectories]
         metrics[f"source/share_{label}"] = len(members) / len(groups)
-        metrics[f"source/response_length_mean_{label}"] = float(np.mean([len(s.response.token_ids) for s in scored]))
+        metrics[f"source/response_length_mean_{label}"] = float(np.mean([s.length for s in scored]))
         verdicts = [s.correct for s in scored if s.correct is not None]
         if verdicts:
             metrics[f"source/accuracy_{label}"] = float(np.mean(verdicts))

@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dapo_mega import trajectory_records
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.errors import InputError
 from dapo_mega.samples.files import StoredFile
 from dapo_mega.samples.table import account_of
+from dapo_mega.trajectory_records import columns_of
 
 PageValues = dict[str, Any]
 
@@ -87,7 +90,10 @@ class WrittenPage:
 def size_of(file: StoredFile) -> tuple[int, int]:
     """Responses of a file, and their tokens; none of a file that cannot be read, which `write_page` names."""
     try:
-        lengths = pq.read_table(file.path, columns=["length"])["length"].to_numpy()
+        has_observed = "sampled" in pq.read_schema(file.path).names
+        name = "token_ids" if has_observed else "length"
+        column = pq.read_table(file.path, columns=[name])[name]
+        lengths = pc.list_value_length(column).to_numpy() if has_observed else column.to_numpy()
     except _UNREADABLE:
         return 0, 0
     return len(lengths), int(lengths.sum())
@@ -198,9 +204,12 @@ def _columns(table: pa.Table, values: _TokenValues, step: int, tables: _Tables) 
         "parts": parts,
         "versions": spans,
         "engines": engines,
+        "rows": values.lengths.tolist(),
         "gap": _largest_differences(values),
     }
-    return {**plain, **rounded, **own}
+    more = [c for c in columns_of(trajectory_records.SCORED) if c.is_plain and c.in_files not in (*plain, *rounded)]
+    shown = {f"more {c.in_files}": table[c.in_files].to_pylist() for c in more if c.in_files in table.column_names}
+    return {**plain, **rounded, **own, **shown}
 
 
 _PLAIN = ("outcome", "correct", "is_greedy", "answer", "length", "finish_reason", "weight_version", "in_loss")
@@ -228,9 +237,14 @@ def _joined(parts: Sequence[PageValues]) -> PageValues:
 
 
 def _token_values(table: pa.Table) -> _TokenValues:
-    lengths = np.array(table["length"].to_pylist(), np.int64)
+    lengths = _num_rows(table)
     engine, trainer, updated = (_flat(table[f"{name}_logprobs"], lengths) for name in ("engine", "trainer", "update"))
     return _TokenValues(lengths, engine, trainer - engine, updated - trainer)
+
+
+def _num_rows(table: pa.Table) -> npt.NDArray[np.int64]:
+    """How many tokens each row has, those that were observed included."""
+    return np.asarray(pc.list_value_length(table["token_ids"]).to_numpy(), np.int64)
 
 
 def _token_chunk(table: pa.Table, values: _TokenValues, tables: _Tables) -> bytes:

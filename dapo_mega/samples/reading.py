@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from dapo_mega.samples.rows import Floats
-from dapo_mega.samples.table import account_of, errors_of_reading
-from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+from dapo_mega.samples.table import account_of, errors_of_reading, trajectory_of
+from dapo_mega.types import Group, Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +47,14 @@ def read_step(path: Path) -> RecordedStep:
         account = account_of(table.schema.metadata)
     rows = table.to_pylist()
     trained = sorted((row for row in rows if not row["is_greedy"]), key=lambda row: int(row["sample"]))
-    greedy = {row["group"]: _scored(row) for row in rows if row["is_greedy"]}
+    greedy = {row["group"]: trajectory_of(row) for row in rows if row["is_greedy"]}
     members: dict[int, list[dict[str, Any]]] = {}
     for row in trained:
         members.setdefault(row["group"], []).append(row)
     groups = tuple(
         Group(
             _prompt(found[0]),
-            tuple(_scored(row) for row in found),
+            tuple(trajectory_of(row) for row in found),
             min(row["weight_version"] for row in found),
             greedy.get(group),
         )
@@ -67,27 +66,6 @@ def read_step(path: Path) -> RecordedStep:
 def _prompt(row: Mapping[str, Any]) -> Prompt:
     token_ids = np.array(row["prompt_ids"], np.int32)
     return Prompt(row["prompt_index"], row["prompt"] or "", token_ids, row["ground_truth"] or "")
-
-
-def _scored(row: Mapping[str, Any]) -> ScoredResponse:
-    response = Response(
-        row["request_id"],
-        np.array(row["token_ids"], np.int32),
-        np.array(row["engine_logprobs"], np.float32),
-        row["finish_reason"],
-        row["weight_version"],
-        tuple((span["version"], span["end"]) for span in row["version_spans"]),
-        tuple((span["engine"], span["end"]) for span in row["engine_spans"]),
-    )
-    return ScoredResponse(
-        response,
-        row["response"],
-        row["correct"],
-        row["accuracy_reward"],
-        row["reward"],
-        row["answer"],
-        MappingProxyType({part["name"]: part["value"] for part in row["parts"] or ()}),
-    )
 
 
 def _sample(row: Mapping[str, Any]) -> RecordedSample:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.types import Group, GroupFate, GroupOutcome, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, GroupFate, GroupOutcome, Prompt, ScoredTrajectory, Trajectory
 
 Floats = npt.NDArray[np.float32]
 Kind = Literal["training", "evaluation"]
@@ -21,11 +21,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What training knows about one response beside its score. `sample` is its number within the step.
+    """What training knows about one trajectory beside its score. `sample` is its number within the step.
 
-    Each column is [L]: `trainer_logprobs` under the weights that the step starts from, `update_logprobs` in the last
-    update that the response took part in (None if that was the first), `advantages` (None if all of them are
-    `advantage`).
+    Each column is [R], NaN where nothing was sampled: `trainer_logprobs` under the weights that the step starts from,
+    `update_logprobs` in the last update that the trajectory took part in (None if that was the first), `advantages`
+    (None if all of them are `advantage`).
     """
 
     sample: int
@@ -38,16 +38,19 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One response. `scored` is None for a response of a group that was given up; `outcome` and `kept` are None in
-    evaluations. `group` is the smallest request id of the group."""
+    """One trajectory, not scored if its group was given up. `outcome` and `kept` are None in evaluations; `group` is
+    the smallest id of the group's trajectories."""
 
     group: int
     prompt: Prompt
-    response: Response
-    scored: ScoredResponse | None
+    trajectory: Trajectory
     outcome: GroupOutcome | None = None
     is_greedy: bool = False
     training: Training | None = None
+
+    @property
+    def scored(self) -> ScoredTrajectory | None:
+        return self.trajectory if isinstance(self.trajectory, ScoredTrajectory) else None
 
     @property
     def is_kept(self) -> bool | None:
@@ -65,26 +68,24 @@ class SampleFile:
 
 
 def rows_of_group(group: Group, outcome: GroupOutcome | None = None) -> Iterator[Row]:
-    """The responses of a group, the greedy one last, without what training knows."""
-    first = min(scored.response.request_id for scored in group.responses)
-    for scored in group.responses:
-        yield Row(first, group.prompt, scored.response, scored, outcome)
-    if group.greedy:
-        yield Row(first, group.prompt, group.greedy.response, group.greedy, outcome, is_greedy=True)
+    """The trajectories of a group, the greedy one last, without what training knows."""
+    first = min(member.id for member in group.trajectories)
+    for member in group.members:
+        yield Row(first, group.prompt, member, outcome, is_greedy=member is group.greedy)
 
 
-def rows_of_evaluation(results: Sequence[tuple[Prompt, Response, ScoredResponse | None]]) -> list[Row]:
-    """The responses of an evaluation, which come in the order of requests; None for one that could not be scored."""
+def rows_of_evaluation(results: Sequence[tuple[Prompt, Trajectory]]) -> list[Row]:
+    """The trajectories of an evaluation, which come in the order of requests."""
     first: dict[int, int] = {}
-    for prompt, response, _ in results:
-        first.setdefault(prompt.index, response.request_id)
-    return [Row(first[prompt.index], prompt, response, scored) for prompt, response, scored in results]
+    for prompt, trajectory in results:
+        first.setdefault(prompt.index, trajectory.id)
+    return [Row(first[prompt.index], prompt, trajectory) for prompt, trajectory in results]
 
 
 def rows_of(fate: GroupFate) -> Iterator[Row]:
-    """The responses of a training group, also of one that was given up."""
+    """The trajectories of a training group, also of one that was given up."""
     if fate.group:
         yield from rows_of_group(fate.group, fate.outcome)
-    first = min((response.request_id for response in fate.unscored), default=0)
-    for response in fate.unscored:
-        yield Row(first, fate.prompt, response, None, fate.outcome)
+    first = min((trajectory.id for trajectory in fate.unscored), default=0)
+    for trajectory in fate.unscored:
+        yield Row(first, fate.prompt, trajectory, fate.outcome)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,97 +15,130 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dapo_mega import trajectory_records
 from dapo_mega.errors import InputError
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
+from dapo_mega.trajectory_records import columns_of, is_default, plain, restored
+from dapo_mega.types import ScoredTrajectory, Trajectory
 
 METADATA_KEY = b"dapo_mega"
 
 _FLOATS, _INTEGERS = pa.list_(pa.float32()), pa.list_(pa.int32())
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("kind", pa.string()),
-        ("outcome", pa.string()),
-        ("kept", pa.bool_()),
-        ("group", pa.int64()),
-        ("request_id", pa.int64()),
-        ("is_greedy", pa.bool_()),
-        ("prompt_index", pa.int64()),
-        ("data_source", pa.string()),
-        ("prompt", pa.string()),
-        ("ground_truth", pa.string()),
-        ("response", pa.string()),
-        ("answer", pa.string()),
-        ("correct", pa.bool_()),
-        ("reward", pa.float64()),
-        ("accuracy_reward", pa.float64()),
-        ("parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
-        ("length", pa.int32()),
-        ("finish_reason", pa.string()),
-        ("weight_version", pa.int64()),
-        ("version_spans", pa.list_(pa.struct([("version", pa.int64()), ("end", pa.int32())]))),
-        ("engine_spans", pa.list_(pa.struct([("engine", pa.string()), ("end", pa.int32())]))),
-        ("sample", pa.int32()),
-        ("advantage", pa.float64()),
-        ("in_loss", pa.bool_()),
-        ("prompt_ids", _INTEGERS),
-        ("token_ids", _INTEGERS),
-        ("tokens", pa.list_(pa.string())),
-        ("engine_logprobs", _FLOATS),
-        ("trainer_logprobs", _FLOATS),
-        ("update_logprobs", _FLOATS),
-        ("advantages", _FLOATS),
-    ]
+_STRUCTS = {
+    "versions": (("version", pa.int64()), ("end", pa.int32())),
+    "engines": (("engine", pa.string()), ("end", pa.int32())),
+    "parts": (("name", pa.string()), ("value", pa.float64())),
+    "turns": (("end", pa.int32()), ("finish_reason", pa.string()), ("parts", pa.string())),
+}
+_TYPES = {
+    **{"flag": pa.bool_(), "integer": pa.int64(), "number": pa.float64(), "text": pa.string()},
+    **{"integers": _INTEGERS, "int32": _INTEGERS, "float32": _FLOATS, "bool": pa.list_(pa.bool_())},
+    **{kind: pa.list_(pa.struct(members)) for kind, members in _STRUCTS.items()},
+}
+# What is known beside the trajectory itself.
+_BESIDE = {
+    **{"step": pa.int64(), "kind": pa.string(), "outcome": pa.string(), "kept": pa.bool_(), "group": pa.int64()},
+    **{"is_greedy": pa.bool_(), "prompt_index": pa.int64(), "data_source": pa.string(), "prompt": pa.string()},
+    **{"ground_truth": pa.string(), "length": pa.int32(), "finish_reason": pa.string(), "weight_version": pa.int64()},
+    **{"sample": pa.int32(), "advantage": pa.float64(), "in_loss": pa.bool_(), "prompt_ids": _INTEGERS},
+    **{"tokens": pa.list_(pa.string()), "trainer_logprobs": _FLOATS, "update_logprobs": _FLOATS},
+    **{"advantages": _FLOATS},
+}
+_ORDER = (
+    *("step", "kind", "outcome", "kept", "group", "request_id", "is_greedy", "prompt_index", "data_source", "prompt"),
+    *("ground_truth", "response", "answer", "correct", "reward", "accuracy_reward", "parts", "length", "finish_reason"),
+    *("weight_version", "version_spans", "engine_spans", "sample", "advantage", "in_loss", "prompt_ids", "token_ids"),
+    *("tokens", "engine_logprobs", "trainer_logprobs", "update_logprobs", "advantages"),
 )
+"""Of the columns that a file always has; others follow."""
+
+
+def schema(trajectories: Sequence[Trajectory] = ()) -> pa.Schema:
+    """The columns of a file of these trajectories."""
+    own = {
+        column.in_files: _TYPES[column.kind]
+        for column in columns_of(trajectory_records.SCORED)
+        if not column.is_optional or not all(is_default(trajectory, column) for trajectory in trajectories)
+    }
+    types = {**_BESIDE, **own}
+    return pa.schema([(name, types[name]) for name in (*_ORDER, *(name for name in own if name not in _ORDER))])
 
 
 def to_table(file: SampleFile, pieces: TokenPieces) -> pa.Table:
     """The file's rows; `account` is in the schema's metadata."""
     rows = file.rows
-    scored = [row.scored for row in rows]
     training = [row.training for row in rows]
-    versions = [row.response.version_spans or ((row.response.weight_version, _length(row)),) for row in rows]
-    columns = {
+    values: dict[str, Any] = {
         "step": [file.step] * len(rows),
         "kind": [file.kind] * len(rows),
         "outcome": [row.outcome for row in rows],
         "kept": [row.is_kept for row in rows],
         "group": [row.group for row in rows],
-        "request_id": [row.response.request_id for row in rows],
         "is_greedy": [row.is_greedy for row in rows],
         "prompt_index": [row.prompt.index for row in rows],
         "data_source": [_text(row.prompt.data_source) for row in rows],
         "prompt": [_text(row.prompt.text) for row in rows],
         "ground_truth": [_text(row.prompt.ground_truth) for row in rows],
-        "response": _responses(rows, pieces),
-        "answer": [_text(s.answer) if s else None for s in scored],
-        "correct": [s.correct if s else None for s in scored],
-        "reward": [s.reward if s else None for s in scored],
-        "accuracy_reward": [s.accuracy_reward if s else None for s in scored],
-        "parts": [[{"name": _text(n), "value": v} for n, v in s.parts.items()] if s else None for s in scored],
-        "length": [_length(row) for row in rows],
-        "finish_reason": [row.response.finish_reason for row in rows],
-        "weight_version": [row.response.weight_version for row in rows],
-        "version_spans": [[{"version": v, "end": end} for v, end in spans] for spans in versions],
-        "engine_spans": [[{"engine": url, "end": end} for url, end in row.response.engine_spans] for row in rows],
+        "length": [row.trajectory.length for row in rows],
+        "finish_reason": [row.trajectory.finish_reason for row in rows],
+        "weight_version": [row.trajectory.weight_version for row in rows],
         "sample": [t.sample if t else None for t in training],
         "advantage": [t.advantage if t else None for t in training],
         "in_loss": [t.in_loss if t else None for t in training],
         "prompt_ids": _lists([row.prompt.token_ids for row in rows], np.int32),
-        "token_ids": _lists([row.response.token_ids for row in rows], np.int32),
         "tokens": _pieces(rows, pieces),
-        "engine_logprobs": _lists([row.response.logprobs for row in rows], np.float32),
         "trainer_logprobs": _lists([t.trainer_logprobs if t else None for t in training], np.float32),
         "update_logprobs": _lists([t.update_logprobs if t else None for t in training], np.float32),
         "advantages": _lists([t.advantages if t else None for t in training], np.float32),
     }
+    for column in columns_of(trajectory_records.SCORED):
+        of_rows = [getattr(row.trajectory, column.field, None) for row in rows]
+        values[column.in_files] = (
+            _lists(of_rows, column.dtype)
+            if column.dtype
+            else [None if value is None else _stored(column.kind, value) for value in of_rows]
+        )
+    values["response"] = _responses(rows, pieces)
+    columns = schema([row.trajectory for row in rows])
     arrays = [
-        values if isinstance(values, pa.Array) else pa.array(values, SCHEMA.field(name).type)
-        for name, values in columns.items()
+        found if isinstance(found := values[field.name], pa.Array) else pa.array(found, field.type) for field in columns
     ]
     account = {"format": FORMAT, "step": file.step, "kind": file.kind, **file.account}
-    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({METADATA_KEY: json.dumps(account).encode()}))
+    return pa.Table.from_arrays(arrays, schema=columns.with_metadata({METADATA_KEY: json.dumps(account).encode()}))
+
+
+def _stored(kind: str, value: Any) -> Any:
+    """A value of a trajectory's column as Arrow takes it."""
+    if kind == "text":
+        return _text(value)
+    if kind not in _STRUCTS:
+        return value
+    items = plain(kind, value)
+    if kind == "parts":
+        items = [(_text(name), number) for name, number in items.items()]
+    elif kind == "turns":
+        items = [(stop, finish, json.dumps(parts)) for stop, finish, parts in items]
+    names = [name for name, _ in _STRUCTS[kind]]
+    return [dict(zip(names, item, strict=True)) for item in items]
+
+
+def trajectory_of(row: Mapping[str, Any]) -> ScoredTrajectory:
+    """The trajectory of a file's row, as `to_pylist` gives it."""
+    values = {
+        c.field: _read(c.kind, row[c.in_files]) for c in columns_of(trajectory_records.SCORED) if c.in_files in row
+    }
+    return restored(trajectory_records.SCORED, values, row["finish_reason"], row["weight_version"])
+
+
+def _read(kind: str, value: Any) -> Any:
+    """The inverse of `_stored`."""
+    if kind not in _STRUCTS or value is None:
+        return value
+    items = [tuple(item.values()) for item in value]
+    if kind == "turns":
+        return [(stop, finish, json.loads(parts)) for stop, finish, parts in items]
+    return dict(items) if kind == "parts" else items
 
 
 @contextlib.contextmanager
@@ -126,10 +159,6 @@ def account_of(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     return account
 
 
-def _length(row: Row) -> int:
-    return len(row.response.token_ids)
-
-
 def _text(text: str | None) -> str | None:
     """The text without lone surrogates, which JSON data may bring and no file can hold."""
     return None if text is None else text.encode("utf-8", "replace").decode()
@@ -138,12 +167,13 @@ def _text(text: str | None) -> str | None:
 def _responses(rows: Sequence[Row], pieces: TokenPieces) -> list[str | None]:
     """The texts that were scored; those of unscored responses are decoded here."""
     return [
-        _text(row.scored.text if row.scored else "".join(pieces.of(row.response.token_ids).to_pylist())) for row in rows
+        _text(row.scored.text if row.scored else "".join(pieces.of(row.trajectory.token_ids).to_pylist()))
+        for row in rows
     ]
 
 
 def _pieces(rows: Sequence[Row], pieces: TokenPieces) -> pa.Array:
-    ids = [row.response.token_ids for row in rows]
+    ids = [row.trajectory.token_ids for row in rows]
     offsets = np.cumsum([0, *(len(i) for i in ids)]).astype(np.int32)
     joined = np.concatenate([np.empty(0, np.int32), *ids])
     return pa.ListArray.from_arrays(pa.array(offsets), pieces.of(joined))

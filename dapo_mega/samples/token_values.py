@@ -77,16 +77,16 @@ def gather_runs(own: TokenRuns | None, num_columns: int, processes: Processes) -
     return gathered
 
 
-def by_response(
-    gathered: Sequence[TokenRuns], num_columns: int, prompt_lengths: Sequence[int], response_lengths: Sequence[int]
+def by_trajectory(
+    gathered: Sequence[TokenRuns], num_columns: int, places: Sequence[tuple[int, int]], lengths: Sequence[int]
 ) -> list[Floats]:
-    """The values [C, L] of every response's tokens; NaN where no process had any. Sample i has a prompt of
-    `prompt_lengths[i]` tokens."""
-    found = [np.full((num_columns, length), np.nan, np.float32) for length in response_lengths]
+    """The values [C, R] of every trajectory's rows, NaN where no process had any; `lengths` are their numbers of rows.
+    `places[i]` is (trajectory, shift) for sample i: its position p is row p + shift of the trajectory."""
+    found = [np.full((num_columns, length), np.nan, np.float32) for length in lengths]
     for runs in gathered:
         start = 0
         for sample, position, length in runs.places.tolist():
-            first = position - prompt_lengths[sample]
-            found[sample][:, first : first + length] = runs.values[:, start : start + length]
+            trajectory, shift = places[sample]
+            found[trajectory][:, shift + position :][:, :length] = runs.values[:, start : start + length]
             start += length
     return found

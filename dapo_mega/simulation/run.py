@@ -17,7 +17,7 @@ from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
 from dapo_mega.simulation.engines import SimulatedEngines
 from dapo_mega.simulation.failures import Failures, FailureTimes
-from dapo_mega.types import GenerationRequest, Prompt, Response, ScoredResponse
+from dapo_mega.types import GenerationRequest, Prompt, ScoredTrajectory, Trajectory
 
 _NUM_DRAWS = 1 << 16
 _NUM_PROMPTS = 10_000
@@ -191,10 +191,12 @@ class _Scorer(ResponseScorer):
         mixed = np.random.default_rng((workload.seed, 1)).random(_NUM_PROMPTS) < workload.kept_share
         self._is_mixed = mixed.tolist()
 
-    def score(self, asked: Sequence[tuple[Prompt, Response]]) -> list[ScoredResponse]:  # type: ignore[override]
+    def score(self, asked: Sequence[tuple[Prompt, Trajectory]]) -> list[ScoredTrajectory]:  # type: ignore[override]
         """See `ResponseScorer`."""
         return [
-            ScoredResponse(response, "", correct, float(correct), float(correct))
-            for prompt, response in asked
-            for correct in (self._is_mixed[prompt.index] and response.request_id % 2 == 0,)
+            ScoredTrajectory.judged(
+                trajectory, text="", correct=correct, accuracy_reward=float(correct), reward=float(correct)
+            )
+            for prompt, trajectory in asked
+            for correct in (self._is_mixed[prompt.index] and trajectory.id % 2 == 0,)
         ]

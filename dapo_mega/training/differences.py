@@ -51,7 +51,7 @@ def compare_samples(
     """Log-probs and ratios of the tokens, and the responses' advantages. `replayed[i]` are sample i's log-probs at the
     step's start with its advantages [2, L], and those of the last update [1, L], NaN where there are none."""
     pairs = list(zip(recorded, replayed, strict=True))
-    updated = [(r, new) for r, new in pairs if r.update_logprobs is not None and not np.isnan(new[1]).any()]
+    updated = [(r, new) for r, new in pairs if r.update_logprobs is not None and not np.isnan(new[1]).all()]
     quantities: dict[str, Iterable[tuple[RecordedSample, Floats, Floats]]] = {
         "log-probs at the step's start": ((r, r.trainer_logprobs, new[0][0]) for r, new in pairs),
         "log-probs in the last update": ((r, _updated(r), new[1][0]) for r, new in updated),
@@ -65,7 +65,7 @@ def compare_samples(
         (
             f"response {r.request_id}",
             float(np.float32(r.advantage)),
-            float(np.float32(new[0][1].mean(dtype=np.float64))),
+            float(np.float32(new[0][1][~np.isnan(new[0][1])].mean(dtype=np.float64))),
         )
         for r, new in pairs
     ]

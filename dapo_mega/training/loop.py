@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.batching.plan import PackingStats
-from dapo_mega.batching.samples import off_policy_tokens, samples_of_groups, samples_to_score
+from dapo_mega.batching.samples import samples_of_groups, samples_to_score
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
@@ -214,9 +214,9 @@ def find_starvation_cause(run: TrainingRun) -> str | None:
         if run.controller:
             run.fleet.sleep()
             recent = [
-                (prompt, response)
-                for prompt, response in run.controller.collector.recent
-                if off_policy_tokens(response, run.step) < len(response.token_ids)
+                (prompt, trajectory)
+                for prompt, trajectory in run.controller.collector.recent
+                if (trajectory.versions >= run.step).any()
             ]
             samples = samples_to_score(recent, run.step) if recent else None
     has_any = torch.tensor(samples is not None)

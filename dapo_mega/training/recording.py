@@ -22,7 +22,7 @@ from dapo_mega.megatron.objectives import TokenBatch
 from dapo_mega.samples.files import discard_after, samples_folder
 from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.samples.rows import Floats, SampleFile, Training, rows_of, rows_of_evaluation
-from dapo_mega.samples.token_values import TokenRuns, by_response, gather_runs, runs_of
+from dapo_mega.samples.token_values import TokenRuns, by_trajectory, gather_runs, runs_of
 from dapo_mega.training.build import Controller, TrainingRun
 from dapo_mega.training.scoring import ScoredStep
 from dapo_mega.types import Group, GroupFate
@@ -83,12 +83,12 @@ def record_step(run: TrainingRun, groups: Sequence[Group], trace: UpdateTrace) -
     if run.controller:
         fates = run.controller.collector.pop_fates()
         chosen = _chosen(fates, run.config, run.step)
-    of_samples = values_of_samples(run, groups, chosen, trace)
+    values = values_of_trajectories(run, groups, chosen, trace)
     if run.controller:
         assert run.controller.recorder
-        training = dict(zip(_sample_ids(groups), _training(run.config, groups, of_samples), strict=True))
+        training = dict(zip(_ids(groups), _training(run.config, groups, values), strict=True))
         rows = [
-            replace(row, training=training.get(row.response.request_id)) if fates[i].outcome == "trained" else row
+            replace(row, training=training.get(row.trajectory.id)) if fates[i].outcome == "trained" else row
             for i in chosen
             for row in rows_of(fates[i])
         ]
@@ -115,22 +115,28 @@ def _chosen(fates: Sequence[GroupFate], config: RunConfig, step: int) -> Sequenc
     return sorted(np.random.default_rng([config.seed, step]).choice(len(fates), wanted, replace=False).tolist())
 
 
-def _sample_ids(groups: Sequence[Group]) -> Iterator[int]:
-    """The request ids of the samples of a step, in order."""
-    return (scored.response.request_id for group in groups for scored in group.responses)
+def _ids(groups: Sequence[Group]) -> Iterator[int]:
+    """The ids of a step's trajectories, in order."""
+    return (member.id for group in groups for member in group.trajectories)
 
 
-def values_of_samples(
+def values_of_trajectories(
     run: TrainingRun, groups: Sequence[Group], chosen: Sequence[int], trace: UpdateTrace
 ) -> list[tuple[Floats, Floats]]:
-    """On rank 0, for every sample: log-probs at the step's start with its advantages [2, L], and of the last update
-    [1, L]. NaN for samples of groups that are not chosen, and where nothing was computed. `chosen`, which rank 0 gives,
-    are numbers of groups; all count unless `samples.groups_per_step` is set."""
-    processes, size = run.policy.processes, run.config.batch.group_size
+    """On rank 0, for every trajectory: log-probs at the step's start with its advantages [2, R], and of the last update
+    [1, R]. NaN in groups that are not chosen, and where nothing was computed. `chosen`, which rank 0 gives, are numbers
+    of groups; all count unless `samples.groups_per_step` is set."""
+    processes = run.policy.processes
+    members = [(number, group.prompt, member) for number, group in enumerate(groups) for member in group.trajectories]
+    places = [
+        (i, start if start else -len(prompt.token_ids))
+        for i, (_, prompt, member) in enumerate(members)
+        for start in (0, *member.segments[:-1])
+    ]
     wanted: list[Any] = [None]
     if run.config.samples.groups_per_step is not None:
         # Trained groups come first among the fates, in the order of their samples.
-        wanted = [[i * size + k for i in chosen if i < len(groups) for k in range(size)]]
+        wanted = [[sample for sample, (i, _) in enumerate(places) if members[i][0] in set(chosen)]]
         dist.broadcast_object_list(wanted, src=0, group=processes.control)
     own_start = own_update = None
     if processes.counts_outputs:
@@ -139,10 +145,8 @@ def values_of_samples(
         updated = list(trace.updated.values())
         own_update = _only(runs_of([m for m, _ in updated], [[logprobs for _, logprobs in updated]]), wanted[0])
     starts, updates = gather_runs(own_start, 2, processes), gather_runs(own_update, 1, processes)
-    members = [(group, scored) for group in groups for scored in group.responses]
-    prompts = [len(group.prompt.token_ids) for group, _ in members]
-    responses = [len(scored.response.token_ids) for _, scored in members]
-    at_start, at_update = by_response(starts, 2, prompts, responses), by_response(updates, 1, prompts, responses)
+    lengths = [member.num_rows for *_, member in members]
+    at_start, at_update = by_trajectory(starts, 2, places, lengths), by_trajectory(updates, 1, places, lengths)
     return list(zip(at_start, at_update, strict=True))
 
 
@@ -157,19 +161,19 @@ def _only(runs: TokenRuns, samples: Sequence[int] | None) -> TokenRuns:
 def _training(
     config: RunConfig, groups: Sequence[Group], values: Sequence[tuple[Floats, Floats]]
 ) -> Iterator[Training]:
-    """What training knows about each sample of the step, in order."""
+    """What training knows about each trajectory of the step, in order."""
     has_tokens = config.algorithm.has_token_rewards
     advantages = np.zeros(len(values)) if has_tokens else step_advantages(groups, config)
-    members = [scored for group in groups for scored in group.responses]
+    members = [member for group in groups for member in group.trajectories]
     for i, (scored, (at_start, at_update)) in enumerate(zip(members, values, strict=True)):
-        of_tokens = at_start[1]
+        of_tokens, sampled = at_start[1], at_start[1][scored.sampled]
         yield Training(
             sample=i,
-            advantage=float(of_tokens.mean(dtype=np.float64)) if has_tokens else float(advantages[i]),
+            advantage=float(sampled.mean(dtype=np.float64)) if has_tokens else float(advantages[i]),
             in_loss=is_in_loss(scored, config),
             trainer_logprobs=at_start[0],
             update_logprobs=None if np.isnan(at_update).all() else at_update[0],
-            advantages=of_tokens if has_tokens and (of_tokens != of_tokens[0]).any() else None,
+            advantages=of_tokens if has_tokens and (sampled != sampled[0]).any() else None,
         )
 
 

@@ -27,7 +27,7 @@ from dapo_mega.training.build import TrainingRun, build_models, entropy_control
 from dapo_mega.training.differences import Difference, compare_numbers, compare_samples
 from dapo_mega.training.lifecycle import require_model
 from dapo_mega.training.loop import adapt_entropy_bonus, hand_over, restore_entropy, update
-from dapo_mega.training.recording import UpdateTrace, values_of_samples
+from dapo_mega.training.recording import UpdateTrace, values_of_trajectories
 from dapo_mega.training.scoring import score
 
 _COMPARED = (
@@ -199,7 +199,7 @@ def _replay_one(
     metrics = {**scored.metrics, **updates}
     adapt_entropy_bonus(run, metrics)
     run.step = step
-    return recorded, metrics, trace, values_of_samples(run, groups, range(len(groups)), trace)
+    return recorded, metrics, trace, values_of_trajectories(run, groups, range(len(groups)), trace)
 
 
 def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:

@@ -15,7 +15,8 @@ from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.mismatch import measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, Prompt, Response
+from tests.made_trajectories import scored_answer
 
 from .launching import run_distributed
 from .tiny import make_model, make_samples, prompt_length
@@ -201,10 +202,10 @@ def samples_of(arrangement, algorithm):
             ids, logprobs = sample.token_ids[sampled].numpy(), sample.rollout_logprobs[sampled].numpy()
             finish = "stop" if sample.loss_mask.any() else "length"
             reward = rng.choice([-1.0, 0.3, 1.0])
-            members.append(ScoredResponse(Response(0, ids, logprobs, finish, 0), "", True, reward, reward))
+            members.append(scored_answer(Response(0, ids, logprobs, finish, 0), "", True, reward, reward))
         groups.append(Group(Prompt(0, "", prompt, ""), tuple(members), 0))
     if arrangement == "shuffled":
-        groups = [Group(g.prompt, tuple(rng.sample(g.responses, 4)), 0) for g in rng.sample(groups, len(groups))]
+        groups = [Group(g.prompt, tuple(rng.sample(g.trajectories, 4)), 0) for g in rng.sample(groups, len(groups))]
     if arrangement == "doubled":
         groups = groups * 2
     config = RunConfig.model_validate(

@@ -35,7 +35,7 @@ from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.build import TrainingRun
-from dapo_mega.types import Group, Response, ScoredResponse
+from dapo_mega.types import Group, Response, ScoredTrajectory, Trajectory
 
 _TRIED_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Micro-batch sizes tried for the favourable sides."""
@@ -119,7 +119,11 @@ def make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Grou
             tokens = rng.integers(4, pipeline.policy.arch.vocab_size, length).astype(np.int32)
             response = Response(0, tokens, np.full(length, -4.0, dtype=np.float32), "stop", 0)
             reward = float(rng.choice([-1.0, 1.0]))
-            members.append(ScoredResponse(response, "", reward > 0, reward, reward))
+            members.append(
+                ScoredTrajectory.judged(
+                    Trajectory.of(response), text="", correct=reward > 0, accuracy_reward=reward, reward=reward
+                )
+            )
         groups.append(Group(prompts[i % len(prompts)], tuple(members), 0))
     return groups
 
@@ -223,9 +227,9 @@ class TransformersUpdate:
 
 def _rows(groups: Sequence[Group]) -> Iterator[_Row]:
     for group in groups:
-        advantages = group_advantages([scored.reward for scored in group.responses], "group_norm")
-        for scored, advantage in zip(group.responses, advantages, strict=True):
-            tokens = np.concatenate([group.prompt.token_ids, scored.response.token_ids]).astype(np.int64)
+        advantages = group_advantages([scored.reward for scored in group.trajectories], "group_norm")
+        for scored, advantage in zip(group.trajectories, advantages, strict=True):
+            tokens = np.concatenate([group.prompt.token_ids, scored.token_ids]).astype(np.int64)
             yield _Row(torch.from_numpy(tokens), len(group.prompt.token_ids), float(advantage))
 
 

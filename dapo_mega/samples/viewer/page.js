@@ -30,7 +30,7 @@
 
   const [meta, rows, texts, prompts] = await Promise.all(["meta", "rows", "texts", "prompts"].map(json));
   const steps = meta.steps, count = texts.length;
-  const lengths = Int32Array.from(rows.length || []), stepOf = Int32Array.from(rows.step || []);
+  const lengths = Int32Array.from(rows.rows || []), stepOf = Int32Array.from(rows.step || []);
   const offsets = new Int32Array(count);
   const totals = steps.map(() => 0);
   for (let i = 0; i < count; i++) { offsets[i] = totals[stepOf[i]]; totals[stepOf[i]] += lengths[i]; }
@@ -107,7 +107,7 @@
     const ofPrompt = pattern && prompts.map((p) => pattern.text ? (p.lowered ??= p.text.toLowerCase()).includes(pattern.text) : pattern.expression.test(p.text));
     let shown = 0;
     for (let i = 0; i < count; i++) {
-      let ok = lengths[i] >= low && lengths[i] <= high;
+      let ok = rows.length[i] >= low && rows.length[i] <= high;
       if (ok && wanted !== undefined) ok = rows.correct[i] === wanted;
       if (ok && finish) ok = rows.finish_reason[i] === finish;
       if (ok && outcome) {
@@ -171,7 +171,7 @@
       const rowsHere = [], order = $("order").value;
       for (let i = 0; i < count; i++) if (matches[i] && (this.step < 0 || stepOf[i] === this.step)) rowsHere.push(i);
       if (order) {
-        const of = order.slice(1) === "length" ? (i) => lengths[i] : value(order.slice(1)), sign = order[0] === "-" ? -1 : 1;
+        const of = value(order.slice(1)), sign = order[0] === "-" ? -1 : 1;
         const keys = new Float64Array(count);
         for (const i of rowsHere) keys[i] = of(i) === null ? Infinity : sign * of(i);
         this.items = rowsHere.slice().sort((a, b) => (keys[a] === keys[b] ? a - b : keys[a] - keys[b]));
@@ -225,7 +225,7 @@
       if (i === this.chosen) element.classList.add("on");
       if (rows.finish_reason[i] === "length") { element.classList.add("cut"); element.title = "truncated"; }
       element.append(make("span", `verdict ${kind}`, rows.is_greedy[i] ? "★" : sign));
-      element.append(make("span", "number", number(rows.reward[i], 2)), make("span", "small", lengths[i]));
+      element.append(make("span", "number", number(rows.reward[i], 2)), make("span", "small", rows.length[i]));
       const snippet = make("span", "snippet");
       snippet.append(...marked(excerpt(texts[i])));
       element.append(snippet);
@@ -333,7 +333,7 @@
     if (rows.accuracy_reward[i] !== rows.reward[i]) add("before shaping", number(rows.accuracy_reward[i], 4));
     add("answer", rows.answer[i]);
     add("ground truth", prompts[rows.prompt[i]].truth);
-    add("length", `${lengths[i]}${rows.finish_reason[i] === "length" ? ", truncated" : ""}`);
+    add("length", `${rows.length[i]}${rows.finish_reason[i] === "length" ? ", truncated" : ""}`);
     add("in", stepName(steps[stepOf[i]]));
     add("group", rows.outcome[i] && NAMES[rows.outcome[i]]);
     if (rows.in_loss[i] === false) add("loss", "left out");

@@ -8,7 +8,7 @@ from dapo_mega.batching.samples import flatten, samples_to_score, single_turn
 from dapo_mega.batching.scatter import ScatterGroups
 from dapo_mega.batching.step import pack_step
 from dapo_mega.errors import InputError
-from dapo_mega.types import Prompt, Response
+from dapo_mega.types import Prompt, Response, Trajectory
 
 FOUR = {"token_budget": 40, "groups": np.arange(8) // 4, "groups_per_update": 1}
 EIGHT = {"token_budget": 40, "groups": np.arange(16) // 4, "groups_per_update": 2}
@@ -92,7 +92,8 @@ def test_samples_of_a_trajectory_stay_together_where_they_must():
 
 def test_tokens_name_the_engine_that_sampled_them_and_if_fresh():
     def response(*spans):
-        return Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", 2, ((1, 3), (2, 5)), spans)
+        answer = Response(0, np.zeros(5, np.int32), np.zeros(5, np.float32), "stop", 2, ((1, 3), (2, 5)), spans)
+        return Trajectory.of(answer)
 
     responses = [response(("b", 5)), response(("a", 1), ("", 4), ("b", 5)), response()]
     samples = samples_to_score([(Prompt(0, "", np.zeros(3, np.int32), ""), r) for r in responses], 2)

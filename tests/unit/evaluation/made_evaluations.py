@@ -9,7 +9,8 @@ from dapo_mega.samples.files import file_of, samples_folder, write_table
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import SampleFile, rows_of_evaluation
 from dapo_mega.samples.table import to_table
-from dapo_mega.types import Prompt, Response, ScoredResponse
+from dapo_mega.types import Prompt, Response
+from tests.made_trajectories import scored_answer
 
 SETTINGS = {
     "model": "models/tiny",
@@ -56,10 +57,10 @@ def save(
             is_right = j < num_right
             tokens = np.full(4 if is_right else 8, j, np.int32)
             response = Response(1000 * i + j, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
-            scored = ScoredResponse(
+            scored = scored_answer(
                 response, "said", is_right if judged else None, 1.0, 1.0, truth if is_right else f"no{j}"
             )
-            results.append((prompt, response, scored))
+            results.append((prompt, scored))
     account = {"settings": dict(settings)} if settings else {}
     file = SampleFile(step, kind, rows_of_evaluation(results), account)
     path = file_of(samples_folder(folder), file.kind, step)

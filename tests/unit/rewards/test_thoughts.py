@@ -8,7 +8,7 @@ from dapo_mega.rewards import extract_answer
 from dapo_mega.rewards.code import extract_code
 from dapo_mega.rewards.thoughts import opened_thought, split, spoken
 from dapo_mega.rollout.scoring import record_of
-from dapo_mega.types import Prompt, Response
+from dapo_mega.types import Prompt, Response, Trajectory
 from tests.unit.rewards.growth import growing_too_fast
 
 TAGS = [
@@ -93,7 +93,7 @@ def test_a_prompt_ends_in_a_thought_where_its_template_has_opened_one():
     assert opened_thought(r1, [{"role": "user", "content": r1}], "What does <think> do?") == "<think>"
     prompt = Prompt(0, chat("1+1", asked + "<think>\nOkay, "), np.zeros(1, np.int32), "2", {}, "1+1")
     response = Response(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
-    assert record_of(prompt, response, "so</think>2").whole_response == "<think>so</think>2"
+    assert record_of(prompt, Trajectory.of(response), "so</think>2").whole_response == "<think>so</think>2"
 
 
 def test_tags_that_are_special_tokens_stay_in_the_text():

@@ -153,8 +153,8 @@ def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts
     def account(fates):
         for fate in fates:
             if fate.outcome != "surplus":
-                responses = [m.response for m in fate.group.responses] if fate.group else fate.unscored
-                ended[responses[0].request_id // 4 if responses else f"no response {len(ended)}"] += 1
+                members = fate.group.trajectories if fate.group else fate.unscored
+                ended[members[0].id // 4 if members else f"no response {len(ended)}"] += 1
 
     for version in range(8):
         engine.version = version
@@ -172,7 +172,7 @@ def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts
             engine = new_engine()
             subject = collector(engine, run)
             subject.load_state(json.loads(json.dumps(values)), arrays)
-    waiting = {group.responses[0].response.request_id // 4 for group in subject.buffer.groups}
+    waiting = {group.trajectories[0].id // 4 for group in subject.buffer.groups}
     values = subject.state()[0]
     waiting |= {record["request_ids"][0] // 4 for record in values["in_flight"]}
     waiting |= {record["responses"][0]["request_id"] // 4 for record in values.get("fed", [])}
@@ -208,7 +208,7 @@ def test_a_feeder_feeds_until_training_is_over():
 
 def number_of(fate):
     """Of the group, in the order in which groups were asked for."""
-    return fate.group.responses[0].response.request_id // 4
+    return fate.group.trajectories[0].id // 4
 
 
 @pytest.mark.parametrize("error", [InputError("bad reward"), StopRequested("stop"), SystemExit(3)])

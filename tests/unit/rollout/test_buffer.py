@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from dapo_mega.rollout.buffer import GroupBuffer, max_offered
 from dapo_mega.rollout.group_state import dataset_fingerprint, pack_groups, unpack_groups
-from dapo_mega.types import Group, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, Prompt, Response
+from tests.made_trajectories import scored_answer
 
 PROMPTS = [Prompt(i, f"{i}", np.array([i, i + 1], np.int32), str(i)) for i in range(32)]
 
@@ -15,7 +16,7 @@ PROMPTS = [Prompt(i, f"{i}", np.array([i, i + 1], np.int32), str(i)) for i in ra
 def group(index, correct, rewards=None, version=0):
     rewards = rewards or [1.0 if c else -1.0 for c in correct]
     responses = tuple(
-        ScoredResponse(
+        scored_answer(
             Response(index * 100 + i, np.arange(i + 1, dtype=np.int32), -np.ones(i + 1, np.float32), "stop", version),
             f"text \u00e9 {i}",
             c,
@@ -37,7 +38,7 @@ def test_the_filter_looks_at_correctness_and_not_at_the_shaped_reward():
 
 def test_scores_that_differ_by_rounding_are_no_signal():
     for scores, keeps in (([0.1 + 0.2, 0.3], False), ([0.3, 0.3001], True), ([0.3, 0.5], True)):
-        members = group(0, [True] * len(scores)).responses
+        members = group(0, [True] * len(scores)).trajectories
         scored = tuple(replace(m, accuracy_reward=score) for m, score in zip(members, scores, strict=True))
         of_scores = Group(PROMPTS[0], scored, 0)
         assert GroupBuffer(dynamic_sampling_on="unequal_scores").keeps(of_scores) == keeps, scores
@@ -127,17 +128,17 @@ def test_groups_survive_a_round_trip_through_a_checkpoint(num_groups):
     for before, after in zip(groups, restored, strict=True):
         assert after.prompt is before.prompt
         assert after.weight_version == before.weight_version
-        for old, new in zip(before.responses, after.responses, strict=True):
+        for old, new in zip(before.trajectories, after.trajectories, strict=True):
             assert (old.text, old.correct, old.accuracy_reward, old.reward) == (
                 new.text,
                 new.correct,
                 new.accuracy_reward,
                 new.reward,
             )
-            assert old.response.request_id == new.response.request_id
-            assert old.response.finish_reason == new.response.finish_reason
-            np.testing.assert_array_equal(old.response.token_ids, new.response.token_ids)
-            np.testing.assert_array_equal(old.response.logprobs, new.response.logprobs)
+            assert old.id == new.id
+            assert old.finish_reason == new.finish_reason
+            np.testing.assert_array_equal(old.token_ids, new.token_ids)
+            np.testing.assert_array_equal(old.logprobs, new.logprobs)
 
 
 def test_the_fingerprint_sees_order_prompt_and_answer():

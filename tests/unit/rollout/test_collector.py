@@ -164,7 +164,7 @@ def test_a_group_whose_request_fails_is_dropped_counted_and_never_scored():
     assert metrics["rollout/dropped_groups"] == 1
     assert metrics["groups/offered"] == 5
     assert metrics["rollout/accuracy_mean"] == 0.5
-    assert all(r.response.request_id >= 4 for g in [*groups, *subject.buffer.groups] for r in g.responses)
+    assert all(r.id >= 4 for g in [*groups, *subject.buffer.groups] for r in g.trajectories)
 
 
 def test_every_group_of_a_step_went_to_exactly_one_place():
@@ -181,14 +181,12 @@ def test_every_group_of_a_step_went_to_exactly_one_place():
         fates = subject.pop_fates()
         assert [fate.group for fate in fates if fate.outcome == "trained"] == groups == [f.group for f in fates[:2]]
         counts = Counter(fate.outcome for fate in fates)
-        offered = len(
-            [fate for fate in fates if fate.group and fate.group.responses[0].response.request_id not in seen]
-        )
+        offered = len([fate for fate in fates if fate.group and fate.group.trajectories[0].id not in seen])
         assert offered == metrics["groups/offered"]
         assert counts["all_right"] == round(metrics["groups/all_right_share"] * offered)
         assert counts["all_wrong"] == round(metrics["groups/all_wrong_share"] * offered)
         assert counts["dropped"] == metrics["rollout/dropped_groups"]
-        seen |= {fate.group.responses[0].response.request_id for fate in fates if fate.group}
+        seen |= {fate.group.trajectories[0].id for fate in fates if fate.group}
     assert subject.pop_fates() == []
     dropped = next(fate for fate in fates if fate.outcome == "dropped") if counts["dropped"] else None
     assert dropped is None or (dropped.group is None and len(dropped.unscored) < 4)
@@ -238,8 +236,8 @@ def test_a_restored_collector_continues_as_if_nothing_had_happened():
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     got, _ = resumed.collect(1)
     assert [g.prompt.index for g in got] == [g.prompt.index for g in expected]
-    ids = [[r.response.request_id for r in g.responses] for g in got]
-    assert ids == [[r.response.request_id for r in g.responses] for g in expected]
+    ids = [[r.id for r in g.trajectories] for g in got]
+    assert ids == [[r.id for r in g.trajectories] for g in expected]
 
 
 OTHER_REWARDS = {
@@ -278,7 +276,7 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
         assert [f"{2 - num_held} of the 2 groups" in message for message in caplog.messages] == [True] * (num_held < 2)
     resumed = collector(ScriptedEngine(every_other), config(batch={"group_size": 6}))
     resumed.load_state(*state)
-    assert {len(group.responses) for group in resumed.collect(1)[0]} == {6}
+    assert {len(group.trajectories) for group in resumed.collect(1)[0]} == {6}
 
 
 def test_groups_in_flight_of_another_size_are_not_continued(caplog):
@@ -336,8 +334,8 @@ def test_overlong_filtering_masks_the_loss_but_not_the_statistics():
 
 def test_rewards_are_the_rule_reward_plus_the_soft_punishment():
     groups, metrics = collector(ScriptedEngine(every_other), config()).collect(0)
-    for scored in (r for g in groups for r in g.responses):
-        length = len(scored.response.token_ids)
+    for scored in (r for g in groups for r in g.trajectories):
+        length = scored.length
         base = 1.0 if scored.correct else -1.0
         # L_max 16, L_cache 4: free up to 12, then -1/4 per token, -1 from 16 on.
         assert scored.accuracy_reward == base
@@ -363,7 +361,7 @@ def straggler(request):
 
 
 def request_ids(groups):
-    return [r.response.request_id for g in groups for r in g.responses]
+    return [r.id for g in groups for r in g.trajectories]
 
 
 def test_the_order_of_answers_changes_nothing_in_whole_rollouts():
@@ -479,7 +477,7 @@ def test_groups_in_flight_survive_a_checkpoint_asked_once():
     assert not {0, 1, 2} & set(after.submitted)
     assert [g.prompt.index for g in groups] == [ORDER[0], *ORDER[5:8]]
     # Three answers of the old weights were kept, the fourth is of the new ones.
-    assert [r.response.weight_version for r in groups[0].responses] == [3, 3, 3, 4]
+    assert [r.weight_version for r in groups[0].trajectories] == [3, 3, 3, 4]
     assert groups[0].weight_version == 3
     trained += request_ids(groups)
     waiting = [i for record in resumed.state()[0]["in_flight"] for i in record["request_ids"]]
@@ -522,7 +520,7 @@ def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
     assert all((after[1][name] == array).all() for name, array in before[1].items())
     assert not engine.in_flight
     engine.left = 10**6
-    ids = [[r.response.request_id for g in c.collect(1)[0] for r in g.responses] for c in (undisturbed, stopped)]
+    ids = [[r.id for g in c.collect(1)[0] for r in g.trajectories] for c in (undisturbed, stopped)]
     assert ids[0] == ids[1]
 
 
@@ -548,8 +546,8 @@ def test_a_greedy_response_is_the_baseline_and_nothing_else():
     groups, metrics = subject.collect(0)
     assert greedy == list(range(4, subject.next_request_id, 5))
     assert all(group.prompt.index % 2 == 0 for group in groups)
-    assert {group.greedy.response.request_id % 5 for group in groups} == {4}
-    assert {len(group.responses) for group in groups} == {4}
+    assert {group.greedy.id % 5 for group in groups} == {4}
+    assert {len(group.trajectories) for group in groups} == {4}
     assert metrics["rollout/accuracy_mean"] < 0.25
     assert metrics["rollout/greedy_reward_mean"] == pytest.approx(1.0, abs=0.5)
     num_sampled = metrics["rollout/response_length_mean"] * 4 * metrics["groups/offered"]
@@ -559,7 +557,7 @@ def test_a_greedy_response_is_the_baseline_and_nothing_else():
     for group, part in zip(groups, samples.split([4] * 4), strict=True):
         starts = np.concatenate([[0], np.cumsum([len(one.columns) for one in part.split([1] * 4)])[:-1]])
         ends = starts + [len(one.columns) - 1 for one in part.split([1] * 4)]
-        expected = [member.reward - group.greedy.reward for member in group.responses]
+        expected = [member.reward - group.greedy.reward for member in group.trajectories]
         assert part.columns.advantages[ends].tolist() == pytest.approx(expected)
 
 
@@ -573,7 +571,7 @@ def test_groups_with_greedy_responses_continue_from_a_checkpoint():
     resumed.load_state(values, arrays)
 
     def ids(groups):
-        return [[g.greedy.response.request_id, *(r.response.request_id for r in g.responses)] for g in groups]
+        return [[g.greedy.id, *(r.id for r in g.trajectories)] for g in groups]
 
     assert ids(resumed.collect(1)[0]) == ids(whole.collect(1)[0])
 
@@ -584,8 +582,8 @@ def test_the_length_reward_counts_as_much_as_the_step_says():
     reward = {"length_weight": 0.6, "length_phase_in": [1, 4], "overlong_punishment": False}
     run = config(reward=reward)
     groups, _ = collector(ScriptedEngine(every_other), run).collect(1)
-    first = next(g for g in groups if g.responses[0].response.request_id == 0)
-    assert [member.reward for member in first.responses] == pytest.approx([1 + 0.1, -1, 1 - 0.2 / 6, -1 - 0.1])
-    assert [member.accuracy_reward for member in first.responses] == [1, -1, 1, -1]
+    first = next(g for g in groups if g.trajectories[0].id == 0)
+    assert [member.reward for member in first.trajectories] == pytest.approx([1 + 0.1, -1, 1 - 0.2 / 6, -1 - 0.1])
+    assert [member.accuracy_reward for member in first.trajectories] == [1, -1, 1, -1]
     for version, weight in ((0, 0.0), (3, 0.6), (9, 0.6)):
         assert run.reward.parts[-1].weight_at(version + 1) == pytest.approx(weight)

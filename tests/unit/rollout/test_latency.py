@@ -47,7 +47,7 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
     for version in range(6):
         engine.version = version
         groups, metrics = subject.collect(version)
-        first_ids = [group.responses[0].response.request_id for group in groups]
+        first_ids = [group.trajectories[0].id for group in groups]
         expected = [clock.now - engine.started[first] for first in first_ids]
         assert metrics["time/group_latency_mean_s"] == pytest.approx(np.mean(expected))
         assert metrics["time/group_latency_max_s"] == pytest.approx(max(expected))
@@ -63,7 +63,7 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
             subject = collector(engine, run, activity=Activity(clock))
             subject.load_state(json.loads(json.dumps(values)), arrays)
     assert num_carried_over > 0
-    held = [group.responses[0].response.request_id for group in subject.buffer.groups]
+    held = [group.trajectories[0].id for group in subject.buffer.groups]
     values = subject.state()[0]
     in_flight = [record["request_ids"][0] for record in values["in_flight"]]
     fed = [record["responses"][0]["request_id"] for record in values.get("fed", [])]

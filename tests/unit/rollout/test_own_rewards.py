@@ -70,7 +70,7 @@ def own(**algorithm):
 
 def group_numbers(groups):
     """Groups of four by the number of their first request."""
-    return [group.responses[0].response.request_id // 4 for group in groups]
+    return [group.trajectories[0].id // 4 for group in groups]
 
 
 def test_groups_of_equal_scores_are_dropped_where_nothing_is_correct():
@@ -80,7 +80,7 @@ def test_groups_of_equal_scores_are_dropped_where_nothing_is_correct():
     )
     groups, metrics = subject.collect(0)
     assert group_numbers(groups) == [1, 3, 5, 7]
-    assert [scored.reward for scored in groups[0].responses] == [0, 0.25, 0.5, 0.75]
+    assert [scored.reward for scored in groups[0].trajectories] == [0, 0.25, 0.5, 0.75]
     assert {fate.outcome for fate in subject.pop_fates()} == {"trained", "surplus", "no_signal"}
     assert metrics["groups/kept_share"] == 0.5
     assert metrics["reward/part_digits"] == np.mean(range(48))
@@ -123,7 +123,7 @@ def test_a_group_with_a_response_that_could_not_be_scored_is_dropped_and_counted
     assert metrics["groups/offered"] == 5
     assert "it raised\nTraceback\n  line 7" in caplog.text
     lost = [fate for fate in subject.pop_fates() if fate.outcome == "dropped"]
-    assert [[response.request_id for response in fate.unscored] for fate in lost] == [[4, 5, 6, 7]]
+    assert [[trajectory.id for trajectory in fate.unscored] for fate in lost] == [[4, 5, 6, 7]]
 
 
 def test_too_many_failures_end_the_run_with_the_first():
@@ -148,7 +148,7 @@ def test_a_run_without_correctness_continues_as_if_uninterrupted():
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     (expected, metrics), (found, found_metrics) = whole.collect(1), resumed.collect(1)
     assert group_numbers(found) == group_numbers(expected)
-    for scored in (scored for group in found for scored in group.responses):
+    for scored in (scored for group in found for scored in group.trajectories):
         assert (scored.correct, scored.parts) == (None, {"function": scored.reward, "digits": 1.0})
     assert found_metrics["reward/num_failed"] == metrics["reward/num_failed"]
 
@@ -206,8 +206,8 @@ def test_a_judge_and_unit_tests_of_code_reach_the_advantages():
         groups, metrics = Collector(run, prompts, ScriptedEngine(every_other), scorer, (2,)).collect(0)
         reward.close()
     rewards = np.array([1.4, 0.1, 1.4, 0.1])
-    assert [scored.reward for scored in groups[0].responses] == pytest.approx(rewards)
-    assert [scored.correct for scored in groups[0].responses] == [True, False, True, False]
+    assert [scored.reward for scored in groups[0].trajectories] == pytest.approx(rewards)
+    assert [scored.correct for scored in groups[0].trajectories] == [True, False, True, False]
     assert (metrics["reward/part_code"], metrics["reward/part_judge"]) == pytest.approx((0.5, 0.5))
     columns = samples_of_groups(groups, run, 0).columns
     advantages = [columns.advantages[columns.response_mask & (columns.sample_ids == i)] for i in range(4)]

@@ -93,7 +93,7 @@ def simulate(subject, engines, shares, account):
         version = engines.version
         groups, metrics = subject.collect(version)
         assert all(version - group.weight_version <= subject._config.algorithm.max_staleness for group in groups)
-        account.trained.update((group.responses[0].response.request_id // SIZE, version) for group in groups)
+        account.trained.update((group.trajectories[0].id // SIZE, version) for group in groups)
         account.offered += metrics["groups/offered"]
         account.stale += metrics["buffer/stale_dropped"]
         account.expired += metrics["rollout/groups_expired_in_flight"]
@@ -143,7 +143,7 @@ def test_no_group_that_is_complete_and_fresh_enough_is_ever_dropped(
     account = Account()
     simulate(subject, engines, shares, account)
     in_time, too_late, given_up = model_by_hand(engines, subject)
-    held = {group.responses[0].response.request_id // SIZE for group in subject.buffer.groups}
+    held = {group.trajectories[0].id // SIZE for group in subject.buffer.groups}
     assert account.trained.keys() | held == in_time
     assert not account.trained.keys() & held
     assert account.stale == len(too_late)
@@ -197,7 +197,7 @@ def test_engines_are_kept_as_busy_as_asked_when_most_groups_are_of_no_use(genera
     simulate(subject, engines, [0.3] * 9, account)
     assert engines.most_groups == generation_groups
     in_time, _, _ = model_by_hand(engines, subject)
-    held = {group.responses[0].response.request_id // SIZE for group in subject.buffer.groups}
+    held = {group.trajectories[0].id // SIZE for group in subject.buffer.groups}
     assert account.trained.keys() | held == {number for number in in_time if number % 3 == 0}
 
 
@@ -213,7 +213,7 @@ def test_a_restart_loses_nothing_that_had_arrived():
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     assert json.dumps(resumed.state()[0]) == json.dumps(values)
     groups, metrics = resumed.collect(1)
-    assert [group.responses[0].response.request_id // SIZE for group in groups] == list(range(8, 16))
+    assert [group.trajectories[0].id // SIZE for group in groups] == list(range(8, 16))
     assert not set(had_arrived) & set(again.submitted)
     # What was under way is made anew with the current weights, so it is as young as they are.
     assert [group.weight_version for group in groups] == [0, 0] + [1] * 6
@@ -231,7 +231,7 @@ def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
     resumed.load_state(values, arrays)
     again.version = 2
     groups, metrics = resumed.collect(2)
-    assert [group.responses[0].response.request_id // SIZE for group in groups] == [8, *range(10, 17)]
+    assert [group.trajectories[0].id // SIZE for group in groups] == [8, *range(10, 17)]
     assert metrics["rollout/groups_expired_in_flight"] == 1
 
 
@@ -266,8 +266,8 @@ def test_after_a_kill_no_token_that_is_trained_on_is_older_than_allowed(
     subject = collector(engines, config)
     for step, share in enumerate(shares):
         groups, _ = subject.collect(step)
-        responses = [scored.response for group in groups for scored in group.responses]
-        versions = {v for r in responses for v in (r.weight_version, *(version for version, _ in r.version_spans))}
+        members = [member for group in groups for member in group.trajectories]
+        versions = {v for r in members for v in (r.weight_version, *(version for version, _ in r.version_spans))}
         assert min(versions) >= step - max_staleness
         engines.version += 1
         engines.go_on(share)

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+from dataclasses import fields
 from types import MappingProxyType
 
 import numpy as np
@@ -16,7 +17,8 @@ from dapo_mega.samples.files import discard_after, rotate, stored_files, write_t
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import SampleFile, Training, rows_of, rows_of_evaluation, rows_of_group
 from dapo_mega.samples.table import account_of, to_table
-from dapo_mega.types import Group, GroupFate, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, GroupFate, Prompt, Response, Trajectory
+from tests.made_trajectories import scored_answer
 
 TOKENIZER = build_byte_tokenizer()
 TEXT = "Größe 😀 = </script>\u2028"
@@ -33,13 +35,18 @@ def scored(request_id, text=TEXT, correct=True):
     ids = np.append(tokens(text), TOKENIZER.eos_token_id).astype(np.int32)
     logprobs = np.linspace(-3, -1e-7, len(ids), dtype=np.float32)
     response = Response(request_id, ids, logprobs, "stop", 7, ((7, 3), (8, len(ids))), (("http://engine", len(ids)),))
-    return ScoredResponse(response, text, correct, 1.0, 0.75, "2", MappingProxyType({"format": 0.5}))
+    return scored_answer(response, text, correct, 1.0, 0.75, "2", MappingProxyType({"format": 0.5}))
+
+
+def unscored(request_id):
+    given = vars(scored(request_id))
+    return Trajectory(**{f.name: given[f.name] for f in fields(Trajectory)})
 
 
 def step_file(step, kind="training"):
     group = Group(PROMPT, (scored(8), scored(9, correct=None)), 7)
     rows = list(rows_of_group(group))
-    rows += rows_of(GroupFate("expired", PROMPT, unscored=(scored(12).response,)))
+    rows += rows_of(GroupFate("expired", PROMPT, unscored=(unscored(12),)))
     return SampleFile(step, kind, rows, {"groups": {"trained": 1, "expired": 1}})
 
 
@@ -55,7 +62,7 @@ def test_datasets_reads_several_files_with_all_values(tmp_path):
         **{
             **vars(file.rows[0]),
             "outcome": "trained",
-            "training": Training(0, -0.5, True, file.rows[0].response.logprobs - 0.25),
+            "training": Training(0, -0.5, True, file.rows[0].trajectory.logprobs - 0.25),
         }
     )
     write_table(tmp_path / "step_00000001.parquet", to_table(file, TokenPieces(TOKENIZER)))
@@ -65,7 +72,7 @@ def test_datasets_reads_several_files_with_all_values(tmp_path):
         (1, 8, "trained"), (1, 8, None), (1, 12, "expired"), (2, 8, None), (2, 8, None), (2, 12, "expired"),
     ]  # fmt: skip
     first, second, expired = data[0], data[1], data[2]
-    source = file.rows[0].response
+    source = file.rows[0].trajectory
     assert (first["response"], first["correct"], first["reward"], first["answer"]) == (TEXT, True, 0.75, "2")
     assert (first["parts"], first["advantage"]) == ([{"name": "format", "value": 0.5}], -0.5)
     assert first["version_spans"] == [{"version": 7, "end": 3}, {"version": 8, "end": len(source.token_ids)}]
@@ -148,9 +155,9 @@ def test_a_full_disk_is_one_warning_and_later_steps_are_written(tmp_path, full_d
 def test_an_evaluation_is_written_whole_also_what_could_not_be_scored():
     other = Prompt(5, "2+2?", tokens("2+2?"), "4")
     results = [
-        (PROMPT, scored(8).response, None),
-        (PROMPT, scored(9).response, scored(9)),
-        (other, scored(10).response, None),
+        (PROMPT, unscored(8)),
+        (PROMPT, scored(9)),
+        (other, unscored(10)),
     ]
     rows = to_table(SampleFile(3, "evaluation", rows_of_evaluation(results)), TokenPieces(TOKENIZER)).to_pylist()
     assert [(row["group"], row["request_id"], row["correct"], row["reward"]) for row in rows] == [

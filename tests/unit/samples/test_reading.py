@@ -17,7 +17,8 @@ from dapo_mega.samples.rows import SampleFile, Training, rows_of
 from dapo_mega.samples.table import METADATA_KEY, to_table
 from dapo_mega.training.differences import compare_numbers, compare_samples
 from dapo_mega.training.replay import plan_replay
-from dapo_mega.types import Group, GroupFate, Prompt, Response, ScoredResponse
+from dapo_mega.types import Group, GroupFate, Prompt, Response
+from tests.made_trajectories import scored_answer
 
 PROMPTS = [Prompt(i, f"prompt {i}", np.array([5, 6, i], np.int32), str(i)) for i in range(3)]
 
@@ -32,7 +33,7 @@ def scored(request_id, length):
     ids = rng.integers(0, 26, length).astype(np.int32)
     response = Response(request_id, ids, -rng.random(length, dtype=np.float32), "stop", 3, ((3, 1), (4, length)))
     reward = float(rng.normal())
-    return ScoredResponse(response, "text", bool(request_id % 2), 1.0, reward, None, {"format": 1 / 3})
+    return scored_answer(response, "text", bool(request_id % 2), 1.0, reward, None, {"format": 1 / 3})
 
 
 def recorded(folder, step=5):
@@ -47,7 +48,7 @@ def recorded(folder, step=5):
         for row in rows_of(GroupFate(outcome, group.prompt, group)):
             if outcome == "trained" and not row.is_greedy:
                 number = sum(r.training is not None for r in rows)
-                own = row.response.logprobs
+                own = row.trajectory.logprobs
                 row = replace(row, training=Training(number, 1 / 7, True, own / 3, own / 2 if number else None))
             rows.append(row)
     account = {"all_recorded": True, "world_size": 2, "updates": []}
@@ -74,7 +75,7 @@ def test_groups_come_back_bit_for_bit_and_in_order(tmp_path):
         expected = replace(expected, prompt=replace(expected.prompt, fields=got.prompt.fields))
         assert values(got) == values(expected)
     assert [sample.request_id for sample in step.samples] == [7, 8, 2, 3]
-    assert (step.samples[2].trainer_logprobs == groups[1].responses[0].response.logprobs / 3).all()
+    assert (step.samples[2].trainer_logprobs == groups[1].trajectories[0].logprobs / 3).all()
     assert (step.samples[0].update_logprobs, step.samples[0].advantage) == (None, 1 / 7)
 
 

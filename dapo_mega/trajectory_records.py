@@ -1,0 +1,152 @@
+"""Trajectories as records of checkpoints and rows of files, from the columns that the fields of `Trajectory` declare.
+
+A new column is its declaration and what fills it: every reader and writer asks `columns_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo_mega.types import ScoredTrajectory, Trajectory, Turn
+
+Record = dict[str, Any]
+Arrays = dict[str, npt.NDArray[Any]]
+T = TypeVar("T", bound=Trajectory)
+
+SCORED: type[ScoredTrajectory] = ScoredTrajectory
+"""The class whose columns files of samples have."""
+_OF_TOKENS = {"int32": np.int32, "float32": np.float32, "bool": np.bool_}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field: `key` is its name in checkpoints, `in_files` in files of samples; `dtype` is set where it is an array
+    along the tokens."""
+
+    field: str
+    kind: str
+    key: str
+    in_files: str
+    is_optional: bool
+    dtype: type[np.generic] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a value is one number, text or flag."""
+        return self.kind in ("flag", "integer", "number", "text")
+
+
+def columns_of(kind: type[Trajectory]) -> list[Column]:
+    """The columns of a class, in order."""
+    return [
+        Column(
+            field=f.name,
+            kind=f.metadata["kind"],
+            key="request_id" if f.name == "id" else f.name,
+            in_files=f.metadata["in_files"] or f.name,
+            is_optional=f.metadata["optional"],
+            dtype=_OF_TOKENS.get(f.metadata["kind"]),
+        )
+        for f in fields(kind)
+    ]
+
+
+def _absent(num_rows: int, finish_reason: Any, weight_version: Any) -> dict[str, Any]:
+    """What optional columns are where they are absent: one turn, by one version of the weights."""
+    return {
+        "sampled": np.ones(num_rows, np.bool_),
+        "turns": (Turn(num_rows, finish_reason),),
+        "version_spans": ((weight_version, num_rows),),
+        "engine_spans": (),
+        "segments": (num_rows,),
+    }
+
+
+def is_default(trajectory: Trajectory, column: Column) -> bool:
+    """Whether an optional column need not be written for this trajectory."""
+    if not column.is_optional:
+        return False
+    default: Any = _absent(trajectory.num_rows, trajectory.finish_reason, 0).get(column.field)
+    value = getattr(trajectory, column.field)
+    return bool(np.array_equal(value, default)) if column.dtype else bool(value == default)
+
+
+def plain(kind: str, value: Any) -> Any:
+    """A value of a column that is no array as JSON has it."""
+    if kind == "parts":
+        return None if value is None else dict(value)
+    if kind == "turns":
+        return [[turn.stop, turn.finish_reason, dict(turn.parts)] for turn in value]
+    return [list(item) for item in value] if kind in ("versions", "engines") else value
+
+
+def restored(kind: type[T], values: Mapping[str, Any], finish_reason: Any, weight_version: Any) -> T:
+    """A trajectory from `plain` values and arrays by field; `finish_reason` and `weight_version` are for what lacks
+    turns or versions."""
+    found: dict[str, Any] = _absent(len(values["token_ids"]), finish_reason, weight_version)
+    for column in columns_of(kind):
+        value: Any = values.get(column.field)
+        if column.field not in values or (column.field in found and (value is None or not len(value))):
+            continue  # Earlier versions lack some.
+        if column.kind == "turns":
+            value = tuple(Turn(stop, finish, MappingProxyType(dict(parts))) for stop, finish, parts in value)
+        elif column.kind in ("versions", "engines"):
+            value = tuple((name, end) for name, end in value)
+        elif column.kind == "integers":
+            value = tuple(value)
+        elif column.kind == "parts":
+            value = MappingProxyType(dict(value or {}))
+        found[column.field] = value if column.dtype is None else np.asarray(value, column.dtype)
+    return kind(**found)
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory], name: str) -> tuple[list[Record], Arrays]:
+    """For a checkpoint: one JSON record per trajectory, and for every column along tokens an array `name/column` of
+    all, concatenated. All are of one class."""
+    columns = columns_of(type(trajectories[0]) if trajectories else Trajectory)
+    records = [
+        {
+            "length": trajectory.num_rows,
+            "finish_reason": trajectory.finish_reason,
+            "weight_version": trajectory.weight_version,
+            **{
+                c.key: plain(c.kind, getattr(trajectory, c.field))
+                for c in columns
+                if not c.dtype and not is_default(trajectory, c)
+            },
+        }
+        for trajectory in trajectories
+    ]
+    arrays = {
+        f"{name}/{c.key}": np.concatenate([np.empty(0, c.dtype), *(getattr(t, c.field) for t in trajectories)])
+        for c in columns
+        if c.dtype and not (c.is_optional and all(is_default(t, c) for t in trajectories))
+    }
+    return records, arrays
+
+
+def unpack_trajectories(
+    records: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]], name: str, kind: type[T]
+) -> list[T]:
+    """The inverse of `pack_trajectories`, also for checkpoints that lack some columns."""
+    columns = columns_of(kind)
+    ends = np.cumsum([saved["length"] for saved in records], dtype=np.int64).tolist()
+    of_tokens = [c for c in columns if c.dtype and f"{name}/{c.key}" in arrays]
+    return [
+        restored(
+            kind,
+            {
+                **{c.field: saved[c.key] for c in columns if not c.dtype and c.key in saved},
+                **{c.field: arrays[f"{name}/{c.key}"][end - saved["length"] : end] for c in of_tokens},
+            },
+            saved["finish_reason"],
+            saved["weight_version"],
+        )
+        for saved, end in zip(records, ends, strict=True)
+    ]
