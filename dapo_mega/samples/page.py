@@ -207,8 +207,9 @@ def _columns(table: pa.Table, values: _TokenValues, step: int, tables: _Tables) 
         "rows": values.lengths.tolist(),
         "gap": _largest_differences(values),
     }
-    more = [c for c in columns_of(trajectory_records.SCORED) if c.is_plain and c.in_files not in (*plain, *rounded)]
-    shown = {f"more {c.in_files}": table[c.in_files].to_pylist() for c in more if c.in_files in table.column_names}
+    known = {*_PLAIN, *_ROUNDED, "request_id", "response"}
+    more = [c.in_files for c in columns_of(trajectory_records.SCORED) if c.is_plain and c.in_files not in known]
+    shown = {f"more {name}": table[name].to_pylist() for name in more if name in table.column_names}
     return {**plain, **rounded, **own, **shown}
 
 

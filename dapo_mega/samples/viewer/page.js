@@ -340,6 +340,7 @@
     if (rows.is_greedy[i]) add("sampled", "greedily, as a baseline");
     add("weights", rows.versions[i].map(([version]) => version).join(" → "));
     add("engine", [...new Set(rows.engines[i])].filter(Boolean).join(", "));
+    for (const name of Object.keys(rows)) if (name.startsWith("more ")) add(name.slice(5), rows[name][i]);
     add("prompt", `#${prompts[rows.prompt[i]].index}`);
     if (rows.gap[i] !== null) add("largest engine–trainer difference", number(rows.gap[i], 5));
     return list;

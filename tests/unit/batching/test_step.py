@@ -1,14 +1,18 @@
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from dapo_mega.batching.plan import PackingLayout, plan_step
-from dapo_mega.batching.samples import flatten, samples_to_score, single_turn
+from dapo_mega.batching.samples import Sample, flatten, samples_of_groups, samples_to_score, single_turn
 from dapo_mega.batching.scatter import ScatterGroups
 from dapo_mega.batching.step import pack_step
+from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
-from dapo_mega.types import Prompt, Response, Trajectory
+from dapo_mega.samples.token_values import TokenRuns, by_trajectory
+from dapo_mega.types import Group, Prompt, Response, ScoredTrajectory, Trajectory, Turn
 
 FOUR = {"token_budget": 40, "groups": np.arange(8) // 4, "groups_per_update": 1}
 EIGHT = {"token_budget": 40, "groups": np.arange(16) // 4, "groups_per_update": 2}
@@ -104,6 +108,45 @@ def test_tokens_name_the_engine_that_sampled_them_and_if_fresh():
     assert columns.fresh_mask.view(3, 8).tolist() == [[False] * 6 + [True] * 2] * 3
     assert columns.response_mask.view(3, 8).tolist() == [[False] * 3 + [True] * 5] * 3
     assert not columns.loss_mask.any()
+
+
+def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
+    # Two turns around an observation of 2 tokens; then the history is written anew in 3 tokens, before a turn of 1.
+    sampled = np.array([1, 1, 0, 0, 1, 0, 0, 0, 1], bool)
+    ids, logprobs = np.arange(9, dtype=np.int32), np.where(sampled, -np.arange(9) / 8, 0).astype(np.float32)
+    turns = (Turn(2, "stop"), Turn(5, "stop"), Turn(9, "stop"))
+    spans = ((3, 2), (4, 9)), (("a", 4), ("b", 9))
+    verdict = {"text": "", "correct": True, "accuracy_reward": 1.0}
+    found = [
+        ScoredTrajectory(number, ids, logprobs, sampled, turns, *spans, (5, 9), **verdict, reward=reward)
+        for number, reward in ((0, 1.0), (1, 0.0))
+    ]
+    prompt = Prompt(0, "", np.array([7, 8], np.int32), "")
+    paths = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
+    config = RunConfig.model_validate({**paths, "algorithm": {"advantage": "group_mean"}})
+    samples = samples_of_groups([Group(prompt, tuple(found), 3)] * 2, config, version=4)
+    assert samples.origins.trajectories.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert samples.origins.groups.tolist() == [0] * 4 + [1] * 4
+    assert samples.origins.leads.tolist() == [1, 0] * 4
+    assert samples.origins.loss_tokens.tolist() == [4] * 8
+    first, second, *_ = samples.split([1] * 8)
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
+    plain = single_turn(
+        prompt.token_ids, ids[:5], logprobs[:5], advantage=0.5, num_off_policy=2, engine_ids=[0, 0, 0, 0, 1]
+    )
+    for f in fields(Sample):
+        outside = torch.full_like(getattr(plain, f.name), f.metadata["outside"])
+        expected = plain.token_ids if f.name == "token_ids" else torch.where(mask, getattr(plain, f.name), outside)
+        assert torch.equal(getattr(first.columns, f.name), expected), f.name
+    assert second.columns.token_ids.tolist() == [5, 6, 7, 8]
+    assert second.columns.response_mask.tolist() == [False, False, False, True]
+    assert second.columns.rollout_logprobs.tolist() == [0, 0, 0, -1]
+    assert second.columns.sample_ids.tolist() == [-1, -1, -1, 1]
+    # What processes computed of the samples finds its way back to the trajectory's rows.
+    runs = TokenRuns(np.array([[0, 2, 2], [1, 3, 1], [0, 6, 1]], np.int32), np.array([[1.0, 2, 4, 3]], np.float32))
+    (values,) = by_trajectory([runs], 1, [(0, -2), (0, 5)], [9])
+    assert np.array_equal(values[0][sampled], [1, 2, 3, 4])
+    assert np.isnan(values[0][~sampled]).all()
 
 
 def test_parts_of_joined_samples_are_the_samples():
