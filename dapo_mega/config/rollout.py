@@ -11,6 +11,8 @@ from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
+Schedule = Literal["synchronous", "partial", "asynchronous"]
+
 
 class RolloutConfig(Section):
     """How responses are generated during training."""
@@ -60,7 +62,7 @@ class RolloutConfig(Section):
     max_attempts: int = Field(
         default=3, ge=1, description="SGLang engines: attempts at a response before its group is dropped."
     )
-    schedule: Literal["synchronous", "partial", "asynchronous"] = Field(
+    schedule: Schedule = Field(
         default="synchronous",
         description="When engines generate. synchronous: while the policy waits for a step's groups; partial (fleet): "
         "what is unfinished when a step has its groups goes on in the next step; asynchronous (fleet): new groups also "

@@ -3,7 +3,6 @@ group."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -146,12 +145,3 @@ def _reason(passed: Sequence[bool | None]) -> GroupOutcome:
     if None in passed:
         return "no_signal"
     return "all_right" if all(passed) else "no_signal" if any(passed) else "all_wrong"
-
-
-def max_offered(num_kept: int, kept_share: float) -> int:
-    """The most groups to offer such that mean plus three standard deviations of the kept ones is at most `num_kept`, if
-    each is kept with probability `kept_share`. At least `num_kept`."""
-    deviation = 3 * math.sqrt(kept_share * (1 - kept_share))
-    # The positive root sqrt(n) of share n + deviation sqrt(n) = num_kept.
-    root = (math.sqrt(deviation**2 + 4 * kept_share * num_kept) - deviation) / (2 * kept_share)
-    return max(num_kept, int(root**2))

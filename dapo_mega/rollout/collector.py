@@ -21,7 +21,8 @@ from dapo_mega.engines.protocol import RolloutEngine
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
-from dapo_mega.rollout.buffer import GroupBuffer, max_offered
+from dapo_mega.rollout.admission import Admission, Counts
+from dapo_mega.rollout.buffer import GroupBuffer
 from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
@@ -53,9 +54,8 @@ class Collector:
         `pop_fates` says where groups went, and `left_over` how many groups were held and in flight when the last step
         had its own."""
         self._config = config
-        # Where no token may be older than the weights, nothing can be sampled before the step that uses it.
-        is_strict = config.algorithm.max_staleness == 0
-        self._schedule = "synchronous" if is_strict else config.rollout.schedule
+        self._admission = Admission.of(config)
+        self._schedule = self._admission.schedule
         self.prompts = prompts
         self._engine = engine
         self._scorer = scorer
@@ -164,9 +164,9 @@ class Collector:
             self._add_ended(in_flight.arrived(), version, stats)
         stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
         in_flight.submit_missing()
-        first_round = self._first_round()
-        while len(self.buffer) < config.batch.groups_per_step or self._round_is_running():
-            self._ask(self._num_to_ask(first_round, version, stats), stats)
+        first_round = self._admission.first_round(len(self.buffer))
+        while len(self.buffer) < config.batch.groups_per_step or self._admission.is_round_running(len(in_flight)):
+            self._ask(self._admission.while_a_step_waits(self._counts(stats), first_round, version), stats)
             if not len(in_flight):
                 raise StarvedError(self._starvation(stats))
             self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
@@ -218,8 +218,9 @@ class Collector:
             self._end_scoring()
             if not goes_on():
                 return
-            num_steps = self._num_steps_ahead(version) + 1 if engines_have_it else self._num_steps_ahead(version - 1)
-            self._ask(self._num_missing(self._max_in_flight(num_steps), self._stats), self._stats)
+            counts = self._counts(self._stats)
+            num_prompts = self._admission.while_a_step_trains(counts, version, engines_have_it=engines_have_it)
+            self._ask(num_prompts, self._stats)
 
     def _end_scoring(self) -> None:
         self._being_scored = []
@@ -275,45 +276,14 @@ class Collector:
             self._observe(group)
             self.buffer.offer(group)
 
-    def _round_is_running(self) -> bool:
-        return self._schedule == "synchronous" and len(self._in_flight) > 0
-
-    def _num_to_ask(self, first_round: int, version: int, stats: RolloutStats) -> int:
-        """The number of prompts to submit now, in the step that starts from weights of `version` and whose first round
-        has `first_round` prompts.
-
-        synchronous: a whole round when none is running. partial: enough to keep `first_round` groups in flight, but at
-        most what this step and the next one can use. asynchronous: what this step and the next ones can use before the
-        engines' weights are too old. A step submits at most as many prompts as `max_generation_rounds` rounds.
-        """
-        config = self._config
-        if self._schedule == "partial":
-            return self._num_missing(min(first_round, self._max_in_flight(num_steps=2)), stats)
-        if self._schedule == "asynchronous":
-            return self._num_missing(self._max_in_flight(self._num_steps_ahead(version) + 1), stats)
-        if self._round_is_running() or self._num_rounds(stats) == config.algorithm.max_generation_rounds:
-            return 0
-        return config.generation_groups if stats.asked_prompts else first_round
-
-    def _num_steps_ahead(self, version: int) -> int:
-        """How many steps after the one that starts from weights of `version` may use tokens of these weights."""
-        return min(self._config.algorithm.max_staleness, self._config.num_steps - 1 - version)
-
-    def _num_missing(self, wanted: int, stats: RolloutStats) -> int:
-        """How many prompts to submit so that `wanted` groups are in flight."""
-        most = self._config.algorithm.max_generation_rounds * self._config.generation_groups
-        return max(0, min(wanted - self._in_flight.num_running, most - stats.asked_prompts))
-
-    def _num_rounds(self, stats: RolloutStats) -> int:
-        """The rounds that the submitted prompts fill, rounded up."""
-        return -(-stats.asked_prompts // self._config.generation_groups)
-
-    def _first_round(self) -> int:
-        """Prompts of a step's first round: `generation_groups` times the share of the step's groups that the buffer
-        lacks, so that surplus groups are used before they grow old."""
-        config = self._config
-        missing = max(config.batch.groups_per_step - len(self.buffer), 0)
-        return -(-config.generation_groups * missing // config.batch.groups_per_step)
+    def _counts(self, stats: RolloutStats) -> Counts:
+        return Counts(
+            asked=stats.asked_prompts,
+            running=self._in_flight.num_running,
+            in_flight=len(self._in_flight),
+            held=len(self.buffer) + self._num_kept_of_fed + len(self._not_scored) + len(self._being_scored),
+            kept_share=self.buffer.recent_kept_share(),
+        )
 
     def pop_fates(self) -> list[GroupFate]:
         """Where the groups of the last `collect` went, also of one that failed: those for its step first, in their
@@ -324,13 +294,6 @@ class Collector:
     def num_in_flight(self) -> int:
         """Groups that the engines still work on, and those that are being scored beside training."""
         return len(self._in_flight) + len(self._being_scored)
-
-    def _max_in_flight(self, num_steps: int) -> int:
-        """The most groups in flight such that all that are kept, those that are there included, are used by the next
-        `num_steps` steps. Groups that wait longer could grow too old."""
-        num_held = len(self.buffer) + self._num_kept_of_fed + len(self._not_scored) + len(self._being_scored)
-        room = num_steps * self._config.batch.groups_per_step - num_held
-        return max_offered(max(room, 0), self.buffer.recent_kept_share())
 
     def histograms(self) -> dict[str, Histogram]:
         """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
@@ -454,8 +417,8 @@ class Collector:
     def _starvation(self, stats: RolloutStats) -> str:
         counts, num_failed = self.buffer.counts, stats.dropped_groups + len(stats.unscored)
         return (
-            f"dynamic sampling is starved: after {self._num_rounds(stats)} generation rounds of up to "
-            f"{self._config.generation_groups} prompts only {len(self.buffer)} of "
+            f"dynamic sampling is starved: after {self._admission.num_rounds(stats.asked_prompts)} generation rounds "
+            f"of up to {self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
             f"({self._outcomes()}, {num_failed} failed of {counts.offered + num_failed}). {self._advice()}"
         )
@@ -480,7 +443,7 @@ class Collector:
     def _metrics(self, stats: RolloutStats, groups: Sequence[Group], version: int) -> dict[str, float]:
         """Of a step that starts from weights of `version` and trains on `groups`."""
         return {
-            "rollout/generation_rounds": float(self._num_rounds(stats)),
+            "rollout/generation_rounds": float(self._admission.num_rounds(stats.asked_prompts)),
             "rollout/groups_in_flight": float(self.num_in_flight()),
             "buffer/size": float(len(self.buffer)),
             **self.sampler.metrics(),

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.rollout.buffer import GroupBuffer, max_offered
+from dapo_mega.rollout.admission import max_offered
+from dapo_mega.rollout.buffer import GroupBuffer
 from dapo_mega.rollout.group_state import dataset_fingerprint, pack_groups, unpack_groups
 from dapo_mega.types import Group, Prompt, Response
 from tests.made_trajectories import scored_answer
