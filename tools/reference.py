@@ -56,7 +56,7 @@ class GeneratedPart:
 # The file tree ----------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards", "algorithms", "data",
+    "types", "trajectory_records", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards", "algorithms", "data",
     "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
     "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training", "ablation", "commands",
     "__main__",
