@@ -56,10 +56,10 @@ class GeneratedPart:
 # The file tree ----------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "trajectory_records", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards", "algorithms", "data",
-    "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout", "weight_sync", "conversion",
-    "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training", "ablation", "commands",
-    "__main__",
+    "types", "trajectory_records", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards",
+    "algorithms", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
+    "weight_sync", "conversion", "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training",
+    "ablation", "commands", "__main__",
 )  # fmt: skip
 
 
