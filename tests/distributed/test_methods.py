@@ -22,7 +22,7 @@ from dapo_mega.megatron.token_advantages import (
     normalized,
     subtract_following_penalties,
 )
-from dapo_mega.samples.token_values import by_response, gather_runs, runs_of
+from dapo_mega.samples.token_values import by_trajectory, gather_runs, runs_of
 
 from .launching import run_distributed
 from .tiny import make_model, make_samples, prompt_length
@@ -89,7 +89,8 @@ def _scored_on_rank_zero(policy, processes, case):
         own = runs_of(micro_batches, [[s.logprobs for s in scores], advantages])
     prompts = [prompt_length(sample) for sample in samples]
     lengths = [len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
-    return by_response(gather_runs(own, 2, processes), 2, prompts, lengths)
+    places = [(i, -prompt) for i, prompt in enumerate(prompts)]
+    return by_trajectory(gather_runs(own, 2, processes), 2, places, lengths)
 
 
 def _numbered(policy, samples, budget, aggregation):

@@ -24,7 +24,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.build import TrainingRun, build_run
 from dapo_mega.training.run import close
-from dapo_mega.types import Prompt, Response
+from dapo_mega.types import Prompt, Trajectory
 
 from .conftest import SharedEngines
 from .sglang_servers import call
@@ -197,8 +197,8 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
         process.send_signal(number)
 
 
-def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Response]]:
-    """Change the weights while groups are generated; the prompts and responses that old and new ones had part in."""
+def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Trajectory]]:
+    """Change the weights while groups are generated; the prompts and trajectories that old and new ones had part in."""
     assert training_run.controller
     collector, driver = training_run.controller.collector, training_run.fleet.client
     pending = collector._in_flight
@@ -220,7 +220,7 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Re
             parameter.mul_(1.5)
     training_run.weight_sync.push(training_run.policy, training_run.step + 1)
     complete = [group for _ in range(len(pending)) if (group := pending.next_complete())]
-    return [(prompt, r) for prompt, responses in complete for r in responses if r.version_spans]
+    return [(prompt, t) for prompt, trajectories in complete for t in trajectories if len(t.version_spans) > 1]
 
 
 def engine_logprobs(url: str, tokens: list[int]) -> list[tuple[float, int, Any]]:
@@ -229,7 +229,7 @@ def engine_logprobs(url: str, tokens: list[int]) -> list[tuple[float, int, Any]]
     return call(url, "/generate", body | {"logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
 
 
-def deviation_after_update(url: str, prompt: Prompt, response: Response) -> float:
+def deviation_after_update(url: str, prompt: Prompt, response: Trajectory) -> float:
     """Of the tokens after the last update: how far, in nats, their log-probs are at most from those that the engine's
     weights, which are still the same, give them in a single pass."""
     scores = engine_logprobs(url, [*prompt.token_ids.tolist(), *response.token_ids.tolist()])
