@@ -130,7 +130,7 @@ ELSEWHERE = {
     "test_engines_that_got_only_changes_hold_the_whole_new_weights",
     "weight_sync.relays": "integration/test_fleet.py::"
     "test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_once",
-    "tracking.run_name": "integration/test_trackers.py::test_wandb_has_one_run_with_each_step_once",
+    "tracking.": "unit/training/test_tracking.py::test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",
 }
 # Beginnings of keys that no test changes at a resume -> why.
 NOT_CHANGED = {
@@ -142,7 +142,6 @@ NOT_CHANGED = {
     "evaluation.at_start": "before the first step alone",
     "model.architecture": "by a dry run where the model is not",
     "output_dir": "says where the checkpoint is",
-    "tracking.": "with tracking.backends; sent to a tracker's process at each start",
 }
 
 

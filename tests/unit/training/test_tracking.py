@@ -8,7 +8,7 @@ import yaml
 from dapo_mega.config import RunConfig, TrackingConfig, load_config
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
-from dapo_mega.training import lifecycle
+from dapo_mega.training import lifecycle, run_records
 from dapo_mega.training.run import run_training
 from dapo_mega.training.run_records import run_description
 
@@ -50,6 +50,29 @@ def test_a_run_is_described_by_what_decides_it_and_without_secrets(config):
     assert described.versions.keys() >= {"python", "torch"}
     assert "learning_rate: 2.0e-06" in described.config_text
     assert "hidden" not in str(described)
+
+
+CHANGED = {
+    "project": "other", "run_name": "renamed", "entity": "team", "offline": True, "mlflow_uri": "sqlite:///other.db",
+    "trackio_space": "me/space", "close_limit_s": 5.0,
+}  # fmt: skip
+
+
+def test_a_changed_key_reaches_the_trackers_of_a_run_that_continues(config, monkeypatch):
+    started = []
+    monkeypatch.setattr(run_records, "BackgroundTracker", lambda name, run, hidden: started.append((name, run)))
+    described = run_description(config)
+    run_records.open_trackers(config, described, is_new=True)
+    ((_, before),) = started
+    for key, value in CHANGED.items():
+        tracking = config.tracking.model_copy(update={"backends": ("wandb", "mlflow", "trackio"), key: value})
+        started.clear()
+        run_records.open_trackers(config.model_copy(update={"tracking": tracking}), described, is_new=False)
+        assert [name for name, _ in started] == ["wandb", "mlflow", "trackio"]
+        field = "name" if key == "run_name" else key
+        for _, run in started:
+            assert run.id == before.id
+            assert getattr(run, field) == value != getattr(before, field), key
 
 
 @pytest.mark.parametrize(
