@@ -96,7 +96,7 @@ def resumed(fleet, overrides, prepare):
         "rollout.fleet.min_engines=2",
         "weight_sync.transport=disk", "weight_sync.folder={folder}/weights", "rollout.engine_tolerance=1000",
         "rollout.mismatch_stop=null", "algorithm.dynamic_sampling=false", "rollout.fleet.wait_limit_s=20",
-        "algorithm.max_staleness=2",
+        "algorithm.max_staleness=2", "algorithm.max_generation_rounds=1",
     ]  # fmt: skip
     with heard() as seen["warnings"]:
         try:
