@@ -36,6 +36,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
+from dapo_mega.megatron.repairs.offloaded_optimizer import save_as_if_not_offloaded
 from dapo_mega.megatron.repairs.optimizer_checkpoints import (
     allocate_adam_state,
     keep_adam_step,
@@ -294,6 +295,7 @@ def _sharded_content(model: TrainedModel) -> dict[str, Any]:
     """Megatron's sharded state dict of a model and its optimizer."""
     allocate_adam_state(model.optimizer)
     keep_bucket_padding(model.optimizer)
+    save_as_if_not_offloaded(model.optimizer)
     model.finish_param_gather()
     chunks = _sharded_chunks(model)
     content = {
@@ -313,6 +315,7 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
     allocate_adam_state(model.optimizer)
     keep_adam_step(model.optimizer)
     keep_bucket_padding(model.optimizer)
+    save_as_if_not_offloaded(model.optimizer)
     chunks = _sharded_chunks(model)
     for chunk in chunks.values():
         for key in [key for key in chunk if key.endswith(_LAYER_STATE)]:

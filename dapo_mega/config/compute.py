@@ -127,7 +127,7 @@ class ComputeConfig(Section):
         ge=0,
         le=1,
         description="Share of the optimizer's state kept and updated in host memory. Raise it when GPU memory is "
-        "short. On a GPU such a run cannot continue from its checkpoints yet, and warns of it.",
+        "short.",
     )
     deterministic: bool = Field(
         json_schema_extra=FREE,

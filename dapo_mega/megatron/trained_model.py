@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from dapo_mega.megatron.packed_stage import PackedStage
 from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import WeightBucket
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -242,12 +239,6 @@ def _optimizer_config(
 ) -> MegatronOptimizerConfig:
     # Without a GPU the optimizer's state is in host memory already.
     offload = compute.optimizer_offload if accelerator.has_gpu() else 0.0
-    if offload:
-        logger.warning(
-            "compute.optimizer_offload=%g: this run cannot continue from its checkpoints yet, as those of Megatron's "
-            "offloading optimizer are not read; export its weights (checkpoint.hf_every), or set it to 0",
-            offload,
-        )
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.learning_rate,

@@ -118,6 +118,8 @@ ELSEWHERE = {
     "algorithm.dynamic_sampling_on": HELD,
     "algorithm.score_threshold": HELD,
     "compute.fp8.": "te_cpu/emulated/test_checkpoints.py::test_changed_fp8_and_layers_take_effect_at_a_resume",
+    "compute.optimizer_offload": "te_cpu/emulated/test_devices.py::"
+    "test_a_changed_share_of_offloading_takes_effect_at_a_resume",
     "model.layer_implementation": "te_cpu/emulated/test_checkpoints.py::"
     "test_changed_fp8_and_layers_take_effect_at_a_resume",
     "optimizer.": "unit/checkpoints/test_store.py::test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume",
@@ -135,7 +137,6 @@ ELSEWHERE = {
 # Beginnings of keys that no test changes at a resume -> why.
 NOT_CHANGED = {
     "algorithm.preset": "while the file is read: it fills in other keys",
-    "compute.optimizer_offload": "on a GPU",
     "data.evaluation": "unset or set: its keys are changed",
     "data.mixture": "the keys of each dataset are those of data.train; names are in the checkpoint: refused",
     "data.train.columns.response": "by supervised fine-tuning",

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import PRESETS, ParallelConfig, SftConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.engines.sglang.weight_protocol import unpack_changes
@@ -357,6 +358,68 @@ def test_a_resumed_run_mixes_no_devices(tmp_path, models):
     kept, second = run(tmp_path, models, case)
     assert kept == first, "its step was done again"
     assert all(second[f"{model}/grad_norm"] > 0 for model in ("policy", "critic"))
+
+
+# compute.optimizer_offload before and after a resume, and the number of updates before it.
+OFFLOADING = [(0.5, 0.5, 2), (1.0, 1.0, 0), (0.0, 0.5, 2), (0.5, 0.0, 2), (1.0, 0.3, 2)]
+
+
+@pytest.mark.parametrize(("before", "after", "num_updates"), OFFLOADING)
+def test_a_changed_share_of_offloading_takes_effect_at_a_resume(tmp_path, models, before, after, num_updates):
+    """Loading changes no bit of the optimizer's state. The next updates are the same, but for roundings in which the
+    host's Adam and the GPU's differ; from the second on these may turn bits of bf16."""
+
+    def made(share):
+        return device_policy(models["dense"], processes, learning_rate=1e-2, optimizer_offload=share)
+
+    def updated(policy, seed):
+        batch = pack(flatten(make_samples(4, seed, all_in_loss=True)), max_response_tokens=64)
+        policy.update([TokenBatch(batch)], SupervisedLoss())
+        weights = [tensor.float().flatten() for bucket in policy.weights(1 << 30) for _, tensor in bucket]
+        return adam_state(policy), torch.cat(weights)
+
+    with devices.pretending():
+        processes = start_processes(ParallelConfig(), 0)
+        try:
+            whole, store = made(before), CheckpointStore(tmp_path, keep_last=1)
+            for seed in range(num_updates):
+                updated(whole, seed)
+            store.save(whole, lambda: LoopState(1, {}, {}), 1)
+            resumed = made(after)
+            store.load(resumed, store.latest())
+            saved, loaded = adam_state(whole), adam_state(resumed)
+            (first, weights), (second, later) = (updated(whole, seed) for seed in (8, 9))
+            (my_first, my_weights), (my_second, my_later) = (updated(resumed, seed) for seed in (8, 9))
+        finally:
+            stop_processes()
+    assert torch.equal(loaded.values, saved.values)
+    for share, state in ((before, saved), (after, loaded)):
+        assert share <= state.share_on_host <= (share and share + 0.35), "it is the least that whole tensors can make"
+    assert loaded.steps == saved.steps == {num_updates}
+    assert my_second.steps == second.steps == {num_updates + 2}
+    if before == after:
+        assert torch.equal(my_second.values, second.values)
+        assert torch.equal(my_later, later)
+    assert torch.allclose(my_first.values, first.values, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(my_weights, weights, rtol=2**-7, atol=1e-6)
+
+
+def adam_state(policy):
+    """The optimizer's float32 weights and moments in one row, its counts of steps, and which share of the moments is on
+    the host."""
+    (part,) = policy.optimizer.chained_optimizers
+    inner = part.optimizer
+    weights = [weight for group in inner.param_groups for weight in group["params"]]
+    moments = [inner.state[weight][name] for weight in weights for name in ("exp_avg", "exp_avg_sq")]
+    on_host = sum(moment.numel() for moment in moments if not devices.on_gpu(moment))
+    steps = set()
+    for each in getattr(inner, "sub_optimizers", [inner]):
+        steps |= {int(place["step"]) for place in (*each.state.values(), *each.param_groups) if "step" in place}
+    return SimpleNamespace(
+        values=torch.cat([tensor.cpu().flatten() for tensor in (*weights, *moments)]),
+        share_on_host=on_host / sum(moment.numel() for moment in moments),
+        steps=steps,
+    )
 
 
 def test_supervised_training_mixes_no_devices(tmp_path, models):

@@ -64,7 +64,8 @@ RECIPES = {
     for scaling in ("delayed", "tensorwise", "blockwise")
     for params in (False, True)
 }
-RESUMED = (*RECIPES, "delayed_params_last")
+RESUMED = [("dense", f"{name}_resumed") for name in (*RECIPES, "delayed_params_last", "bf16_offload")]
+RESUMED.append(("experts", "bf16_offload_resumed"))
 PRECISIONS = {"bf16": BF16} | {
     name: {**BF16, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
     for name, (scaling, params) in RECIPES.items()
@@ -104,6 +105,12 @@ def rounded():
         "delayed_params_last": {**last, "save_after": 2},
         "delayed_params_last_resumed": {**last, "resume": "delayed_params_last"},
     }
+    offload = {**BF16, "compute": {"optimizer_offload": 0.5}}
+    for model, parallel in (("dense", {}), ("experts", {"expert": 2})):
+        table[model][2] |= {
+            "bf16_offload": {**offload, "parallel": parallel, "save_after": 2},
+            "bf16_offload_resumed": {**offload, "parallel": parallel, "resume": "bf16_offload"},
+        }
     for name in ("bf16", "blockwise"):
         case = PRECISIONS[name]
         for model in DENSE_FAMILIES:
@@ -124,10 +131,12 @@ IN_GATE = {
     "dense": """one tp2_sp_recompute dp2_overlap tp2_apex dp2_overlap_apex_local
         delayed delayed_resumed delayed_params_last delayed_params_last_resumed tensorwise_params
         tensorwise_params_resumed blockwise blockwise_params
-        blockwise_params_resumed bf16_cp2_overlap_recompute delayed_params_tp2 tensorwise_tp2 blockwise_params_tp2
+        blockwise_params_resumed bf16_offload bf16_offload_resumed
+        bf16_cp2_overlap_recompute delayed_params_tp2 tensorwise_tp2 blockwise_params_tp2
         tensorwise_params_cp2_overlap_recompute blockwise_cp2_overlap_recompute""",
     "deep": "vpp2x2 tp2_from_vpp2x2",
-    "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2",
+    "experts": """ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2
+        bf16_offload bf16_offload_resumed""",
     "latent": "tp2",
 }
 
@@ -278,8 +287,8 @@ def test_tokens_are_scored_within_fp8s_precision_before_the_first_update(roundin
     assert rounding[model, name]["scores"] == pytest.approx(rounding[model, "local"]["scores"], rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "name"), parameters(ROUNDED, needed=[("dense", f"{r}_resumed") for r in RESUMED]))
-def test_a_resumed_fp8_run_continues_bit_for_bit(rounding, model, name):
+@pytest.mark.parametrize(("model", "name"), parameters(ROUNDED, needed=RESUMED))
+def test_a_resumed_run_continues_bit_for_bit(rounding, model, name):
     whole, resumed = rounding[model, name.removesuffix("_resumed")], rounding[model, name]
     assert resumed["metrics"] == whole["metrics"][2:]
     assert all(torch.equal(resumed["after"][key], tensor) for key, tensor in whole["after"].items())
