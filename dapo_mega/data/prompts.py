@@ -185,7 +185,7 @@ def load_demonstrations(
         if length > max_tokens:
             raise InputError(
                 f"{row.where}: prompt and response are {length} tokens, over the limit of {max_tokens}; "
-                f"raise max_tokens or remove the row"
+                f"raise data.max_tokens or remove the row"
             )
         demonstrations.append(demonstration)
     return demonstrations

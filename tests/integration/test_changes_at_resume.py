@@ -40,6 +40,7 @@ CHANGES = {
         "compute.recompute": ("full", "trainer.recompute_granularity"),
         "compute.overlap_grad_reduce": (True, "gradients.overlap_grad_reduce"),
         "compute.deterministic": (True, "deterministic"),
+        "parallel.world_size": (2, "error"),
         "compute.fused_output_layer": (False, "is_fused"),
         "threads_per_process": (2, "threads"),
         "weight_sync.bucket_mib": (0.01, "buckets"),
@@ -150,6 +151,7 @@ OWN_REWARD = ("algorithm.dynamic_sampling=false", "reward.call_responses=4", "re
 CHANGES |= {
     ("algorithm.dynamic_sampling=false", f"reward.components={JUDGES}", "reward.correct_from=answer"): {
         "reward.correct_from": ("own", "rollout/accuracy_mean"),
+        "reward.components": (JUDGES.replace(":right", ":score"), "rollout/reward_mean"),
     },
     (*OWN_REWARD[:2], f"{OWN_REWARD[2]}numbered"): {"reward.num_workers": (1, "processes")},
     (*OWN_REWARD[:2], f"{OWN_REWARD[2]}slow", "reward.retries=0"): {"reward.call_time_limit_s": (0.05, "error")},
@@ -204,7 +206,17 @@ OTHER_DATA = {
     "template": "== {problem}", "chat_template": True, "deduplicate": False,
 }  # fmt: skip
 FREE = ("path", "columns.data_source", "columns.extra")
-CHANGED_DATA = [f"data.{section}.{key}" for section in ("train", "evaluation") for key in OTHER_DATA]
+# Two prompts of evaluations have more than 6 tokens, none to train on has. Key -> as in CHANGES.
+LONG_PROMPTS = (
+    "data.max_prompt_tokens=6", "data.long_prompts=drop", "data.evaluation.max_rows=13",
+    "data.evaluation.template==={problem}",
+)  # fmt: skip
+CHANGED_LIMITS = {"data.max_prompt_tokens": (7, "evaluation_prompts"), "data.long_prompts": ("refuse", "error")}
+CHANGED_DATA = [
+    *(f"data.{section}.{key}" for section in ("train", "mixture", "evaluation") for key in OTHER_DATA),
+    *CHANGED_LIMITS,
+    "data.mixture.weight",
+]
 
 
 def write_rows(folder, note="a"):
@@ -229,7 +241,7 @@ class Resumes:
     """Saved runs, and what happens after a resume."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.outputs = folder, {}
         self.file = prepare(folder)
         write_rows(folder / "rows")
         write_rows(folder / "copied", note="b")
@@ -264,11 +276,12 @@ class Resumes:
 
     def saved(self, overrides, file=None):
         """The override that names the folder of a run that has made its first step."""
-        number = len(list(self.folder.glob("run *")))
-        output = f"output_dir={self.folder}/run {number}"
-        ends = ("num_steps=1", "checkpoint.save_hf_at_end=false", "evaluation.at_start=false", "evaluation.every=0")
-        run_training(self.config([*overrides, output, *ends], file))
-        return output
+        if (overrides, file) not in self.outputs:
+            output = f"output_dir={self.folder}/run {len(self.outputs)}"
+            ends = ("num_steps=1", "checkpoint.save_hf_at_end=false", "evaluation.at_start=false", "evaluation.every=0")
+            run_training(self.config([*overrides, output, *ends], file))
+            self.outputs[overrides, file] = output
+        return self.outputs[overrides, file]
 
     def resumed(self, overrides, file=None, *, has_step=True):
         """What is seen of a run that continues: its settings in use, its prompts, an evaluation, the next step."""
@@ -315,7 +328,8 @@ def heard():
 def beginning(run):
     """What a continued run has before its first step."""
     controller, policy = run.controller, run.policy
-    datasets = {"training": controller.collector.prompts, "evaluation": controller.evaluator._prompts}
+    evaluated = controller.evaluator._prompts if controller.evaluator else []
+    datasets = {"training": controller.collector.prompts, "evaluation": evaluated}
     return {
         **{
             f"{name}_prompts": [
@@ -406,3 +420,21 @@ def test_other_prompts_are_asked_in_evaluations_and_refused_in_training(resumes)
             if not (is_other if section == "evaluation" or key in FREE else is_refused):
                 wrong.append((section, key, after["error"]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_longer_prompts_other_weights_and_other_datasets_take_effect(resumes):
+    another = {"path": f"{resumes.folder}/rows", "template": "bare", "columns": {"ground_truth": "answer"}}
+    cases = [
+        *((None, LONG_PROMPTS, key, *changed) for key, changed in CHANGED_LIMITS.items()),
+        (None, ("evaluation.every=0", "evaluation.at_start=false"), "data.evaluation", None, "evaluation_prompts"),
+        (resumes.mixed, (), "data.mixture.a.weight", 9, "asked"),
+        (resumes.mixed, (), "data.mixture.c", another, "error"),
+    ]
+    lost = []
+    for file, context, key, value, name in cases:
+        settings, has_step = (*context, resumes.saved((), file)), name == "asked"
+        before = resumes.resumed(settings, file, has_step=has_step)
+        after = resumes.resumed((*settings, assigned(key, value)), file, has_step=has_step)
+        if before["error"] or before[name] == after[name]:
+            lost.append((key, name, before["error"], after["error"]))
+    assert not lost, "\n".join(map(str, lost))

@@ -1,25 +1,29 @@
 """Every key of a configuration is read by a run, or it is listed here with what reads it instead."""
 
 import ast
-import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 import dapo_mega
-from dapo_mega.config import RunConfig, Section, SftConfig, load_config
-from dapo_mega.config.base import differences
+from dapo_mega.config import Fp8Config, RunConfig, Section, SftConfig, load_config
+from dapo_mega.config.base import section_in
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
 from dapo_mega.training.run import run_training
 from dapo_mega.training.sft import run_sft
+from tests.unit.checkpoints.test_store import CHANGES as OPTIMIZER_CHANGES
 from tests.unit.checkpoints.test_store import in_effect
+from tests.unit.training.test_tracking import CHANGED as TRACKER_CHANGES
 
 from .runs import prepare
 from .test_changes_at_resume import CHANGED_DATA, CHANGES
 from .test_fleet_changes_at_resume import CHANGES as FLEET_CHANGES
+from .test_record_changes_at_resume import CHANGES as RECORD_CHANGES
+from .test_record_changes_at_resume import REFUSED_IN_FINE_TUNING
 
 pytestmark = pytest.mark.integration
 
@@ -84,66 +88,56 @@ NOT_READ_BY_FINE_TUNING = {
 
 HELD = "unit/rollout/test_collector.py::test_held_groups_that_changed_settings_would_not_make_are_left_out"
 
-# Another value of every key that a resume may change, by itself (FREE) or with accept_changes, and that this run reads.
-CHANGED = {
-    "num_steps": 3, "silence_limit_s": 70, "model.layer_implementation": "local",
-    "compute.fused_output_layer": False, "compute.recompute": "full", "compute.recompute_layers": 2,
-    "compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True, "optimizer.learning_rate": 2e-3,
-    "optimizer.warmup_steps": 2, "optimizer.weight_decay": 0.2, "optimizer.beta1": 0.8, "optimizer.beta2": 0.99,
-    "optimizer.epsilon": 1e-7, "optimizer.clip_grad": 0.5, "optimizer.schedule": "linear",
-    "optimizer.max_skipped_updates": 2, "checkpoint.every": 3, "checkpoint.keep_last": 1, "checkpoint.keep_every": 3,
-    "checkpoint.asynchronous": False, "checkpoint.hf_every": 2, "checkpoint.grace_s": 20,
-    "checkpoint.save_hf_at_end": False,
-    "tracking.histograms_every": 2, "tracking.timeline": False, "tracking.samples_per_evaluation": 1,
-    "data.sampling.order": "prioritised", "data.sampling.floor": 0.2, "data.sampling.retire_after": 5,
-    "data.evaluation.max_rows": 4, "data.max_prompt_tokens": 17, "data.long_prompts": "drop",
-    "rollout.temperature": 0.9, "rollout.top_p": 0.99, "rollout.top_k": 50, "rollout.max_response_tokens": 11,
-    "rollout.max_batch_rows": 8, "rollout.mismatch_warning": 0.3, "rollout.mismatch_stop": 5.0,
-    "reward.correct": 0.9, "reward.incorrect": -0.9, "reward.overlong_cache_tokens": 3,
-    "reward.overlong_filtering": True, "reward.length_weight": 0.2, "reward.length_phase_in": [0, 2],
-    "reward.max_failed_share": 0.2, "algorithm.advantage": "group_mean", "algorithm.normalize_advantages": True,
-    "algorithm.aggregation": "sequence_mean_token_mean", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3,
-    "algorithm.dual_clip": 5.0, "algorithm.max_generation_rounds": 9, "algorithm.max_staleness": 1,
-    "algorithm.entropy_coefficient": 0.001, "algorithm.entropy_target": 9.0, "algorithm.entropy_step": 0.001,
-    "algorithm.entropy_max": 0.004, "algorithm.importance_cap": 3.0, "algorithm.importance_level": "sequence",
-    "algorithm.token_mask": [0.1, 5.0], "algorithm.sequence_mask": [0.1, 5.0], "algorithm.kl.coefficient": 0.02,
-    "algorithm.kl.estimator": "k2", "batch.groups_per_step": 4, "batch.group_size": 6, "batch.generation_groups": 5,
-    "batch.mini_batch_groups": 2, "batch.epochs": 2, "batch.tokens_per_microbatch": 96, "evaluation.every": 2,
-    "evaluation.at_end": True, "evaluation.samples_per_prompt": 3, "evaluation.temperature": 0.8,
-    "evaluation.top_p": 0.9, "evaluation.top_k": 40, "weight_sync.bucket_mib": 1.0, "samples.groups_per_step": 2,
-    "samples.max_gib": 1.0,
-}  # fmt: skip
-# Beginnings of keys -> the test that changes them at a resume and sees the effect, beside test_changes_at_resume.py.
+PARITY = "distributed/test_parallel_parity.py::test_a_{}_learns_the_same_under_every_layout"
+LAYOUTS = "integration/test_resume.py::test_resuming_in_another_layout_continues_with_the_same_data_and_loss"
+# Keys -> the test that changes them at a resume and sees the effect, beside the modules imported here.
 ELSEWHERE = {
-    "algorithm.dynamic_sampling_on": HELD,
-    "algorithm.score_threshold": HELD,
-    "compute.fp8.": "te_cpu/emulated/test_checkpoints.py::test_changed_fp8_and_layers_take_effect_at_a_resume",
+    **dict.fromkeys(("algorithm.dynamic_sampling_on", "algorithm.score_threshold"), HELD),
+    **dict.fromkeys(("reward.numeric_tolerance", "reward.time_limit_s"), HELD),
+    **dict.fromkeys(
+        ("model.layer_implementation", *(f"compute.fp8.{key}" for key in Fp8Config.model_fields)),
+        "te_cpu/emulated/test_checkpoints.py::test_changed_fp8_and_layers_take_effect_at_a_resume",
+    ),
     "compute.optimizer_offload": "te_cpu/emulated/test_devices.py::"
     "test_a_changed_share_of_offloading_takes_effect_at_a_resume",
-    "model.layer_implementation": "te_cpu/emulated/test_checkpoints.py::"
-    "test_changed_fp8_and_layers_take_effect_at_a_resume",
-    "optimizer.": "unit/checkpoints/test_store.py::test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume",
-    "parallel.": "integration/test_resume.py::test_resuming_in_another_layout_continues_with_the_same_data_and_loss",
-    "reward.components": HELD,
-    "reward.numeric_tolerance": HELD,
-    "reward.time_limit_s": HELD,
+    "optimizer.max_skipped_updates": "integration/test_config_keys.py::assert_changes_of_the_optimizer_take_effect",
+    **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.context"), LAYOUTS),
+    **dict.fromkeys(("parallel.sequence", "parallel.virtual_pipeline"), PARITY.format("dense_model")),
+    "parallel.expert": PARITY.format("mixture_of_experts"),
+    "parallel.expert_tensor": "distributed/test_parallel_parity.py::"
+    "test_latent_attention_with_routing_biases_learns_the_same",
     "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",
+    "tracking.backends": "unit/training/test_tracking.py::"
+    "test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",
     "weight_sync.full_every": "integration/test_fleet.py::"
     "test_engines_that_got_only_changes_hold_the_whole_new_weights",
     "weight_sync.relays": "integration/test_fleet.py::"
     "test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_once",
-    "tracking.": "unit/training/test_tracking.py::test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",
 }
-# Beginnings of keys that no test changes at a resume -> why.
+CHANGED = {
+    *ELSEWHERE,
+    *(key for changes in CHANGES.values() for key in changes),
+    *CHANGED_DATA,
+    *FLEET_CHANGES,
+    *RECORD_CHANGES,
+    *(f"optimizer.{key}" for key in OPTIMIZER_CHANGES),
+    *(f"tracking.{key}" for key in TRACKER_CHANGES),
+    *REFUSED_IN_FINE_TUNING,
+}
+# Keys that have no effect on a run that resumes -> what reads them.
 NOT_CHANGED = {
-    "algorithm.preset": "while the file is read: it fills in other keys",
-    "data.evaluation": "unset or set: its keys are changed",
-    "data.mixture": "the keys of each dataset are those of data.train; names are in the checkpoint: refused",
-    "data.train.columns.response": "by supervised fine-tuning",
-    "evaluation.at_start": "before the first step alone",
-    "model.architecture": "by a dry run where the model is not",
-    "output_dir": "says where the checkpoint is",
+    "data.evaluation.columns.response": "nothing: evaluations imitate nothing",
+    "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
+    "model.architecture": "a dry run where the model is not",
 }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a model, data, and the configuration file of a run."""
+    folder = tmp_path_factory.mktemp("keys")
+    prepare(folder)
+    return folder
 
 
 @pytest.fixture
@@ -177,6 +171,13 @@ def keys_of(config, prefix=""):
         yield from keys_of(value, f"{prefix}{key}.") if isinstance(value, Section) else [prefix + key]
 
 
+def keys_in(section, prefix=""):
+    """All keys that a configuration can have, those of a mapping's sections without their names."""
+    for key, field in section.model_fields.items():
+        inner = section_in(field.annotation)
+        yield from keys_in(inner, f"{prefix}{key}.") if inner else [prefix + key]
+
+
 def attributes_in_the_package():
     """Names that code outside of the configuration reads from something."""
     package = Path(dapo_mega.__file__).parent
@@ -201,81 +202,64 @@ def distinct(config):
     return type(config).model_validate(config.model_dump())
 
 
-def test_a_run_reads_every_key(tmp_path, reads):
+def test_a_run_reads_every_key(folder, reads):
     overrides = [
         "num_steps=2", "evaluation.every=2", "checkpoint.every=1", "algorithm.kl.coefficient=0.01",
         "algorithm.importance_cap=2", "reward.source=verifier", "reward.length_weight=0.1",
         "algorithm.dynamic_sampling=false",
     ]  # fmt: skip
-    config = distinct(load_config(RunConfig, prepare(tmp_path), overrides))
+    config = distinct(load_config(RunConfig, folder / "config.yaml", overrides))
     seen = reads(config)
     print_dry_run(config)
     run_training(config)
     assert_all_read(config, seen, NOT_READ_BY_A_RUN)
 
 
-def test_a_resume_reads_every_changed_key(tmp_path, reads):
-    """Configurations are immutable: what is read after the start is the new value. What a checkpoint could put in its
-    place is held by optimizer, schedule, entropy bonus, sampler and buffer, whose unit tests change it."""
-    file = prepare(tmp_path)
-    before = distinct(load_config(RunConfig, file, ["num_steps=1", "algorithm.kl.coefficient=0.01"]))
-    changed = {*CHANGED, *CHANGED_DATA, *FLEET_CHANGES, *(key for changes in CHANGES.values() for key in changes)}
-    listed = (*ELSEWHERE, *NOT_CHANGED)
-    unknown = [key for key in keys_of(before) if key not in changed and not key.startswith(listed)]
-    assert not unknown, f"say here what changes at a resume, and to what: {', '.join(unknown)}"
+def test_every_key_is_changed_at_a_resume_and_its_effect_seen():
+    """Each in one of the tests that are listed here, which fail where the changed key has the effect of the old one."""
     for key, place in ELSEWHERE.items():
         file_name, _, test = place.partition("::")
         text = (Path(__file__).parents[1] / file_name).read_text()
         assert f"def {test}(" in text, place
-        assert key.rstrip(".").split(".")[-1] in text, f"{file_name} does not name {key}"
-    run_training(before)
-    overrides = [f"{key}={json.dumps(value)}" for key, value in CHANGED.items()]
-    config = distinct(load_config(RunConfig, file, overrides))
-    same = sorted(set(CHANGED) - set(differences(before, config)))
-    assert not same, f"as before: {', '.join(same)}"
-    seen = reads(config)
-    run_training(config, accept_changes=True)
-    unread = sorted(set(CHANGED) - seen)
-    assert not unread, f"a resume does not read {', '.join(unread)}"
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    # Step 2 has updates 5 to 8 of a warm-up of 8, step 3 what falls: 4/5, 3/5, 2/5 and 1/5.
-    rates = [record["policy/learning_rate"] for record in records if record["step"]]
-    assert rates[1:] == pytest.approx([2e-3 * 13 / 16, 2e-3 / 2])
-    assert "evaluation/k" in records[2]
-    assert records[2]["evaluation/k"] == 3
-    assert records[2]["buffer/staleness_max"] == 0, "groups of another size are not held"
+        assert re.search(rf"\b{key.split('.')[-1]}\b", text), f"{file_name} does not name {key}"
+    keys = {*keys_in(RunConfig), *keys_in(SftConfig)}
+    for problem, found in {
+        "not changed at a resume": keys - CHANGED - NOT_CHANGED.keys(),
+        "listed, and no keys": (CHANGED | NOT_CHANGED.keys()) - keys,
+        "listed as not changed, and changed all the same": CHANGED & NOT_CHANGED.keys(),
+    }.items():
+        assert not found, f"{problem}: {', '.join(sorted(found))}"
 
 
-def test_fine_tuning_reads_every_key(tmp_path, reads, monkeypatch):
-    prepare(tmp_path)
+def test_fine_tuning_reads_every_key(folder, reads, monkeypatch):
     values = {
-        "output_dir": str(tmp_path / "tuned"),
+        "output_dir": str(folder / "tuned"),
         "num_steps": 1,
         "batch_samples": 4,
         "tokens_per_microbatch": 512,
-        "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},
-        "data": {"train": {"path": str(tmp_path / "data" / "demonstrations.parquet")}, "max_tokens": 512},
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "data": {"train": {"path": str(folder / "data" / "demonstrations.parquet")}, "max_tokens": 512},
     }
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
-    config = distinct(load_config(SftConfig, tmp_path / "sft.yaml"))
+    (folder / "sft.yaml").write_text(yaml.safe_dump(values))
+    config = distinct(load_config(SftConfig, folder / "sft.yaml"))
     seen = reads(config)
     run_sft(config)
     assert_all_read(config, seen, NOT_READ_BY_FINE_TUNING)
-    assert_changes_of_the_optimizer_take_effect(tmp_path, monkeypatch)
+    assert_changes_of_the_optimizer_take_effect(folder, monkeypatch)
 
 
-def assert_changes_of_the_optimizer_take_effect(tmp_path, monkeypatch):
+def assert_changes_of_the_optimizer_take_effect(folder, monkeypatch):
     """Where fine-tuning resumes; what each setting does is shown in unit/checkpoints/test_store.py."""
     models, load = [], TrainedModel.load_optimizer
     monkeypatch.setattr(TrainedModel, "load_optimizer", lambda self, *given: (models.append(self), load(self, *given)))
-    changes = {key: value for key, value in CHANGED.items() if key.startswith("optimizer.")}
-    overrides = ["num_steps=2", *(f"{key}={value}" for key, value in changes.items())]
-    run_sft(load_config(SftConfig, tmp_path / "sft.yaml", overrides), accept_changes=True)
+    changes = {key: value for key, (value, _) in OPTIMIZER_CHANGES.items()}
+    overrides = ["num_steps=2", *(f"optimizer.{key}={value}" for key, value in changes.items())]
+    run_sft(load_config(SftConfig, folder / "sft.yaml", overrides), accept_changes=True)
     (model,) = models
-    wanted = {key.partition(".")[2]: value for key, value in changes.items() if "skipped" not in key}
-    assert in_effect(model) == wanted
-    overrides = ["num_steps=3", f"output_dir={tmp_path / 'overflown'}", "optimizer.learning_rate=1e30"]
-    overrides += ["optimizer.warmup_steps=0", "optimizer.max_skipped_updates=2"]
-    run_sft(load_config(SftConfig, tmp_path / "sft.yaml", overrides))
-    records = read_metrics(tmp_path / "overflown" / "metrics.jsonl")
-    assert [record["policy/skipped_update_share"] for record in records] == [0, 1, 1]
+    assert in_effect(model) == changes
+    overrides = [f"output_dir={folder / 'overflown'}", "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0"]
+    run_sft(load_config(SftConfig, folder / "sft.yaml", overrides))
+    overrides += ["num_steps=3", "optimizer.max_skipped_updates=2"]
+    run_sft(load_config(SftConfig, folder / "sft.yaml", overrides), accept_changes=True)
+    records = read_metrics(folder / "overflown" / "metrics.jsonl")
+    assert [record.get("policy/skipped_update_share") for record in records] == [None, 1, 1]
