@@ -105,6 +105,8 @@ class TrainedModel(MegatronModel):
         self.optimizer.load_state_dict(optimizer)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
+            if "step" in group:
+                group["step"] = int(group["step"])  # Torch's Adam saves a float, which fused kernels refuse.
         separate_adam_steps(self.optimizer)
         updates_per_step = schedule.get("updates_per_step", self.updates_per_step)  # Earlier versions saved none.
         place = schedule["num_steps"] * self.updates_per_step // updates_per_step

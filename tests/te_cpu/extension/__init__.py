@@ -418,6 +418,7 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Gradients, parameters, both moments and perhaps float32 parameters; mode 1 decouples the weight decay."""
+    assert type(step) is int, "pybind11 takes no float for an int"
     first = 1 - beta1**step if bias_correction else 1.0
     second = 1 - beta2**step if bias_correction else 1.0
     for gradient, parameter, mean, square, *main in zip(*lists, strict=True):
