@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 _DENIAL = re.compile(
     r"(?i)(?-i:(?=[nNcCaApPrRiIbBнН不并ไ]))(?:n['’]t|(?<![^\W_])(?:not|never|cannot|nor|neither|anything but"
     r"|rather than|instead of|between(?:[ \t][0-9.]{1,12}[ \t]and)?|nicht|pas"
     r"|no es|não é|non è|не)|不是|并非|不等于|不会是|不可能是?|ไม่ใช่)"
-    r"(?:[ \t]+(?:be|been|equal|to|the|a|exactly|simply|just|only)(?![a-z])){0,3}[\s$*({\[\\]*$"
+    r"(?:[ \t]+(?:be|been|equals?|to|the|a|exactly|simply|just|only|possibly|really|actually|even|have)(?![a-z])){0,3}"
+    r"[\s$*({\[\\]*$"
 )
 _DENIED_AFTER = re.compile(
     r"[\s$)*]{0,5}(?:(?:is|was|are)(?:[ \t]+not|n['’]t"
-    r"|[ \t]+(?:wrong|incorrect|impossible|invalid|too|extraneous)(?![a-z]))"
+    r"|[ \t]+(?:wrong|incorrect|impossible|invalid|too|extraneous|excluded|rejected|ruled)(?![a-z]))"
     r"|would[ \t]be[ \t](?:wrong|incorrect)|(?:cannot|can['’]t|fails|does[ \t]?n(?:ot|['’]t))(?![a-z])"
+    r"|(?:[a-z]{1,12}[ \t]){0,3}(?:this|it|that)[ \t]"
+    r"(?:cannot|can['’]t|fails|(?:is|was)[ \t](?:not[ \t]|im)possible)(?![a-z])"
     r"|ではな|ではあり|이?\s?아니|이?\s?아닙|नहीं|değil)"
 )
 # What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
 _DOUBT = re.compile(
-    r"(?i)(?:(?<![a-z])(?:not (?:the case|true|correct)|false|doubt)|(?:n['’]t|not) (?:think|believe))(?![a-z])"
-    r"[^.,;:!?\n]{0,40}$"
+    r"(?i)(?-i:(?=[nNfFdDiIsSaApPw假如若设]))(?:(?:(?<![a-z])(?:not (?:the case|true|correct)|false|doubt"
+    r"|impossible (?:that|to|for)|no way|none of|suppos\w{1,4}|assum(?:e|ed|es|ing)|imagine|pretend|any(?:thing|where)"
+    r"|somewhere|if(?=[^.,;:!?\n]*(?<![a-z])(?:answer|were|was)(?![a-z]))|angenommen|supposons|supongamos)"
+    r"|(?:n['’]t|not) (?:think|believe))(?![a-z])[^.,;:!?\n]{0,40}$|(?:假设|假如|如果|若|设)[^.,;:!?\n，。；：]{0,20}$)"
+)
+# What a text concludes that finds no answer, behind all values: `so there is no solution`, `which is a contradiction`.
+_CONCLUDED_NONE = re.compile(
+    r"(?i)(?:^|[.,;:!?—\n]\s*|(?<![a-z])(?:but|so|hence|thus|therefore|and)\s)"
+    r"(?:(?!(?:since|because|for|if|when|as|unless|otherwise|other|except)(?![a-z]))[a-z'’]{1,15},?\s){0,7}?"
+    r"(?:(?P<solution>no\s(?:(?:such|real|integer|valid|possible|positive)\s){0,2}(?:solution|answer|root)s?)"
+    r"(?:\s(?:exists?|works?|(?:to|in|of)\s[^.,;:!?0-9$\n]{1,40}))?|there\s(?:is|are)\snone"
+    r"|no\ssuch\s\S{1,20}(?:\s(?:exists?|works?|is\spossible))?|(?P<absent>do(?:es)?(?:\snot|n['’]t)\sexist)"
+    r"|(?:cannot|can['’]t)\s(?:exist|be\s(?:done|solved|achieved|right|true))|a\scontradiction|which\sis\sfalse"
+    r"|(?:is|['’]s|are)\s(?:(?P<word>impossible|undefined)|absurd|inconsistent|not\s(?:possible|so|the\scase))"
+    r"|(?:it|this|that)\s(?:fails|is\snot|isn['’]t|does\snot|doesn['’]t)(?:\swork)?)\W{0,5}$"
+    r"|\?\s{1,3}(?:no|impossible)\W{0,5}$"
+    r"|(?:^|[.,;:!?，。；：\n])[^.,;:!?0-9$，。；：\n]{0,40}(?:无解|无实数?解|没有(?:实数)?解|不存在|矛盾|不可能"
+    r"|pas de solution|keine Lösung|no hay soluci[óo]n|não há solução|нет решени[йя])"
+    r"[^.,;:!?0-9$，。；：\n]{0,20}\W{0,5}$"
+)
+_NO_MARKS: Final = (
+    *("no ", "not", "n't", "n’t", " no", "cannot", "can't", "can’t", "impossib", "undefined", "absurd", "inconsisten"),
+    *("contradict", "false", "fails", "none", "pas de", "keine", "não há", "нет", "无", "没有", "不", "矛盾"),
 )
 # What makes a value in prose a bound, a guess, or what something else is compared with.
 _COMPARED = re.compile(r"(?:more|less|fewer|[a-z]{3,8}er|other) than(?:[ \t]+[^\W\d_]+(?:['’]s?)?){0,3}$")
@@ -42,6 +67,10 @@ _GAVE_UP = re.compile(
     r"(?i)(?<![a-z])(?:(?:I|we)(?:[ \t](?:do|could|can|am|was|were)(?:[ \t]?not)?|[ \t](?:do|could|ca)n['’]t)?[ \t]"
     r"(?:not[ \t]|un)?(?:know|determine|solve|find|answer|able|sure|certain)"
     r"|I['’]m[ \t](?:not[ \t]|un)(?:sure|certain|able))(?![a-z])"
+)
+_WITHDRAWN = re.compile(
+    r"(?i)(?<![a-z])(?:wait|hmm+|actually|oops|no|sorry)[,.:!…—]*\s[^.!?\n]{0,30}"
+    r"(?:this|that|it)(?:['’]s|\s(?:is|was))\s(?:also\s)?(?:wrong|incorrect|not\s(?:right|correct)|a\smistake)\W*(?:(?:so\s)?there\s(?:is|are)\sno\s(?:solution|answer)s?\W*)?$"
 )
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
 _LAST_WORDS = 120
@@ -73,6 +102,22 @@ def is_taken_back(text: str, start: int, end: int) -> bool:
 def is_denied_after(text: str, end: int) -> bool:
     """Whether what ends there is denied behind it: `42 is wrong`."""
     return bool(_DENIED_AFTER.match(text, end))
+
+
+def is_withdrawn(text: str) -> bool:
+    """Whether a text ends in taking back what it said: `hmm, wait, this is wrong`."""
+    end = text[-_LAST_WORDS:]
+    return any(mark in end for mark in ("wrong", "correct", "right", "mistake")) and bool(_WITHDRAWN.search(end))
+
+
+def concluded_none(text: str) -> str | None:
+    """What a text concludes at its end that finds no answer, in few words: `no solution`; None where it does not."""
+    end = text[-_LAST_WORDS:]
+    # The search costs more than all the others, so what every conclusion holds is looked for first.
+    found = _CONCLUDED_NONE.search(end) if any(mark in end[-60:].casefold() for mark in _NO_MARKS) else None
+    if found is None:
+        return None
+    return found["solution"] or ("does not exist" if found["absent"] else found["word"] or "none")
 
 
 def gave_up(text: str) -> bool:

@@ -14,8 +14,28 @@ from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
-from dapo_mega.rewards.denials import gave_up, is_denied, is_denied_after, is_doubted, is_taken_back
-from dapo_mega.rewards.prose import NUMBER, NUMBER_IN_LIST, WORD_IN_BOLD, said_at_end, several_at, unit_at, word_at_end
+from dapo_mega.rewards.denials import (
+    concluded_none,
+    gave_up,
+    is_denied,
+    is_denied_after,
+    is_doubted,
+    is_taken_back,
+    is_withdrawn,
+)
+from dapo_mega.rewards.prose import (
+    NAME_AT_END,
+    NUMBER,
+    NUMBER_IN_LIST,
+    WORD_IN_BOLD,
+    YES_OR_NO,
+    restated,
+    said_at_end,
+    several_at,
+    unit_at,
+    without_asides,
+    word_at_end,
+)
 from dapo_mega.rewards.signs import OTHER_DIGITS, PARTS_OF_ONE
 from dapo_mega.rewards.thoughts import spoken
 
@@ -44,6 +64,11 @@ _CUE = re.compile(
     r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$)"
     r"|(?<=[ \t])[-–—→](?=[ \t]))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
+    # `Actually, no, it is 43.`
+    r"|(?-i:(?=[aAwWhHoOnNsS]))(?<![a-z])"
+    r"(?P<second>(?:actually|wait|hmm+|oops|no|sorry|scratch that|on second thought)[,.:!…—]+\s"
+    r"(?:(?:no|actually|wait|sorry|so)[,.!…]*\s){0,2}(?:(?:it|that|this|I|the (?:correct|right) (?:one|value))\s?)?"
+    r"(?:is|['’]s|should (?:have been|be)|must be|meant|mean)\s(?=[*(]{0,3}[0-9$\\-]))"
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
     r"|[答답]\s?[:：]|정?답은|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
 )
@@ -58,7 +83,7 @@ _CORRECTED = re.compile(
 _ENDS: Final = ".,;: 。．।，；：！!✓✔☑✅"
 # Each run of white space is tried once, from its beginning: a text of nothing else must cost linear time.
 _ASIDE = re.compile(
-    r",\s+(?:(?!(?:and|or)\s)[a-zA-Z]{2,}|i\.e|[0-9]+\s+(?:of|in|for|are|were|from)\s)|[;:]\s+(?=[^\n]*[a-zA-Z]{2})|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
+    r",\s+(?:(?!(?:and|or)\s)[a-zA-Z]{2,}|i\.e|[0-9]+\s+(?:of|in|for|are|were|from)\s)|[;:]\s+(?=[^\n]*[a-zA-Z]{2})|(?!或)[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
     r"|(?<=[a-z])\s+(?:in|with|on|by|across|among|and\sno)\s|(?<=[a-z]),\s+or\s"
     r"|(?<!\s)(?:\s+(?:and\s+not\s|(?:altogether|in\s(?:total|all)|overall|where|when|while|as|for|from|after)\s|-\s+[a-zA-Z]{2,}|\((?=[^()\\]*[a-zA-Z]{3}|or\s|=|i\.e))|\s*[\u2014\u2013]\s)"
 )
@@ -69,6 +94,7 @@ _OTHER_WORDS = re.compile(
 # `It will be a Saturday`, `B 选项`.
 _INTRODUCED = re.compile(r"(?i)^(?:it (?:will be|would be|is|was) (?:an? |the )?)|^([A-J])[ \t]*(?:选项|项)$")
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
+_END_OF_PROOF = re.compile(r"\s*\\(?:blacksquare|square|Box|qed\w*|checkmark|therefore)\s*")
 _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[a-z*]+\}|\\[a-zA-Z]+")
@@ -133,6 +159,8 @@ def find_answer(response: str) -> str | None:
             ),
             text,
         )
+    if is_withdrawn(text):
+        return None
     content = tagged(text, must_close=False)
     if content is not None:
         return _inside(content)
@@ -158,7 +186,7 @@ def _stated(text: str) -> str | None:
     if boxes is None:
         # The last box never ends: the response was cut off in its answer.
         return None
-    last_box = boxes[-1].start if boxes else -1
+    last_box = boxes[-1].end if boxes else -1
     for cue in reversed(list(_CUE.finditer(text))):
         if cue.start() < last_box:
             break
@@ -248,6 +276,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if corrected := _CORRECTED.match(sentence):
         sentence = corrected["rest"]
+    sentence = restated(without_asides(sentence))
     formulas = _formulas(sentence)
     if formulas and is_denied(sentence, formulas[-1].start, formulas[-1].end):
         del formulas[-1]
@@ -300,7 +329,7 @@ def _line(text: str, start: int, *, may_go_on: bool = True) -> str:
 
 def _first_sentence(line: str) -> str:
     formulas = _formulas(line)
-    for stop in re.finditer(r"[.!?](?=\s+[A-Z(\[]|\s*$)|\s(?=(?:I hope|because|since)\s)", line):
+    for stop in re.finditer(r"(?<!i\.e)[.!?](?=\s+[A-Z(\[]|\s*$)|\s(?=(?:I hope|because|since)\s)", line):
         if not any(formula.start <= stop.start() < formula.end for formula in formulas) and not (
             stop.start() <= 2 and line[: stop.start()].strip("(*").isalpha()
         ):
@@ -330,7 +359,7 @@ def _formulas(text: str) -> list[_Span]:
             if mark == "$" and _DIGIT.match(text, token.end()):
                 # The sign of money: `$5 and $7`.
                 opening = token
-            elif content.strip():
+            elif content.strip() and not _END_OF_PROOF.fullmatch(content):
                 spans.append(_Span(opening.start(), token.end(), content))
                 opening = None
             else:
@@ -376,7 +405,7 @@ def _result(text: str) -> re.Match[str] | None:
 
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
-    whole = text.strip().strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
+    whole = text.strip(" \t\r\n✓✔☑✅").strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
     is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_WORDS.search(whole)
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
         numbers = list(NUMBER.finditer(whole))
@@ -384,6 +413,9 @@ def _last_value(text: str) -> str | None:
         return None if is_denied_number or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else whole
     if gave_up(text):
         return None
+    if none := concluded_none(text):
+        return yes["yes"] if (yes := YES_OR_NO.search(text, max(0, len(text) - 100))) else none
+    text = without_asides(text)
     formulas = _formulas(text)
     if not formulas and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
         return word["bold"]
@@ -405,6 +437,8 @@ def _last_value(text: str) -> str | None:
     if numbers and (said := said_at_end(text)):
         return said
     if last_number is not None:
+        if (name := NAME_AT_END.search(text, max(0, len(text) - 100))) and name["name"][0].isupper():
+            return name["name"]
         last_number = _result(text) or last_number
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())

@@ -32,6 +32,7 @@ _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _PLAIN_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _VARIABLE = r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega))(?:_(?:\{\w+\}|\w))?"
 _VARIABLES = re.compile(rf"{_VARIABLE}|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
+_NO_SOLUTION = re.compile(r"^(?:there(?:is|are))?no(?:real)?(?=solution)")
 _FUNCTION = re.compile(r"[a-zA-Z]\([a-z]\)")
 
 
@@ -144,7 +145,8 @@ class Grader:
         names = [node.name for node in before if isinstance(node, Named)]
         if isinstance(last, Relation) and len(names) == len(before) and all(name in last.sides[0] for name in names):
             return self._last_side(last, b)
-        return False
+        # `9/4 or 2.25`: one value in two ways.
+        return _every(self._same(item, b) for item in a.items)
 
     def _same_items(self, a: Items, b: Items) -> bool | None:
         first, second = a.items, b.items
@@ -367,7 +369,8 @@ def _same_words(a: Value, b: Value) -> bool:
 
 
 def _words(value: Value) -> str:
-    return "".join(character for character in value.key.casefold() if character.isalnum())
+    words = "".join(character for character in value.key.casefold() if character.isalnum()).removesuffix("s")
+    return _NO_SOLUTION.sub("no", words)
 
 
 def _latex(node: Node) -> str:

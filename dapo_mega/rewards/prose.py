@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Final
 
 from dapo_mega.rewards.denials import is_denied
+from dapo_mega.rewards.single_values import NUMBER_IN_WORDS
 from dapo_mega.rewards.units import DATE, find_unit
 
 _AMOUNT = (
@@ -37,14 +38,74 @@ _SAYS = re.compile(
 )
 _EXPRESSION = re.compile(
     r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t−×·±≈∞∪<>≤≥≠²³⁰¹⁴-⁹⁻\[\]]|\.(?=[0-9])|\\[a-zA-Z]+"
-    r"|(?<![a-zA-Z])(?:(?!is|in|of|as|at|by|to|so|we|he|be|do|go|no|on|up|us|it|if|an|my|th|st|nd|rd)[a-zA-Z]{1,2}"
+    r"|(?<![a-zA-Z])(?:(?!an?\s[a-z]{2}|is|in|of|as|at|by|to|so|we|he|be|do|go|no|on|up|us|it|if|an|my|th|st|nd|rd)[a-zA-Z]{1,2}"
     r"|sqrt|sin|cos|tan|log|exp|and|or)(?![a-zA-Z]))+?)(?:[ \t](?:[a-zA-Z]{3,}|[cmk]?m[²³]?)){0,3}[.!]?"
+)
+# `three quarters, i.e. 3/4`: the same value again.
+_RESTATED = re.compile(
+    r"(?:[,;:(\u2014\u2013]\s{0,3}|\s)(?:or,?\s)?(?:i\.?e\.?|namely|equivalently|in other words|that is to say"
+    r"|(?<=[,(\u2014\u2013] )that is"
+    r"|which (?:is the same as|is equivalent to|equals|simplifies to|can (?:also )?be written as))[,:]?\s"
+)
+_ONLY_VALUE = re.compile(
+    rf"(?:\$[^$\n]{{1,80}}\$|\\\([^\n]{{1,80}}?\\\)|{NUMBER.pattern}|(?:an? )?(?i:{NUMBER_IN_WORDS}))"
+    r"(?:[ ]?(?:\\?%|\u00b0)|[ ](?!more|less|fewer|times|of|and|or)[a-zA-Z]{1,12}){0,2}[\s).*]*$"
+)
+# What stands beside a value: `12 (8 + 4)`, `1/3, or about 0.333`, `4, attained at x = 2`, `12, since 11 is odd`.
+_CALCULATION = re.compile(r"(?<=[0-9])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)")
+_ROUNDED = re.compile(
+    r"((?:/[ \t]?[0-9]{1,20}|[}\u03c0])[ \t]?(?:\$|\\\))?)[\s,;(]{1,3}(?:or|which is|that is|i\.e\.),?\s"
+    r"(?:approximately|approx\.|about|roughly|around)\s\$?[0-9]{0,20}\.[0-9]{1,20}\$?"
+)
+_TAKEN_AT = re.compile(
+    r"(?:(?<![a-z])(?:is|of|be|equals)\s|(?=\$[^$\n]{1,60}\$,?\sfor\s))(?P<value>\$[^$\n]{1,60}\$|[^\s$,;]{1,30}),?\s"
+    r"(?:(?:and|which|it|is|occurs)\s){0,3}"
+    r"(?:(?:attained|achieved|reached|obtained|occurring|at|when|if|for(?: all| every)?|whenever)\s){1,2}"
+    r"\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in(?![a-z]))"
+    r"(?:(?!, [a-z])[^.\n]){1,60}\.?\s*$"
+)
+_REASON = re.compile(r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40}),\s(?:since|because|as)\s[^.=\n]{1,120}\.?\s*$")
+_BESIDE: Final = (
+    *(" (", "approx", "about", "roughly", "around", ", since", ", because", ", as ", " at ", " when", " if ", " for "),
+    *("attained", "achieved", "reached", "obtained", "occur"),
 )
 _WORDS_AFTER = re.compile(r"[ \t]?(?:[^\W\d_]{1,14}[²³]?|\^\{?[23]\}?|/)(?:[ \t]?(?:[^\W\d_]{1,14}[²³]?|/)){0,3}")
 _RAISED = str.maketrans({"²": "^2", "³": "^3"})
 # A word in bold, or a name, that ends the last sentence: `so it was **Tuesday**`.
 WORD_IN_BOLD = re.compile(r"[a-z,:][ \t]+\*\*(?P<bold>[A-Za-z][A-Za-z \-]{0,40})\*\*[.!]?$")
-_NAME_AT_END = re.compile(r"(?<![a-zA-Z])(?:is|was|be)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?$")
+NAME_AT_END = re.compile(
+    r"(?<![a-zA-Z])(?:is|was|be|falls on)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?\s*$"
+)
+YES_OR_NO = re.compile(r"(?i)(?:^|[.!?]\s)(?P<yes>yes|no)(?=[,.!])")
+_TWO_WORDS = re.compile(r"[^\W\d_]{2,20}(?: [^\W\d_]{2,20})?[.!]?")
+_NUMBER_WORD = re.compile(
+    r"(?i)(?<![a-z-])(?:is|are|has|have|makes?|of|get|gives?|takes?|to|=)[ \t](?:exactly |only |just )?"
+    rf"(?P<number>{NUMBER_IN_WORDS}|infinitely many)"
+)
+# `2x = 72 and x = 36`, `b = 4, and ab = 8`: steps, of which only the last value is stated.
+_FACTOR = re.compile(r"[0-9)][a-z][ \t]?$")
+_STEP = re.compile(r"(?:and|,)[ \t]+[a-z0-9 ]{0,9}[a-z0-9)][ \t]?[-+*/]?[ \t]?[a-z][ \t]?=")
+
+
+def restated(text: str) -> str:
+    """A statement with one of its sayings of one value: `3/4` of `three quarters, i.e. 3/4`."""
+    sayings = list(_RESTATED.finditer(text))
+    if not sayings:
+        return text
+    if _ONLY_VALUE.match(text, sayings[-1].end()):
+        return text[sayings[-1].end() :].rstrip(" .)" if "(" in sayings[-1].group() else " .")
+    return text[: sayings[0].start()] or text
+
+
+def without_asides(text: str) -> str:
+    """A text without what stands at its end beside its value: a calculation, a rounding, a condition, a reason."""
+    start = max(0, len(text) - 200)
+    end = text[start:]
+    if not any(mark in end for mark in _BESIDE):
+        return text
+    end = _ROUNDED.sub(r"\1", _CALCULATION.sub("", end))
+    cut = _TAKEN_AT.search(end) or _REASON.search(end)
+    return text[:start] + (end[: cut.end("value")] if cut else end)
 
 
 def several_at(text: str, end: int) -> str | None:
@@ -70,7 +131,10 @@ def said_at_end(text: str) -> str | None:
     start = max(stripped.rfind("\n") + 1, len(stripped) - _LONGEST_EXPRESSION)
     for word in _SAYS.finditer(stripped, start):
         said = _EXPRESSION.fullmatch(stripped, word.end())
-        if said and _NO_NUMBER.search(said["value"]):
+        is_step = word.group().startswith("=") and (
+            _FACTOR.search(stripped, max(0, word.start() - 4), word.start()) or (said and _STEP.search(said["value"]))
+        )
+        if said and _NO_NUMBER.search(said["value"]) and not is_step:
             if is_denied(stripped, said.start(), said.end("value")):
                 return None
             return said["value"].strip() + unit_at(stripped, said.end("value"))
@@ -96,10 +160,13 @@ def _may_begin_unit(word: str) -> bool:
 
 
 def word_at_end(text: str) -> str | None:
-    """The word that the last sentence ends in, where it is what the sentence says."""
+    """The word that the last sentence ends in, where it is what the sentence says; else its number or `yes`."""
     end = text.rstrip()
     line = end[max(end.rfind("\n") + 1, len(end) - 100) :]
-    word = WORD_IN_BOLD.search(line) or _NAME_AT_END.search(line)
+    if _TWO_WORDS.fullmatch(text.strip()):
+        return text.strip()
+    patterns = (WORD_IN_BOLD, YES_OR_NO, _NUMBER_WORD, NAME_AT_END)
+    word = next((found for pattern in patterns if (found := pattern.search(line))), None)
     return (
         None
         if word is None or is_denied(line, word.start(word.lastgroup or 0), len(line))

@@ -40,6 +40,10 @@ _PARTS: Final = {
     "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
     "ninth": 9, "tenth": 10,
 }  # fmt: skip
+NUMBER_IN_WORDS: Final = (
+    rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_NUMBER_WORDS[1:10])}))?|{'|'.join(reversed(_NUMBER_WORDS))})"
+    rf"(?![a-z])(?:[- ](?:{'|'.join(_PARTS)})s?(?![a-z])|(?: (?:{'|'.join(_FACTORS)})(?![a-z]))+)?"
+)
 _COMPOUND = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,15})?\s*[a-zA-Z]+\.?[\s,]*){2,4}")
 _COMPOUND_PART = re.compile(r"([0-9.]+)\s*([a-zA-Z]+)")
 _BASE = re.compile(
@@ -112,6 +116,10 @@ def _in_digits(text: str) -> str:
     if not (text[:1].isalpha() or text.startswith("\\text")):
         return text
     words = _TEXT.sub(r"\1", text).replace("-", " ").casefold().split()
+    sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
+    words = words[len(sign) :]
+    if words[:1] in (["a"], ["an"], ["half"]) and words[-1] in _PARTS and len(words) <= 2:
+        words = ["one", words[-1]]
     total, count = 0, 0
     for word in words:
         if word in _NUMBER_WORDS:
@@ -122,9 +130,11 @@ def _in_digits(text: str) -> str:
             break
         count += 1
     if count and len(words) == count + 1 and (part := words[count].removesuffix("s")) in _PARTS:
-        return rf"\frac{{{total}}}{{{_PARTS[part]}}}"
+        return rf"{sign}\frac{{{total}}}{{{_PARTS[part]}}}"
     rest = " ".join(words[count:])
-    return f"{total} {rest}".strip() if count and (not rest or words[count] in _FACTORS or find_unit(rest)) else text
+    return (
+        f"{sign}{total} {rest}".strip() if count and (not rest or words[count] in _FACTORS or find_unit(rest)) else text
+    )
 
 
 def compound_value(text: str) -> Value | None:

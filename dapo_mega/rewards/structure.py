@@ -13,6 +13,7 @@ from typing import Final
 from dapo_mega.rewards.bounds import MAX_NESTING
 from dapo_mega.rewards.nodes import Items, Matrix, Named, Node, Ratio, Relation, Union, Value
 from dapo_mega.rewards.normalization import compact
+from dapo_mega.rewards.prose import restated
 from dapo_mega.rewards.signs import clean, trimmed
 from dapo_mega.rewards.single_values import compound_value, single_value
 
@@ -46,7 +47,7 @@ _TIME = re.compile(
 
 def readings(text: str) -> tuple[Node, ...]:
     """All sensible readings of an answer, the likeliest first; none of a text without letter or digit."""
-    latex = clean(text)
+    latex = clean(restated(text))
     found: dict[Node, None] = {}
     for spelling in _spellings(latex):
         node = _read(spelling, 0)

@@ -93,12 +93,97 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
     assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
 
 
+def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up():
+    """Ground truth, response, whether it is right."""
+    cases = [
+        # The same value again, another one, or a comment.
+        ("3/4", "Answer: three quarters, i.e. 3/4", True),
+        ("3/4", "Answer: three quarters, i.e. 4/3", False),
+        ("3/4", "The answer is 3/4 of an hour, i.e. 30 minutes.", False),
+        ("0.75", "The answer is 75%, that is, 3/4.", True),
+        ("0.75", "The answer is 75%, that is, 3/5.", False),
+        ("250", "The answer is a quarter of a thousand, namely 250 people.", True),
+        ("90", "The answer is 1.5 hours, or equivalently 90 minutes.", True),
+        ("144", "The answer is $12^2$, in other words $144$.", True),
+        ("144", "The answer is $12^2$ (i.e. 142).", False),
+        ("72", "The answer is 72, i.e. 24 more than 48.", True),
+        ("9/4", "$\\frac{9}{4}$ or $2.25$", True),
+        ("9/4", "$\\frac{9}{4}$ or $2.5$", False),
+        ("3(4+5)", "\\boxed{3 (4+5)}", True),
+        ("3", "\\boxed{3 (4+5)}", False),
+        # What stands beside the value.
+        ("1/3", "So it is $\\frac{1}{3}$, or approximately $0.333$.", True),
+        ("4", "The minimum is 4, attained at x = 2.", True),
+        ("2", "The minimum is 4, attained at x = 2.", False),
+        ("3", "Thus $k=3$ for every $n \\ge 2$.", True),
+        ("17", "There are 17, since 16 is even.", True),
+        ("17", "There are 17 (8 + 9).", True),
+        ("36", "Then 2x = 72 and x = 36.", True),
+        ("8", "Then b = 4, and ab = 8.", True),
+        ("17", "The answer is $17$. $\\blacksquare$", True),
+        ("24", "\\boxed{\\text{The answer is } 24}", True),
+        ("58", "答案是58或59。", False),
+        # Words.
+        ("13", "That makes thirteen lollipops.", True),
+        ("12", "That makes thirteen lollipops.", False),
+        ("-7", "The answer is negative seven.", True),
+        ("0.5", "Answer: half", True),
+        ("Tuesday", "So 100 days later the day is Tuesday.", True),
+        ("Yes", "Yes, it is possible.", True),
+        ("No", "No, such a number does not exist.", True),
+        ("infinitely many", "There are infinitely many solutions.", True),
+        ("A, C", "\\boxed{\\text{A, C}}", True),
+        # Supposed, and denied by what is concluded.
+        ("42", "Let x = 42 be an assumption. Then it fails, so there is no solution.", False),
+        ("42", "Suppose the answer is 42. Then 42 would be prime, a contradiction.", False),
+        ("42", "If x were 42, the sum would be odd. So this is impossible.", False),
+        ("42", "x = 42 is extraneous. Therefore no such x exists.", False),
+        ("42", "It would be 42 if the coin were fair, but it is not.", False),
+        ("42", "None of the numbers up to 42 works.", False),
+        ("42", "It is impossible that x = 42.", False),
+        ("42", "With 42 students this cannot be done.", False),
+        ("42", "The sum never equals 42.", False),
+        ("42", "Is it 42? No.", False),
+        ("42", "It could be anything from 1 to 42.", False),
+        ("42", "假设 x = 42，则矛盾，所以无解。", False),
+        ("42", "Si x = 42, contradiction, donc il n'y a pas de solution.", False),
+        ("42", "Suppose x = 41. That is a contradiction. Hence $x = 42$.", True),
+        ("42", "If x = 41 there is no solution, so x = 42.", True),
+        ("42", "Thus, for 42 values of k the equation has no solution.", True),
+        ("42", "So n = 42, as there is no solution for larger n.", True),
+        ("no solution", "Suppose x = 4. Then 0 = 1. So there are no real solutions.", True),
+        ("no solution", "There is one solution.", False),
+        ("does not exist", "The left limit is 2, so the limit does not exist.", True),
+        # Corrected.
+        ("43", "The answer is 42. Actually, no, it is 43.", True),
+        ("42", "The answer is 42. Actually, no, it is 43.", False),
+        ("42", "\\boxed{42} Oops, I miscounted. Sorry, it should be $43$.", False),
+        ("42", "The answer is 42. Hmm, wait, this is wrong.", False),
+        ("42", "The answer is 42. Wait, is it right? Yes, it is.", True),
+    ]
+    with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
+        verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
+    assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
+
+
 def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
     def ten_lines(filling, length):
         line = "the answer is 1" + filling * (length // 10 // len(filling)) + "foo\n"
         return "\\boxed{1}\n" + 10 * line
 
     fillings = [" ", ", ", " (", " - ", " —", " and not"]
+    fillings += [
+        "i.e. 1 ",
+        "(i.e. ",
+        "/3 or ",
+        " (1+1)",
+        "is $1$ for ",
+        "no such ",
+        "so no ",
+        "actually, ",
+        "if ",
+        "suppose ",
+    ]
     fillings += ["not ", "n't ", "(1, ", "are 1, ", "0.", "9.9", " million", "\u0661", "$1$ not ", "\\boxed{1} not "]
     assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
 
