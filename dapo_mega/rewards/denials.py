@@ -22,7 +22,7 @@ _DENIED_AFTER = re.compile(
 )
 # What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
 _DOUBT = re.compile(
-    r"(?i)(?-i:(?=[nNfFdDiIsSaApPw假如若设]))(?:(?:(?<![a-z])(?:not (?:the case|true|correct)|false|doubt"
+    r"(?i)(?-i:(?=[nNfFdDiIsSaApPw假如若设]))(?:(?:(?<![a-z])(?:not (?:the case|true|correct)|false|(?<!no )doubt"
     r"|impossible (?:that|to|for)|no way|none of|suppos\w{1,4}|assum(?:e|ed|es|ing)|imagine|pretend|any(?:thing|where)"
     r"|somewhere|if(?=[^.,;:!?\n]*(?<![a-z])(?:answer|were|was)(?![a-z]))|angenommen|supposons|supongamos)"
     r"|(?:n['’]t|not) (?:think|believe))(?![a-z])[^.,;:!?\n]{0,40}$|(?:假设|假如|如果|若|设)[^.,;:!?\n，。；：]{0,20}$)"

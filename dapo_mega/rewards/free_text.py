@@ -67,7 +67,9 @@ _CUE = re.compile(
     # `Actually, no, it is 43.`
     r"|(?-i:(?=[aAwWhHoOnNsS]))(?<![a-z])"
     r"(?P<second>(?:actually|wait|hmm+|oops|no|sorry|scratch that|on second thought)[,.:!…—]+\s"
-    r"(?:(?:no|actually|wait|sorry|so)[,.!…]*\s){0,2}(?:(?:it|that|this|I|the (?:correct|right) (?:one|value))\s?)?"
+    r"(?:(?:no|actually|wait|sorry|so)[,.!…]*\s){0,2}"
+    r"(?:(?:that|this|it)(?:['’]s| is) (?:wrong|incorrect|not (?:right|correct))[.,;:!]*\s)?"
+    r"(?:(?:it|that|this|I|the (?:correct|right) (?:one|value))\s?)?"
     r"(?:is|['’]s|should (?:have been|be)|must be|meant|mean)\s(?=[*(]{0,3}[0-9$\\-]))"
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
     r"|[答답]\s?[:：]|정?답은|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final
 
 from dapo_mega.rewards.denials import is_denied
-from dapo_mega.rewards.single_values import NUMBER_IN_WORDS
+from dapo_mega.rewards.single_values import NUMBER_IN_WORDS, compound_value
 from dapo_mega.rewards.units import DATE, find_unit
 
 _AMOUNT = (
@@ -27,6 +27,8 @@ _LISTED_NUMBERS = re.compile(
     rf"(?<![a-z])are[ \t]+(?:at[ \t]+)?(?P<list>{NUMBER_IN_LIST}"
     rf"(?:(?:,[ \t]*(?:and[ \t]+)?|[ \t]+(?:and|or)[ \t]+){NUMBER_IN_LIST}){{1,9}})"
 )
+_EITHER = re.compile(rf"{NUMBER_IN_LIST}(?:,? or {NUMBER_IN_LIST})+")
+_AMOUNTS = re.compile(r"[0-9.]{1,15}[ ][a-z]{1,12}(?:,? and |,? )[0-9.]{1,15}[ ][a-z]{1,12}")
 _RATIO = re.compile(rf"{_AMOUNT}(?:[ \t]to[ \t]{_AMOUNT}){{1,3}}")
 _ROWS = re.compile(r"\[\s*\[[^a-zA-Z\n]{0,100}\]\s*\]")
 _MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
@@ -52,7 +54,10 @@ _ONLY_VALUE = re.compile(
     r"(?:[ ]?(?:\\?%|\u00b0)|[ ](?!more|less|fewer|times|of|and|or)[a-zA-Z]{1,12}){0,2}[\s).*]*$"
 )
 # What stands beside a value: `12 (8 + 4)`, `1/3, or about 0.333`, `4, attained at x = 2`, `12, since 11 is odd`.
-_CALCULATION = re.compile(r"(?<=[0-9])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)")
+_CALCULATION = re.compile(
+    r"(?<=[0-9])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)"
+    r"|(?<=[0-9])[ ]\([0-9.]{1,20}\s?\\?%\)"
+)
 _ROUNDED = re.compile(
     r"((?:/[ \t]?[0-9]{1,20}|[}\u03c0])[ \t]?(?:\$|\\\))?)[\s,;(]{1,3}(?:or|which is|that is|i\.e\.),?\s"
     r"(?:approximately|approx\.|about|roughly|around)\s\$?[0-9]{0,20}\.[0-9]{1,20}\$?"
@@ -77,7 +82,7 @@ NAME_AT_END = re.compile(
     r"(?<![a-zA-Z])(?:is|was|be|falls on)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?\s*$"
 )
 YES_OR_NO = re.compile(r"(?i)(?:^|[.!?]\s)(?P<yes>yes|no)(?=[,.!])")
-_TWO_WORDS = re.compile(r"[^\W\d_]{2,20}(?: [^\W\d_]{2,20})?[.!]?")
+_TWO_WORDS = re.compile(r"[^\W\d_]{2,20}(?:[ -][^\W\d_]{2,20})?[.!]?")
 _NUMBER_WORD = re.compile(
     r"(?i)(?<![a-z-])(?:is|are|has|have|makes?|of|get|gives?|takes?|to|=)[ \t](?:exactly |only |just )?"
     rf"(?P<number>{NUMBER_IN_WORDS}|infinitely many)"
@@ -117,10 +122,15 @@ def several_at(text: str, end: int) -> str | None:
         _BRACKETED if any(mark in said for mark in "([{") else None,
         _LISTED_NUMBERS if "are" in said else None,
         _RATIO if "ratio" in said else None,
+        _EITHER if " or " in said else None,
+        _AMOUNTS if said.count(" ") > 2 else None,
         DATE if _MONTH_NEAR.search(text, max(0, end - 24), end + 16) else None,
     )
     for found in (match for pattern in patterns if pattern for match in pattern.finditer(text, start, end + 60)):
         if found.start() < end <= found.end():
+            if found.re is _AMOUNTS:
+                amounts = found.group().replace(" and ", " ")
+                return amounts if compound_value(amounts) else None
             return found["list"] if "list" in found.re.groupindex else found.group()
     return None
 

@@ -154,10 +154,18 @@ def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up()
         ("no solution", "Suppose x = 4. Then 0 = 1. So there are no real solutions.", True),
         ("no solution", "There is one solution.", False),
         ("does not exist", "The left limit is 2, so the limit does not exist.", True),
+        ("42", "There is no doubt that the answer is 42.", True),
+        # Several amounts.
+        ("150 minutes", "It takes 2 hours and 30 minutes.", True),
+        ("30 minutes", "It takes 2 hours and 30 minutes.", False),
+        ("3", "There are 5 boys and 3 girls.", True),
+        ("42", "I guess 41 or 42.", False),
+        ("7/20", "The answer is 7/20 (35%).", True),
         # Corrected.
         ("43", "The answer is 42. Actually, no, it is 43.", True),
         ("42", "The answer is 42. Actually, no, it is 43.", False),
         ("42", "\\boxed{42} Oops, I miscounted. Sorry, it should be $43$.", False),
+        ("42", "The answer is 42. Hmm, that's wrong. It is 43.", False),
         ("42", "The answer is 42. Hmm, wait, this is wrong.", False),
         ("42", "The answer is 42. Wait, is it right? Yes, it is.", True),
     ]
