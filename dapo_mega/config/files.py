@@ -107,7 +107,7 @@ def _overridden(kind: type[Section], override: str) -> dict[str, Any]:
         given = _PASSWORD.sub("***@", repr(override))
         raise InputError(f"override {given} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
     parts = name.strip().split(".")
-    value: Any = text if _takes_text(kind, parts) and text not in ("null", "") else _yaml_value(text, override)
+    value: Any = text if _takes_text(kind, parts, text) else _yaml_value(text, override)
     for part in reversed(parts):
         value = {part: value}
     return dict(value)
@@ -126,11 +126,13 @@ def _yaml_value(text: str, override: str) -> Any:
     return value
 
 
-def _takes_text(kind: type[Section], parts: Sequence[str]) -> bool:
+def _takes_text(kind: type[Section], parts: Sequence[str], text: str) -> bool:
     """Whether to take the value verbatim: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
     section = _section_at(kind, parts[:-1])
     field = section.model_fields.get(parts[-1]) if section else None
-    return field is not None and (field.annotation is str or str in get_args(field.annotation))
+    if field is None or text in ("null", "") or (get_origin(field.annotation) is tuple and text.startswith("[")):
+        return False
+    return field.annotation is str or str in get_args(field.annotation)
 
 
 def _section_at(kind: type[Section], location: Sequence[str]) -> type[Section] | None:

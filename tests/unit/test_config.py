@@ -328,6 +328,14 @@ def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
     assert run.data.train.columns.prompt == "q"
 
 
+@pytest.mark.parametrize("given", ["http://a:1,http://b:2", "[http://a:1, http://b:2]", '["http://a:1", "http://b:2"]'])
+def test_a_list_of_texts_is_overridden_as_text_or_as_a_list(file, given):
+    fleet = ["rollout.placement=fleet", f"rollout.fleet.urls={given}"]
+    assert load_config(RunConfig, file, fleet).rollout.fleet.urls == ("http://a:1", "http://b:2")
+    back = [*fleet, "rollout.placement=embedded", "rollout.fleet.urls=[]"]
+    assert load_config(RunConfig, file, back).rollout.fleet.urls == ()
+
+
 @pytest.mark.parametrize("path", ["/a b/my project #2/x", "/c: d/y", "/123", "/1e-4", "/data/[x]"])
 def test_a_path_is_taken_as_it_is_written(file, path):
     run = load_config(RunConfig, file, [f"model.path={path}", f"output_dir={path}", f"data.train.path={path}"])
