@@ -13,7 +13,7 @@ _DENIAL = re.compile(
     r"[\s$*({\[\\]*$"
 )
 _DENIED_AFTER = re.compile(
-    r"[\s$)*]{0,5}(?:(?:is|was|are)(?:[ \t]+not|n['’]t"
+    r"[\s$)*]{0,5}(?:\((?:wrong|incorrect|rejected|not)(?![a-z])|(?:is|was|are)(?:[ \t]+not|n['’]t"
     r"|[ \t]+(?:wrong|incorrect|impossible|invalid|too|extraneous|excluded|rejected|ruled)(?![a-z]))"
     r"|would[ \t]be[ \t](?:wrong|incorrect)|(?:cannot|can['’]t|fails|does[ \t]?n(?:ot|['’]t))(?![a-z])"
     r"|(?:[a-z]{1,12}[ \t]){0,3}(?:this|it|that)[ \t]"
@@ -23,7 +23,8 @@ _DENIED_AFTER = re.compile(
 # What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
 _DOUBT = re.compile(
     r"(?i)(?-i:(?=[nNfFdDiIsSaApPw假如若设]))(?:(?:(?<![a-z])(?:not (?:the case|true|correct)|false|(?<!no )doubt"
-    r"|impossible (?:that|to|for)|no way|none of|suppos\w{1,4}|assum(?:e|ed|es|ing)|imagine|pretend|any(?:thing|where)"
+    r"|impossible (?:that|to|for)|no way|no one|nobody|none of"
+    r"|suppos\w{1,4}|assum(?:e|ed|es|ing)|imagine|pretend|any(?:thing|where)"
     r"|somewhere|if(?=[^.,;:!?\n]*(?<![a-z])(?:answer|were|was)(?![a-z]))|angenommen|supposons|supongamos)"
     r"|(?:n['’]t|not) (?:think|believe))(?![a-z])[^.,;:!?\n]{0,40}$|(?:假设|假如|如果|若|设)[^.,;:!?\n，。；：]{0,20}$)"
 )
@@ -37,7 +38,7 @@ _CONCLUDED_NONE = re.compile(
     r"|(?:cannot|can['’]t)\s(?:exist|be\s(?:done|solved|achieved|right|true))|a\scontradiction|which\sis\sfalse"
     r"|(?:is|['’]s|are)\s(?:(?P<word>impossible|undefined)|absurd|inconsistent|not\s(?:possible|so|the\scase))"
     r"|(?:it|this|that)\s(?:fails|is\snot|isn['’]t|does\snot|doesn['’]t)(?:\swork)?)\W{0,5}$"
-    r"|\?\s{1,3}(?:no|impossible)\W{0,5}$"
+    r"|[?;]\s{1,3}(?:no|impossible)\W{0,5}$"
     r"|(?:^|[.,;:!?，。；：\n])[^.,;:!?0-9$，。；：\n]{0,40}(?:无解|无实数?解|没有(?:实数)?解|不存在|矛盾|不可能"
     r"|pas de solution|keine Lösung|no hay soluci[óo]n|não há solução|нет решени[йя])"
     r"[^.,;:!?0-9$，。；：\n]{0,20}\W{0,5}$"
@@ -50,6 +51,7 @@ _NO_MARKS: Final = (
 _COMPARED = re.compile(r"(?:more|less|fewer|[a-z]{3,8}er|other) than(?:[ \t]+[^\W\d_]+(?:['’]s?)?){0,3}$")
 _BOUNDS = (
     *("≤", "≥", "≠", "<=", ">=", " at least", " at most", " over", " under", " above", " below", " nearly"),
+    " not exceeding",
     *(" almost", " close to", " maybe", " perhaps", " más de", " menos de", " más que", " menos que", " mais de"),
     *(" mais que", " plus de", " moins de", " plus que", " au moins", " au plus", " al menos", " pelo menos"),
     *(" ao menos", " mindestens", " höchstens", " mehr als", " weniger als", " più di", " meno di", " almeno"),
@@ -69,7 +71,7 @@ _GAVE_UP = re.compile(
     r"|I['’]m[ \t](?:not[ \t]|un)(?:sure|certain|able))(?![a-z])"
 )
 _WITHDRAWN = re.compile(
-    r"(?i)(?<![a-z])(?:wait|hmm+|actually|oops|no|sorry)[,.:!…—]*\s[^.!?\n]{0,30}"
+    r"(?i)(?<![a-z])(?:wait|hold on|hmm+|actually|oops|no|sorry)[,.:!…—]*\s[^.!?\n]{0,30}"
     r"(?:this|that|it)(?:['’]s|\s(?:is|was))\s(?:also\s)?(?:wrong|incorrect|not\s(?:right|correct)|a\smistake)\W*(?:(?:so\s)?there\s(?:is|are)\sno\s(?:solution|answer)s?\W*)?$"
 )
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
@@ -89,7 +91,7 @@ def is_doubted(before: str) -> bool:
 
 def is_taken_back(text: str, start: int, end: int) -> bool:
     """Whether what stands there in prose is denied, or no more than a bound: `more than 42`, `42 or so`."""
-    before = " " + text[max(0, start - 40) : start].rstrip(" \t\n$*({[\\").casefold()
+    before = " " + text[max(0, start - 40) : start].rstrip(" \t\n$*({[\\为是有").casefold()
     return (
         before.endswith(_BOUNDS)
         or bool(_SMALLER_OR_LARGER.search(before[-6:]))

@@ -65,8 +65,9 @@ _CUE = re.compile(
     r"|(?<=[ \t])[-–—→](?=[ \t]))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
     # `Actually, no, it is 43.`
-    r"|(?-i:(?=[aAwWhHoOnNsS]))(?<![a-z])"
-    r"(?P<second>(?:actually|wait|hmm+|oops|no|sorry|scratch that|on second thought)[,.:!…—]+\s"
+    r"|(?-i:(?=[aAwWhHoOnNsScCI]))(?<![a-z])"
+    r"(?P<second>(?:actually|wait|hmm+|oops|no|sorry|correction|hold on|I take that back|scratch that"
+    r"|on second thought)[,.:!…—]*\s"
     r"(?:(?:no|actually|wait|sorry|so)[,.!…]*\s){0,2}"
     r"(?:(?:that|this|it)(?:['’]s| is) (?:wrong|incorrect|not (?:right|correct))[.,;:!]*\s)?"
     r"(?:(?:it|that|this|I|the (?:correct|right) (?:one|value))\s?)?"
@@ -270,7 +271,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if (cue["between"] and _DENIED_CUE.search(cue["between"])) or is_doubted(text[max(0, start - 70) : start]):
         return None
-    while start < len(text) and (text[start] in _MARKUP or text[start] in "\r\n:："):
+    while start < len(text) and (text[start] in _MARKUP or text[start] in "}\r\n:："):
         start += 1
     line = _line(text, start)[:_LONGEST_LINE]
     sentence = _first_sentence(line)
@@ -434,13 +435,13 @@ def _last_value(text: str) -> str | None:
     last_number = next(outside, None)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
+    if last_number and (name := NAME_AT_END.search(text, max(0, len(text) - 100))) and name["name"][0].isupper():
+        return name["name"]
     if last_number is not None and (several := several_at(text, last_number.end())):
         return several
     if numbers and (said := said_at_end(text)):
         return said
     if last_number is not None:
-        if (name := NAME_AT_END.search(text, max(0, len(text) - 100))) and name["name"][0].isupper():
-            return name["name"]
         last_number = _result(text) or last_number
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())

@@ -29,6 +29,10 @@ _LISTED_NUMBERS = re.compile(
 )
 _EITHER = re.compile(rf"{NUMBER_IN_LIST}(?:,? or {NUMBER_IN_LIST})+")
 _AMOUNTS = re.compile(r"[0-9.]{1,15}[ ][a-z]{1,12}(?:,? and |,? )[0-9.]{1,15}[ ][a-z]{1,12}")
+_SCIENTIFIC = re.compile(
+    rf"[+\-\u2212]?{_AMOUNT}[ ]?[\u00d7x][ ]?10"
+    r"(?:\^\{?[+\-\u2212]?[0-9]{1,4}\}?|[\u2070-\u207f\u00b9\u00b2\u00b3]+)"
+)
 _RATIO = re.compile(rf"{_AMOUNT}(?:[ \t]to[ \t]{_AMOUNT}){{1,3}}")
 _ROWS = re.compile(r"\[\s*\[[^a-zA-Z\n]{0,100}\]\s*\]")
 _MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
@@ -55,7 +59,7 @@ _ONLY_VALUE = re.compile(
 )
 # What stands beside a value: `12 (8 + 4)`, `1/3, or about 0.333`, `4, attained at x = 2`, `12, since 11 is odd`.
 _CALCULATION = re.compile(
-    r"(?<=[0-9])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)"
+    r"(?<=[0-9a-z])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)(?=[.!]?\s*$)"
     r"|(?<=[0-9])[ ]\([0-9.]{1,20}\s?\\?%\)"
 )
 _ROUNDED = re.compile(
@@ -69,7 +73,10 @@ _TAKEN_AT = re.compile(
     r"\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in(?![a-z]))"
     r"(?:(?!, [a-z])[^.\n]){1,60}\.?\s*$"
 )
-_REASON = re.compile(r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40}),\s(?:since|because|as)\s[^.=\n]{1,120}\.?\s*$")
+_REASON = re.compile(
+    r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40})(?:,\s(?:since|because|as)|\swhen(?=[a-z ]{1,40}divided))\s"
+    r"[^.=\n]{1,120}\.?\s*$"
+)
 _BESIDE: Final = (
     *(" (", "approx", "about", "roughly", "around", ", since", ", because", ", as ", " at ", " when", " if ", " for "),
     *("attained", "achieved", "reached", "obtained", "occur"),
@@ -82,9 +89,9 @@ NAME_AT_END = re.compile(
     r"(?<![a-zA-Z])(?:is|was|be|falls on)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?\s*$"
 )
 YES_OR_NO = re.compile(r"(?i)(?:^|[.!?]\s)(?P<yes>yes|no)(?=[,.!])")
-_TWO_WORDS = re.compile(r"[^\W\d_]{2,20}(?:[ -][^\W\d_]{2,20})?[.!]?")
+_TWO_WORDS = re.compile(r"[^\W\d_]{1,20}(?:[ -][^\W\d_]{2,20})?[.!]?")
 _NUMBER_WORD = re.compile(
-    r"(?i)(?<![a-z-])(?:is|are|has|have|makes?|of|get|gives?|takes?|to|=)[ \t](?:exactly |only |just )?"
+    r"(?i)(?:(?<![a-z-])(?:is|are|has|have|makes?|of|get|gives?|takes?|to|=)[ \t](?:exactly |only |just )?|^)"
     rf"(?P<number>{NUMBER_IN_WORDS}|infinitely many)"
 )
 # `2x = 72 and x = 36`, `b = 4, and ab = 8`: steps, of which only the last value is stated.
@@ -123,6 +130,7 @@ def several_at(text: str, end: int) -> str | None:
         _LISTED_NUMBERS if "are" in said else None,
         _RATIO if "ratio" in said else None,
         _EITHER if " or " in said else None,
+        _SCIENTIFIC if "\u00d7" in said or "x 10" in said else None,
         _AMOUNTS if said.count(" ") > 2 else None,
         DATE if _MONTH_NEAR.search(text, max(0, end - 24), end + 16) else None,
     )

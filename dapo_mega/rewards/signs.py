@@ -88,6 +88,7 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
             r"\\text",
         ),
         (r"\\text\s*\{\s*([ie])\s*\}", r"\1"),
+        (r"\\[dt]?binom\s*([0-9]|\s[a-z])\s*([0-9a-z])", r"\\binom{\1}{\2}"),
         (r"\{\s*([0-9a-zA-Z]+)\s*\\choose\s*([0-9a-zA-Z]+)\s*\}", r"\\binom{\1}{\2}"),
         (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{ \1/\2}"),
         (r"\\(?:overline|underline)\s*(?=\{\s*\))", ""),

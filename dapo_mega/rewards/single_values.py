@@ -41,6 +41,7 @@ _PARTS: Final = {
     "ninth": 9, "tenth": 10,
 }  # fmt: skip
 NUMBER_IN_WORDS: Final = (
+    r"(?:(?:negative|minus) )?"
     rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_NUMBER_WORDS[1:10])}))?|{'|'.join(reversed(_NUMBER_WORDS))})"
     rf"(?![a-z])(?:[- ](?:{'|'.join(_PARTS)})s?(?![a-z])|(?: (?:{'|'.join(_FACTORS)})(?![a-z]))+)?"
 )
