@@ -56,8 +56,13 @@ _SECOND_THOUGHT = re.compile(
 _SENTENCE_END = re.compile(r"[.!?](?=\s)|\n[ \t]*\n")
 _LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s${}~]")
 
+# Where a cue may begin. A pattern that begins with a set of characters is searched for many times as fast as others.
+_MAY_BE_CUE = re.compile(
+    r"[^a-zA-Z](?:[aArRоОcCjJsSoOwWhHnNI](?i:ns(?:wer|(?![a-z]))|ntw|éponse|[ei]sp|твет|evap|awaban|varet|dpowied"
+    r"|ctually|ait|mm|ops|o(?=[,.:!…—\s])|orr|old on|\ take|cratch|n sec)|(?<=\n)[#*_ \t]{0,6}(?i:final)"
+    r"|(?<=[答解정답اउ]))"
+)
 # `Answer:`, `**Final answer**`, `the answer is`.
-# Looking at the first letter alone, whatever its case, halves the time.
 _CUE = re.compile(
     r"(?i)(?-i:(?=[aArRоОcCjJsSoO]))(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
     r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
@@ -121,6 +126,8 @@ _SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{NUMBER_IN_LIST})\)")
 _OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
 _OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
+# The number that counts mostly stands here; only where none does is more of the text read.
+_LAST_LINES: Final = 80
 # No answer needs a line as long as a hostile one.
 _LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
@@ -190,15 +197,23 @@ def _stated(text: str) -> str | None:
         # The last box never ends: the response was cut off in its answer.
         return None
     last_box = boxes[-1].end if boxes else -1
-    for cue in reversed(list(_CUE.finditer(text))):
-        if cue.start() < last_box:
-            break
+    for cue in reversed(_cues(text, max(0, last_box))):
         answer = _after_cue(text, cue, has_box=bool(boxes))
         if answer:
             return answer
     if not boxes or not boxes[-1].content.strip():
         return None
     return _listed(_last_sentence(text, boxes)) or None
+
+
+def _cues(text: str, start: int) -> list[re.Match[str]]:
+    """All cues from there on, in order."""
+    cues: list[re.Match[str]] = []
+    for begin in (start, *(found.start() + after for found in _MAY_BE_CUE.finditer(text, start) for after in (0, 1))):
+        if begin >= start and (cue := _CUE.match(text, begin)):
+            cues.append(cue)
+            start = cue.end()
+    return cues
 
 
 def _listed(contents: list[str]) -> str:
@@ -406,6 +421,16 @@ def _result(text: str) -> re.Match[str] | None:
     return NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
+def _last_outside(text: str, numbers: list[re.Match[str]], formulas: list[_Span]) -> re.Match[str] | None:
+    """The last number that stands in no formula and is not taken back."""
+    outside = (
+        n
+        for n in reversed(numbers)
+        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not is_taken_back(text, n.start(), n.end())
+    )
+    return next(outside, None)
+
+
 def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
     whole = text.strip(" \t\r\n✓✔☑✅").strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
@@ -420,19 +445,18 @@ def _last_value(text: str) -> str | None:
         return yes["yes"] if (yes := YES_OR_NO.search(text, max(0, len(text) - 100))) else none
     text = without_asides(text)
     formulas = _formulas(text)
-    if not formulas and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
+    if not formulas and "**" in text[-50:] and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
         return word["bold"]
     if formulas and is_taken_back(text, formulas[-1].start, formulas[-1].end):
         if not NUMBER.search(text, formulas[-1].end):
             text = text[: formulas[-1].start]
         formulas = formulas[:-1]
-    numbers = list(NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
-    outside = (
-        n
-        for n in reversed(numbers)
-        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not is_taken_back(text, n.start(), n.end())
-    )
-    last_number = next(outside, None)
+    near = max(0, text.rfind("\n", 0, max(0, len(text) - _LAST_LINES)), len(text) - _LAST_WORDS)
+    numbers = list(NUMBER.finditer(text, near))
+    last_number = _last_outside(text, numbers, formulas)
+    if last_number is None and near and (not formulas or formulas[-1].end < near):
+        numbers = list(NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
+        last_number = _last_outside(text, numbers, formulas)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
     if last_number and (name := NAME_AT_END.search(text, max(0, len(text) - 100))) and name["name"][0].isupper():

@@ -29,6 +29,7 @@ _LISTED_NUMBERS = re.compile(
 )
 _EITHER = re.compile(rf"{NUMBER_IN_LIST}(?:,? or {NUMBER_IN_LIST})+")
 _AMOUNTS = re.compile(r"[0-9.]{1,15}[ ][a-z]{1,12}(?:,? and |,? )[0-9.]{1,15}[ ][a-z]{1,12}")
+_ANOTHER_AMOUNT = re.compile(r"[0-9.][ ][a-z]{1,12}(?:,? and |,? )[0-9.]")
 _SCIENTIFIC = re.compile(
     rf"[+\-\u2212]?{_AMOUNT}[ ]?[\u00d7x][ ]?10"
     r"(?:\^\{?[+\-\u2212]?[0-9]{1,4}\}?|[\u2070-\u207f\u00b9\u00b2\u00b3]+)"
@@ -39,8 +40,8 @@ _MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
 _LONGEST_EXPRESSION: Final = 80
 _NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
 _SAYS = re.compile(
-    r"(?i)(?-i:(?=[iIaAeEsStThHgGoOfFbB=]))(?:(?<![a-z\\])(?:is|are|equals|so|thus|hence|therefore"
-    r"|get|have|obtain|find|to|be)(?![a-z])[ \t,]+|=[ \t]*)"
+    r"[iIaAeEsStThHgGoOfFbB=](?:(?<![a-zA-Z\\][\s\S])(?i:(?<=i)s|(?<=a)re|(?<=e)quals|(?<=s)o|(?<=t)(?:hus|herefore|o)"
+    r"|(?<=h)(?:ence|ave)|(?<=g)et|(?<=o)btain|(?<=f)ind|(?<=b)e)(?![a-zA-Z])[ \t,]+|(?<==)[ \t]*)"
 )
 _EXPRESSION = re.compile(
     r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t−×·±≈∞∪<>≤≥≠²³⁰¹⁴-⁹⁻\[\]]|\.(?=[0-9])|\\[a-zA-Z]+"
@@ -73,14 +74,14 @@ _TAKEN_AT = re.compile(
     r"\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in(?![a-z]))"
     r"(?:(?!, [a-z])[^.\n]){1,60}\.?\s*$"
 )
+_RELATION = re.compile(r"[=<>\u2264\u2265\\]")
 _REASON = re.compile(
     r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40})(?:,\s(?:since|because|as)|\swhen(?=[a-z ]{1,40}divided))\s"
     r"[^.=\n]{1,120}\.?\s*$"
 )
-_BESIDE: Final = (
-    *(" (", "approx", "about", "roughly", "around", ", since", ", because", ", as ", " at ", " when", " if ", " for "),
-    *("attained", "achieved", "reached", "obtained", "occur"),
-)
+_CONDITIONS: Final = (" at ", " when", " if ", " for ", "attained", "achieved", "reached", "obtained", "occur")
+_ABOUT: Final = ("approx", "about", "roughly", "around")
+_REASONS: Final = (", since", ", because", ", as ", " when")
 _WORDS_AFTER = re.compile(r"[ \t]?(?:[^\W\d_]{1,14}[²³]?|\^\{?[23]\}?|/)(?:[ \t]?(?:[^\W\d_]{1,14}[²³]?|/)){0,3}")
 _RAISED = str.maketrans({"²": "^2", "³": "^3"})
 # A word in bold, or a name, that ends the last sentence: `so it was **Tuesday**`.
@@ -113,10 +114,14 @@ def without_asides(text: str) -> str:
     """A text without what stands at its end beside its value: a calculation, a rounding, a condition, a reason."""
     start = max(0, len(text) - 200)
     end = text[start:]
-    if not any(mark in end for mark in _BESIDE):
-        return text
-    end = _ROUNDED.sub(r"\1", _CALCULATION.sub("", end))
-    cut = _TAKEN_AT.search(end) or _REASON.search(end)
+    # A search costs more than all the others, so what each aside holds is looked for first.
+    if " (" in end:
+        end = _CALCULATION.sub("", end)
+    if any(map(end.__contains__, _ABOUT)):
+        end = _ROUNDED.sub(r"\1", end)
+    cut = _TAKEN_AT.search(end) if _RELATION.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
+    if cut is None and any(map(end.__contains__, _REASONS)):
+        cut = _REASON.search(end)
     return text[:start] + (end[: cut.end("value")] if cut else end)
 
 
@@ -126,12 +131,12 @@ def several_at(text: str, end: int) -> str | None:
     said = text[start:end]
     patterns = (
         _ROWS if "[" in said else None,
-        _BRACKETED if any(mark in said for mark in "([{") else None,
+        _BRACKETED if any(map(said.__contains__, "([{")) else None,
         _LISTED_NUMBERS if "are" in said else None,
         _RATIO if "ratio" in said else None,
         _EITHER if " or " in said else None,
         _SCIENTIFIC if "\u00d7" in said or "x 10" in said else None,
-        _AMOUNTS if said.count(" ") > 2 else None,
+        _AMOUNTS if _ANOTHER_AMOUNT.search(text, max(0, end - 32), end + 32) else None,
         DATE if _MONTH_NEAR.search(text, max(0, end - 24), end + 16) else None,
     )
     for found in (match for pattern in patterns if pattern for match in pattern.finditer(text, start, end + 60)):
