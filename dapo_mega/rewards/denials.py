@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
-# Patterns that begin with a set of characters are searched for many times as fast as others.
+# Both look for small letters only, in what begins with a space. A pattern that heeds the case and begins with a set of
+# characters, here what stands before a word, is searched for many times as fast.
 _DENIAL = re.compile(
-    r"[nNcCaArRiIbBpPнН不并ไ](?i:(?:(?<=n)['’]t|(?<![^\W_][\s\S])(?:(?<=n)(?:ot|ever|or|either|icht|o es|ão é|on è)"
-    r"|(?<=c)annot|(?<=a)nything but|(?<=r)ather than|(?<=i)nstead of|(?<=b)etween(?:[ \t][0-9.]{1,12}[ \t]and)?"
-    r"|(?<=p)as|(?<=н)е)|(?<=不)(?:是|等于|会是|可能是?)|(?<=并)非|(?<=ไ)ม่ใช่)"
+    r"[\W_不并ไ](?:(?:not|never|cannot|nor|neither|anything but|rather than|instead of"
+    r"|between(?:[ \t][0-9.]{1,12}[ \t]and)?|nicht|pas|no es|não é|non è|не|(?<=n['’])t|(?<=不)(?:是|等于|会是|可能是?)"
+    r"|(?<=并)非|(?<=ไ)ม่ใช่)"
     r"(?:[ \t]+(?:be|been|equals?|to|the|a|exactly|simply|just|only|possibly|really|actually|even|have)(?![a-z])){0,3}"
     r"[\s$*({\[\\]*$)"
 )
@@ -23,11 +24,11 @@ _DENIED_AFTER = re.compile(
 )
 # What denies all that the sentence says behind it: `it is not the case that the answer is 42`.
 _DOUBT = re.compile(
-    r"[nNfFdDiIsSaApP假如若设](?i:(?:(?<![a-z][\s\S])(?:(?<=n)(?:ot (?:the case|true|correct)|o way|o one|obody|one of)"
-    r"|(?<=f)alse|(?<=d)(?<!no d)oubt|(?<=i)(?:mpossible (?:that|to|for)|magine"
-    r"|f(?=[^.,;:!?\n]*(?<![a-z])(?:answer|were|was)(?![a-z])))|(?<=s)(?:uppos\w{1,4}|omewhere|upongamos)"
-    r"|(?<=a)(?:ssum(?:e|ed|es|ing)|ny(?:thing|where)|ngenommen)|(?<=p)retend)|(?<=n)(?:['’]t|ot) (?:think|believe))"
-    r"(?![a-z])[^.,;:!?\n]{0,40}$|(?:(?<=假)[设如]|(?<=如)果|(?<=[若设]))[^.,;:!?\n，。；：]{0,20}$)"
+    r"[^a-z](?:(?:not (?:the case|true|correct)|false|(?<!no )doubt|impossible (?:that|to|for)|no way|no one|nobody"
+    r"|none of|suppos\w{1,4}|assum(?:e|ed|es|ing)|imagine|pretend|any(?:thing|where)|somewhere"
+    r"|if(?=[^.,;:!?\n]*(?<![a-z])(?:answer|were|was)(?![a-z]))|angenommen|supongamos"
+    r"|(?:not|cannot|(?<=n['’])t) (?:think|believe))(?![a-z])[^.,;:!?\n]{0,40}$"
+    r"|(?:(?<=假)[设如]|(?<=如)果|(?<=[若设]))[^.,;:!?\n，。；：]{0,20}$)"
 )
 # What a text concludes that finds no answer, behind all values: `so there is no solution`, `which is a contradiction`.
 _CONCLUDED_NONE = re.compile(
@@ -45,7 +46,22 @@ _CONCLUDED_NONE = re.compile(
     r"[^.,;:!?0-9$，。；：\n]{0,20}\W{0,5}$"
 )
 _NO_MARKS: Final = (
-    *("no ", "not", "n't", "n’t", " no", "cannot", "can't", "can’t", "impossib", "undefined", "absurd", "inconsisten"),
+    *(
+        " no ",
+        "\nno ",
+        " no.",
+        " no!",
+        " not",
+        "n't",
+        "n’t",
+        "cannot",
+        "can't",
+        "can’t",
+        "impossib",
+        "undefined",
+        "absurd",
+        "inconsisten",
+    ),
     *("contradict", "false", "fails", "none", "pas de", "keine", "não há", "нет", "无", "没有", "不", "矛盾"),
 )
 # What makes a value in prose a bound, a guess, or what something else is compared with.
@@ -67,7 +83,8 @@ _BOUND_AFTER = re.compile(
     r"|[\s$)*]{0,5}[^\W\d_a-zA-Z]?[ \t]?(?:より|以上|以下|未満|이상|이하|보다|초과|미만)"
 )
 _GAVE_UP = re.compile(
-    r"[iIwW](?i:(?<![a-z][\s\S])(?:(?:(?<=i)|(?<=w)e)(?:[ \t](?:do|could|can|am|was|were)(?:[ \t]?not)?|[ \t](?:do|could|ca)n['’]t)?[ \t]"
+    r"[iIwW](?i:(?<![a-z][\s\S])(?:(?:(?<=i)|(?<=w)e)"
+    r"(?:[ \t](?:do|could|can|am|was|were)(?:[ \t]?not)?|[ \t](?:do|could|ca)n['’]t)?[ \t]"
     r"(?:not[ \t]|un)?(?:know|determine|solve|find|answer|able|sure|certain)"
     r"|(?<=i)['’]m[ \t](?:not[ \t]|un)(?:sure|certain|able))(?![a-z]))"
 )
@@ -82,12 +99,12 @@ _LAST_WORDS = 120
 def is_denied(text: str, start: int, end: int) -> bool:
     """Whether what stands there is said not to be the answer: `not 42`, `it can't be 42`, `42 is wrong`."""
     before = text[max(0, start - 70) : start]
-    return bool(_DENIAL.search(before[-40:]) or is_doubted(before) or _DENIED_AFTER.match(text, end))
+    return bool(_DENIAL.search(" " + before[-40:].casefold()) or is_doubted(before) or _DENIED_AFTER.match(text, end))
 
 
 def is_doubted(before: str) -> bool:
     """Whether a text ends in a sentence that denies what follows."""
-    return bool(_DOUBT.search(before))
+    return bool(_DOUBT.search(" " + before.casefold()))
 
 
 def is_taken_back(text: str, start: int, end: int) -> bool:
@@ -95,7 +112,7 @@ def is_taken_back(text: str, start: int, end: int) -> bool:
     before = " " + text[max(0, start - 40) : start].rstrip(" \t\n$*({[\\为是有").casefold()
     return (
         before.endswith(_BOUNDS)
-        or bool(_SMALLER_OR_LARGER.search(before[-6:]))
+        or (before[-1] in "<>" and bool(_SMALLER_OR_LARGER.search(before[-6:])))
         or (" than" in before and bool(_COMPARED.search(before)))
         or is_denied(text, start, end)
         or bool(_BOUND_AFTER.match(text, end))
@@ -117,7 +134,7 @@ def concluded_none(text: str) -> str | None:
     """What a text concludes at its end that finds no answer, in few words: `no solution`; None where it does not."""
     end = text[-_LAST_WORDS:]
     # The search costs more than all the others, so what every conclusion holds is looked for first.
-    found = _CONCLUDED_NONE.search(end) if any(map(end[-60:].casefold().__contains__, _NO_MARKS)) else None
+    found = _CONCLUDED_NONE.search(end) if any(map((" " + end[-60:].casefold()).__contains__, _NO_MARKS)) else None
     if found is None:
         return None
     return found["solution"] or ("does not exist" if found["absent"] else found["word"] or "none")

@@ -52,10 +52,10 @@ class Grader:
         plain = candidate.strip(" $")
         if self.tolerance == 0 and _PLAIN_INTEGER.fullmatch(plain) and _PLAIN_INTEGER.fullmatch(truth):
             return int(plain) == int(truth)
-        if self.tolerance == 0 and (amount := _PLAIN_AMOUNT.fullmatch(plain)) and _PLAIN_INTEGER.fullmatch(truth):
-            # A truth without a unit is meant in the candidate's. Reading both would say the same after 10 times as long.
-            if find_unit(amount["unit"]):
-                return int(amount["number"].replace(",", "")) == int(truth)
+        # A truth without a unit is meant in the candidate's: decided here, as reading both takes ten times as long.
+        amount = _PLAIN_AMOUNT.fullmatch(plain) if self.tolerance == 0 and _PLAIN_INTEGER.fullmatch(truth) else None
+        if amount and find_unit(amount["unit"]):
+            return int(amount["number"].replace(",", "")) == int(truth)
         if not candidate.strip():
             return False
         if self.tolerance == 0:

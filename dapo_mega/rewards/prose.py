@@ -40,8 +40,8 @@ _MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
 _LONGEST_EXPRESSION: Final = 80
 _NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
 _SAYS = re.compile(
-    r"[iIaAeEsStThHgGoOfFbB=](?:(?<![a-zA-Z\\][\s\S])(?i:(?<=i)s|(?<=a)re|(?<=e)quals|(?<=s)o|(?<=t)(?:hus|herefore|o)"
-    r"|(?<=h)(?:ence|ave)|(?<=g)et|(?<=o)btain|(?<=f)ind|(?<=b)e)(?![a-zA-Z])[ \t,]+|(?<==)[ \t]*)"
+    r"[^a-zA-Z\\](?:(?<==)|(?:[iI]s|[aA]re|[eE]quals|[sS]o|[tT](?:hus|herefore|o)|[hH](?:ence|ave)|[gG]et|[oO]btain|[fF]ind"
+    r"|[bB]e)(?=[ \t,]))"
 )
 _EXPRESSION = re.compile(
     r"(?P<value>(?:[-+*/^=(){},0-9πθ√° \t−×·±≈∞∪<>≤≥≠²³⁰¹⁴-⁹⁻\[\]]|\.(?=[0-9])|\\[a-zA-Z]+"
@@ -74,7 +74,7 @@ _TAKEN_AT = re.compile(
     r"\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in(?![a-z]))"
     r"(?:(?!, [a-z])[^.\n]){1,60}\.?\s*$"
 )
-_RELATION = re.compile(r"[=<>\u2264\u2265\\]")
+_VARIABLE_AT = re.compile(r"\s\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in)")
 _REASON = re.compile(
     r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40})(?:,\s(?:since|because|as)|\swhen(?=[a-z ]{1,40}divided))\s"
     r"[^.=\n]{1,120}\.?\s*$"
@@ -119,7 +119,7 @@ def without_asides(text: str) -> str:
         end = _CALCULATION.sub("", end)
     if any(map(end.__contains__, _ABOUT)):
         end = _ROUNDED.sub(r"\1", end)
-    cut = _TAKEN_AT.search(end) if _RELATION.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
+    cut = _TAKEN_AT.search(end) if _VARIABLE_AT.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
     if cut is None and any(map(end.__contains__, _REASONS)):
         cut = _REASON.search(end)
     return text[:start] + (end[: cut.end("value")] if cut else end)
@@ -150,10 +150,10 @@ def several_at(text: str, end: int) -> str | None:
 
 def said_at_end(text: str) -> str | None:
     """The expression without delimiters that the last sentence ends in: `the line is y = 2x + 1`, `AB = 2√5 cm`."""
-    stripped = text.rstrip()
-    start = max(stripped.rfind("\n") + 1, len(stripped) - _LONGEST_EXPRESSION)
+    stripped = "\n" + text.rstrip()
+    start = max(stripped.rfind("\n"), len(stripped) - _LONGEST_EXPRESSION)
     for word in _SAYS.finditer(stripped, start):
-        said = _EXPRESSION.fullmatch(stripped, word.end())
+        said = _EXPRESSION.fullmatch(stripped, len(stripped) - len(stripped[word.end() :].lstrip(" \t,")))
         is_step = word.group().startswith("=") and (
             _FACTOR.search(stripped, max(0, word.start() - 4), word.start()) or (said and _STEP.search(said["value"]))
         )
@@ -167,7 +167,12 @@ def said_at_end(text: str) -> str | None:
 def unit_at(text: str, start: int) -> str:
     """The unit that is named there; empty where there is none: ` mph in all` is ` mph`."""
     words = _WORDS_AFTER.match(text, start)
-    named = words.group().translate(_RAISED).split() if words else []
+    return _unit_in(words.group()) if words else ""
+
+
+@lru_cache(maxsize=4096)
+def _unit_in(words: str) -> str:
+    named = words.translate(_RAISED).split()
     named = named[: named.index("in", 1)] if "in" in named[1:] else named
     unit = find_unit(" ".join(named)) if named and _may_begin_unit(named[0]) else None
     while unit and len(named) > 1 and (shorter := find_unit(" ".join(named[:-1]))):

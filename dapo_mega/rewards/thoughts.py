@@ -64,7 +64,7 @@ def split(text: str, opening: str = "", *, at_start: bool = False) -> tuple[str,
 
 def spoken(response: str) -> str:
     """The response after its thoughts; of a thought that never ends, what comes before it."""
-    return split(response)[0]
+    return split(response)[0] if any(map(response.__contains__, "<[\u25c1")) else response
 
 
 def opened_thought(prompt: str, messages: Sequence[Mapping[str, str]] = (), problem: str = "") -> str:
