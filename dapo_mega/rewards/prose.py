@@ -74,7 +74,7 @@ _TAKEN_AT = re.compile(
     r"\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in(?![a-z]))"
     r"(?:(?!, [a-z])[^.\n]){1,60}\.?\s*$"
 )
-_VARIABLE_AT = re.compile(r"\s\$?\(?[a-z](?:\s?[=,]\s?[a-z]){0,3}\)?\s?(?:[=<>\u2264\u2265]|\\[gln]e|\\in)")
+_SIGN_OF_VARIABLE = re.compile(r"[=<>\u2264\u2265\\](?:(?<=[a-z)].)|(?<=[a-z)]\s.))")
 _REASON = re.compile(
     r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40})(?:,\s(?:since|because|as)|\swhen(?=[a-z ]{1,40}divided))\s"
     r"[^.=\n]{1,120}\.?\s*$"
@@ -102,7 +102,7 @@ _STEP = re.compile(r"(?:and|,)[ \t]+[a-z0-9 ]{0,9}[a-z0-9)][ \t]?[-+*/]?[ \t]?[a
 
 def restated(text: str) -> str:
     """A statement with one of its sayings of one value: `3/4` of `three quarters, i.e. 3/4`."""
-    sayings = list(_RESTATED.finditer(text))
+    sayings = list(_RESTATED.finditer(text)) if " " in text else None
     if not sayings:
         return text
     if _ONLY_VALUE.match(text, sayings[-1].end()):
@@ -114,12 +114,14 @@ def without_asides(text: str) -> str:
     """A text without what stands at its end beside its value: a calculation, a rounding, a condition, a reason."""
     start = max(0, len(text) - 200)
     end = text[start:]
+    if " " not in end:
+        return text
     # A search costs more than all the others, so what each aside holds is looked for first.
     if " (" in end:
         end = _CALCULATION.sub("", end)
     if any(map(end.__contains__, _ABOUT)):
         end = _ROUNDED.sub(r"\1", end)
-    cut = _TAKEN_AT.search(end) if _VARIABLE_AT.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
+    cut = _TAKEN_AT.search(end) if _SIGN_OF_VARIABLE.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
     if cut is None and any(map(end.__contains__, _REASONS)):
         cut = _REASON.search(end)
     return text[:start] + (end[: cut.end("value")] if cut else end)
