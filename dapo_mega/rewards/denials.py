@@ -92,6 +92,11 @@ _WITHDRAWN = re.compile(
     r"(?i)(?<![a-z])(?:wait|hold on|hmm+|actually|oops|no|sorry)[,.:!…—]*\s[^.!?\n]{0,30}"
     r"(?:this|that|it)(?:['’]s|\s(?:is|was))\s(?:also\s)?(?:wrong|incorrect|not\s(?:right|correct)|a\smistake)\W*(?:(?:so\s)?there\s(?:is|are)\sno\s(?:solution|answer)s?\W*)?$"
 )
+# The end of a response that was cut off in a sentence.
+_CUT_OFF: Final = (
+    *(" and", " or", " the", " of", " so", " we", " that", " with", " because", " if", " then", " is", " are", " to"),
+    *(" an", " but", " let me", " which", " since", " from", " by", " hence", " thus", " therefore"),
+)
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
 _LAST_WORDS = 120
 
@@ -141,8 +146,9 @@ def concluded_none(text: str) -> str | None:
 
 
 def gave_up(text: str) -> bool:
-    """Whether a text ends in saying that it has no answer: `I cannot determine it`."""
+    """Whether a text ends in saying that it has no answer, `I cannot determine it`, or in the middle of a sentence."""
     end = text[-_LAST_WORDS:]
-    return any(map(end.__contains__, ("not", "n't", "n’t", "un"))) and any(
-        _NOT.search(said.group()) for said in _GAVE_UP.finditer(end)
+    return end.rstrip().endswith(_CUT_OFF) or (
+        any(map(end.__contains__, ("not", "n't", "n’t", "un")))
+        and any(_NOT.search(said.group()) for said in _GAVE_UP.finditer(end))
     )

@@ -68,7 +68,7 @@ _MAY_BE_OTHER_CUE = re.compile(f"[^a-zA-Z](?:{_CUE_BEGINS}|(?<=[答解정답ا�
 # `Answer:`, `**Final answer**`, `the answer is`.
 _CUE = re.compile(
     r"(?i)(?-i:(?=[aArRоОcCjJsSoO]))(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
-    r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:=$\\]{0,60}?)"
+    r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:;=$\\]{0,60}?)"
     r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$)"
     r"|(?<=[ \t])[-–—→](?=[ \t]))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
@@ -110,6 +110,7 @@ _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[a-z*]+\}|\\[a-zA-Z]+")
 
+_BASE = re.compile(r"_(?:[0-9]+|\{[^{}\n]{1,20}\})")
 _PERCENT = re.compile(r"[ \t]*(?:\\?%|(?:percent(?:age)?|pct)(?![a-zA-Z]))", re.IGNORECASE)
 _FORMULA_LINK = re.compile(
     r"(?:\s|[,;&]|(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])"
@@ -215,7 +216,7 @@ def _cues(text: str, start: int) -> list[re.Match[str]]:
     begins = [start]
     for found in (_MAY_BE_CUE if text.isascii() else _MAY_BE_OTHER_CUE).finditer(text, start):
         if found[0][1:2] in "fF":
-            begins.append(max(0, text.rfind("\n", 0, found.start() + 1)))
+            begins.append(text.rfind("\n", max(0, found.start() - 6), found.start() + 1))
         begins += found.start(), found.start() + 1
     for begin in begins:
         if begin >= start and (cue := _CUE.match(text, begin)):
@@ -265,14 +266,16 @@ def closing_brace(text: str, opening: int) -> int:
 
 
 def _last_sentence(text: str, boxes: list[_Span]) -> list[str]:
-    """What the boxes hold that one sentence at the end lists, with the percent signs behind them."""
+    """What the boxes hold that one sentence at the end lists, with the percent sign or base behind them."""
     first = len(boxes) - 1
     while first > 0 and _linked(text[boxes[first - 1].end : boxes[first].start]):
         first -= 1
     contents = []
     for box in boxes[first:]:
         percent = _PERCENT.match(text, box.end) or _PERCENT.match(text[box.end : box.end + 20].lstrip("$ )\\"))
-        contents.append(box.content + "\\%" if percent and "%" not in box.content else box.content)
+        base = _BASE.match(text, box.end)
+        after = "\\%" if percent and "%" not in box.content else base.group() if base else ""
+        contents.append(box.content + after)
     return contents
 
 
@@ -318,6 +321,8 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     plain = _INTRODUCED.sub(r"\1", plain)
     if _OTHER_DENIAL.match(plain):
         return None
+    if cue["chinese"] and _DIGIT.search(plain) and not NUMBER.match(plain) and _OTHER_WORDS.search(plain):
+        return _last_value(plain)
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
     if number := NUMBER.match(plain):
         if is_denied_after(plain, number.end()):

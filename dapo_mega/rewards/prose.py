@@ -79,6 +79,13 @@ _REASON = re.compile(
     r"(?P<value>[0-9$}][^.,;:\n0-9$]{0,40})(?:,\s(?:since|because|as)|\swhen(?=[a-z ]{1,40}divided))\s"
     r"[^.=\n]{1,120}\.?\s*$"
 )
+# `150 miles in 2.5 hours`, `3 of the 5 children own a bicycle`: what the value is measured by.
+_QUALIFIED = re.compile(
+    r"(?<![0-9.,/])[0-9][0-9.,]*(?:(?P<value>(?:\s(?!in|of)[a-z]{2,20}){1,4})\sin\s(?:just\s|only\s)?[0-9.]{1,9}"
+    r"\s(?:second|minute|hour|day|week|month|year)s?|(?P<part>)\sof\s(?:the|those|these|his|her|their)"
+    r"\s[0-9,]{1,9}\s[a-z][a-z ]{1,60})\.?\s*$"
+)
+_COMPARISON = re.compile(r"[,，]\s?(?:比|其中)[^,，。\n]{1,40}[。.]?\s*$")
 _CONDITIONS: Final = (" at ", " when", " if ", " for ", "attained", "achieved", "reached", "obtained", "occur")
 _ABOUT: Final = ("approx", "about", "roughly", "around")
 _REASONS: Final = (", since", ", because", ", as ", " when")
@@ -114,17 +121,21 @@ def without_asides(text: str) -> str:
     """A text without what stands at its end beside its value: a calculation, a rounding, a condition, a reason."""
     start = max(0, len(text) - 200)
     end = text[start:]
-    if " " not in end:
+    if " " not in end and end.isascii():
         return text
     # A search costs more than all the others, so what each aside holds is looked for first.
     if " (" in end:
         end = _CALCULATION.sub("", end)
     if any(map(end.__contains__, _ABOUT)):
         end = _ROUNDED.sub(r"\1", end)
+    if "比" in end or "其中" in end:
+        end = _COMPARISON.sub("", end)
     cut = _TAKEN_AT.search(end) if _SIGN_OF_VARIABLE.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
     if cut is None and any(map(end.__contains__, _REASONS)):
         cut = _REASON.search(end)
-    return text[:start] + (end[: cut.end("value")] if cut else end)
+    if cut is None and (" in " in end or " of the" in end):
+        cut = _QUALIFIED.search(end)
+    return text[:start] + (end[: cut.end(cut.lastgroup or 0)] if cut else end)
 
 
 def several_at(text: str, end: int) -> str | None:

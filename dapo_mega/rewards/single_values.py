@@ -45,6 +45,8 @@ NUMBER_IN_WORDS: Final = (
     rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_NUMBER_WORDS[1:10])}))?|{'|'.join(reversed(_NUMBER_WORDS))})"
     rf"(?![a-z])(?:[- ](?:{'|'.join(_PARTS)})s?(?![a-z])|(?: (?:{'|'.join(_FACTORS)})(?![a-z]))+)?"
 )
+# `5 m s^{-1}` is a speed, `2 N m` a torque, and `\\frac{1}{2} m v^2` holds no unit.
+_VARIABLES = re.compile(r"[a-z](?:\s?\^\s?\{?[0-9]\}?)?(?:\s+[a-z](?:\s?\^\s?\{?[0-9]\}?)?)+")
 _COMPOUND = re.compile(r"(?:[0-9]{1,15}(?:\.[0-9]{1,15})?\s*[a-zA-Z]+\.?[\s,]*){2,4}")
 _COMPOUND_PART = re.compile(r"([0-9.]+)\s*([a-zA-Z]+)")
 _BASE = re.compile(
@@ -181,8 +183,8 @@ def _unit(text: str) -> tuple[str, int, Unit | None]:
         return core, factor, unit
     is_letter = unit is not None and len(unit.name.partition("^")[0].strip()) == 1
     is_apart = text[len(core)] == " " and ("^" not in plain or unit is None or unit.name[0] == "m")
-    if is_letter and not is_apart:
-        return text, 1, None  # `5m`, `3s^2`: variables.
+    if (is_letter and not is_apart) or _VARIABLES.fullmatch(plain.strip()):
+        return text, 1, None  # `5m`, `3s^2`, `2 g h`: variables.
     if unit is None and not re.search(r"[^\W\d_\u0370-\u03ff]{3,}|[\u0400-\uffdc]", plain):
         return text, 1, None  # `2ab`
     if re.search(r"\\(?:sin|cos|tan|log|ln|sqrt)", words):

@@ -240,6 +240,14 @@ def _equation(sides: tuple[str, ...], kinds: tuple[str, ...], text: str, depth: 
     if last == 0:
         return value
     left = sides[0]
+    if (
+        kinds[last - 1] == "="
+        and _is_variable(sides[last])
+        and sides[last] not in ("e", "i")
+        and _is_number(sides[last - 1])
+    ):
+        # `10 = b`
+        return Named(sides[last], turned, text) if (turned := _read(sides[last - 1], depth + 1)) else None
     if _QUANTITY.fullmatch(left) or "\\in" in kinds or (_is_number(left) and _is_number(sides[last])):
         return Named(compact(left), value, text)
     return Relation(sides[: last + 1], kinds[:last], text)

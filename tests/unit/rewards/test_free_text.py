@@ -204,6 +204,9 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         "actually, ",
         "if ",
         "suppose ",
+        " final",
+        "答:共5天",
+        " 1 of the 1 a",
     ]
     fillings += ["not ", "n't ", "(1, ", "are 1, ", "0.", "9.9", " million", "\u0661", "$1$ not ", "\\boxed{1} not "]
     assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
@@ -367,6 +370,27 @@ def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states() -> None:
         ("14 days", "14 weeks", False),
         ("D", "Both C and D", False),
         ("March 5", "May 5", False),
+        # What a value is measured by, and what it is compared with.
+        ("150", "Thus the car travelled a total of 150 miles in 2.5 hours.", True),
+        ("2.5", "Thus the car travelled a total of 150 miles in 2.5 hours.", False),
+        ("3", "So 3 of the 5 children own a bicycle.", True),
+        ("5", "So 3 of the 5 children own a bicycle.", False),
+        ("12", "小明一共买了15支铅笔,比小红多12支。", False),
+        ("15", "小明一共买了15支铅笔,比小红多12支。", True),
+        ("5", "答:他们需要5天完成。", True),
+        ("4", "答:他们需要5天完成。", False),
+        # A base behind a box, an equation the other way round, letters that are no units, a unit that is not asked for.
+        ("101_2", "In binary this is \\boxed{101}_2.", True),
+        ("101_2", "In base 3 this is \\boxed{101}_{3}.", False),
+        ("10", "Subtracting 2b, we get 10 = b", True),
+        ("12", "Subtracting 2b, we get 10 = b", False),
+        ("\\frac{1}{2} m v^2", "The energy is $\\frac{m v^2}{2}$.", True),
+        ("\\frac{1}{2} m v^2", "The energy is $\\frac{1}{2}$.", False),
+        ("1600", "She lifts 1,600 pounds.", True),
+        ("16", "She lifts 1,600 pounds.", False),
+        # Cut off, or given up before a guess.
+        ("15", "Let me think about $15$ again and", False),
+        ("42", "We could not determine the answer; one might guess that it is 42, which is not shown.", False),
         ("100 \\text{ m}", "100 feet", False),
     ]
     with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
