@@ -130,8 +130,9 @@ _SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{NUMBER_IN_LIST})\)")
 _OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
 _OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
-# The number that counts mostly stands here; only where none does is more of the text read.
-_LAST_SENTENCE: Final = 40
+_NO_DIGITS: Final = "".join(chr(code) for code in range(128) if not chr(code).isdigit())
+# How long the last number may be with the spaces in it. Only where it does not count are the others looked for.
+_LONGEST_NUMBER: Final = 40
 # No answer needs a line as long as a hostile one.
 _LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
@@ -466,8 +467,7 @@ def _last_value(text: str) -> str | None:
         if not NUMBER.search(text, formulas[-1].end):
             text = text[: formulas[-1].start]
         formulas = formulas[:-1]
-    before = max(0, len(text) - _LAST_SENTENCE)
-    near = max(0, text.rfind("\n", 0, before), text.rfind(". ", 0, before) + 1, len(text) - _LAST_WORDS)
+    near = max(0, text.rfind(" ", 0, max(0, len(text.rstrip(_NO_DIGITS)) - _LONGEST_NUMBER)), len(text) - _LAST_WORDS)
     numbers = list(NUMBER.finditer(text, near))
     last_number = _last_outside(text, numbers, formulas)
     if last_number is None and near and (not formulas or formulas[-1].end < near):

@@ -29,7 +29,9 @@ from dapo_mega.rewards.units import Unit, find_unit
 _RADIAN: Final = find_unit("radian")
 _MAX_ITEMS: Final = 64
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
-_PLAIN_AMOUNT = re.compile(r"(?P<number>[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})) (?P<unit>[a-z]{3,20})")
+_PLAIN_AMOUNT = re.compile(
+    r"(?P<number>[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100}))(?:\.0{1,9})?(?: (?P<unit>[a-z]{3,20}))?"
+)
 _PLAIN_DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]+")
 _VARIABLE = r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|omega))(?:_(?:\{\w+\}|\w))?"
 _VARIABLES = re.compile(rf"{_VARIABLE}|\([a-zA-Z](?:,\s*[a-zA-Z])+\)")
@@ -54,7 +56,7 @@ class Grader:
             return int(plain) == int(truth)
         # A truth without a unit is meant in the candidate's: decided here, as reading both takes ten times as long.
         amount = _PLAIN_AMOUNT.fullmatch(plain) if self.tolerance == 0 and _PLAIN_INTEGER.fullmatch(truth) else None
-        if amount and find_unit(amount["unit"]):
+        if amount and (amount["unit"] is None or find_unit(amount["unit"])):
             return int(amount["number"].replace(",", "")) == int(truth)
         if not candidate.strip():
             return False

@@ -38,6 +38,8 @@ _RATIO = re.compile(rf"{_AMOUNT}(?:[ \t]to[ \t]{_AMOUNT}){{1,3}}")
 _ROWS = re.compile(r"\[\s*\[[^a-zA-Z\n]{0,100}\]\s*\]")
 _MONTH_NEAR = re.compile(r"Jan|Feb|Ma[ry]|Apr|Ju[nl]|Aug|Sep|Oct|Nov|Dec")
 _LONGEST_EXPRESSION: Final = 80
+# `48 + 24 = 72`
+_CALCULATED = re.compile(r"(?:(?:[ ]x[ ](?=[0-9(])|[-+*/()0-9., \u00d7\u2212])+=)+[ ]?[-\u2212]?[0-9.,]+")
 _NO_NUMBER = re.compile(r"[a-zA-Z\\πθ√^=+*,(]|[0-9]\s?[-/]")
 _SAYS = re.compile(
     r"[^a-zA-Z\\](?:(?<==)|(?:[iI]s|[aA]re|[eE]quals|[sS]o|[tT](?:hus|herefore|o)|[hH](?:ence|ave)|[gG]et|[oO]btain|[fF]ind"
@@ -173,7 +175,9 @@ def said_at_end(text: str) -> str | None:
         if said and _NO_NUMBER.search(said["value"]) and not is_step:
             if is_denied(stripped, said.start(), said.end("value")):
                 return None
-            return said["value"].strip() + unit_at(stripped, said.end("value"))
+            value = said["value"].strip()
+            value = value.rpartition("=")[2].strip() if _CALCULATED.fullmatch(value) else value
+            return value + unit_at(stripped, said.end("value"))
     return None
 
 
