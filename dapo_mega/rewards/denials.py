@@ -30,6 +30,28 @@ _DOUBT = re.compile(
     r"|(?:not|cannot|(?<=n['’])t) (?:think|believe))(?![a-z])[^.,;:!?\n]{0,40}$"
     r"|(?:(?<=假)[设如]|(?<=如)果|(?<=[若设]))[^.,;:!?\n，。；：]{0,20}$)"
 )
+_NEGATIVE: Final = (
+    *(
+        "no",
+        "'t",
+        "’t",
+        "nev",
+        "nei",
+        "any",
+        "rather",
+        "instead",
+        "betw",
+        "nich",
+        "pas",
+        "não",
+        "не",
+        "不",
+        "并非",
+        "ไม่",
+    ),
+    *("fals", "doubt", "impos", "suppos", "assum", "imagin", "pretend", "somewh", "if", "angenom", "supong"),
+    *("假", "如果", "若", "设"),
+)
 # What a text concludes that finds no answer, behind all values: `so there is no solution`, `which is a contradiction`.
 _CONCLUDED_NONE = re.compile(
     r"(?i)(?:^|[.,;:!?—\n]\s*|(?<![a-z])(?:but|so|hence|thus|therefore|and)\s)"
@@ -103,8 +125,11 @@ _LAST_WORDS = 120
 
 def is_denied(text: str, start: int, end: int) -> bool:
     """Whether what stands there is said not to be the answer: `not 42`, `it can't be 42`, `42 is wrong`."""
-    before = text[max(0, start - 70) : start]
-    return bool(_DENIAL.search(" " + before[-40:].casefold()) or is_doubted(before) or _DENIED_AFTER.match(text, end))
+    before = text[max(0, start - 70) : start].casefold()
+    # The searches cost more than all the rest, so parts of what they find are looked for first.
+    if any(map(before.__contains__, _NEGATIVE)) and (_DENIAL.search(" " + before[-40:]) or is_doubted(before)):
+        return True
+    return is_denied_after(text, end)
 
 
 def is_doubted(before: str) -> bool:

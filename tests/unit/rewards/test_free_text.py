@@ -233,6 +233,8 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         ("The area of $ABC$ is 12.", "12"),
         ("She pays $1,250.50 in total.", "$1,250.50"),
         ("It grows 6 * 2 = 12 inches in 6 years.", "12 inches"),
+        ("The total is 48 + 24 = 72 clips.", "72"),
+        ("The total is 2 x 160 = 4 x 80 = 320", "320"),
         ("so B must be right, hence (B).", "B"),
         (r"\frac{10}{9}", r"\frac{10}{9}"),
         ("x = 1 or x = 2", "x = 1 or x = 2"),
@@ -388,6 +390,9 @@ def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states() -> None:
         ("\\frac{1}{2} m v^2", "The energy is $\\frac{1}{2}$.", False),
         ("1600", "She lifts 1,600 pounds.", True),
         ("16", "She lifts 1,600 pounds.", False),
+        ("1600", "She pays $1,600.00", True),
+        ("1600", "She pays $1,600.05", False),
+        ("600", "She pays $1,600", False),
         # Cut off, or given up before a guess.
         ("15", "Let me think about $15$ again and", False),
         ("42", "We could not determine the answer; one might guess that it is 42, which is not shown.", False),
