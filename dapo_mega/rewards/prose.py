@@ -169,8 +169,10 @@ def said_at_end(text: str) -> str | None:
     start = max(stripped.rfind("\n"), len(stripped) - _LONGEST_EXPRESSION)
     for word in _SAYS.finditer(stripped, start):
         said = _EXPRESSION.fullmatch(stripped, len(stripped) - len(stripped[word.end() :].lstrip(" \t,")))
+        # Of `4 = x` the number counts.
         is_step = word.group().startswith("=") and (
-            _FACTOR.search(stripped, max(0, word.start() - 4), word.start()) or (said and _STEP.search(said["value"]))
+            _FACTOR.search(stripped, max(0, word.start() - 4), word.start())
+            or (said and (_STEP.search(said["value"]) or re.fullmatch(r"\s*[a-zA-Z]\s*", said["value"])))
         )
         if said and _NO_NUMBER.search(said["value"]) and not is_step:
             if is_denied(stripped, said.start(), said.end("value")):

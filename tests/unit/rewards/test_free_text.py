@@ -386,6 +386,7 @@ def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states() -> None:
         ("101_2", "In base 3 this is \\boxed{101}_{3}.", False),
         ("10", "Subtracting 2b, we get 10 = b", True),
         ("12", "Subtracting 2b, we get 10 = b", False),
+        ("x=4", "Dividing by 3 gives 4 = x.", True),
         ("\\frac{1}{2} m v^2", "The energy is $\\frac{m v^2}{2}$.", True),
         ("\\frac{1}{2} m v^2", "The energy is $\\frac{1}{2}$.", False),
         ("1600", "She lifts 1,600 pounds.", True),
