@@ -99,12 +99,12 @@ class Response:
     engine_spans: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class GenerationFailure:
+class GenerationFailure(Exception):
     """A request that no engine answered; never turned into a reward."""
 
-    request_id: int
-    reason: str
+    def __init__(self, request_id: int, reason: str) -> None:
+        super().__init__(request_id, reason)
+        self.request_id, self.reason = request_id, reason
 
 
 Answer = Response | GenerationFailure

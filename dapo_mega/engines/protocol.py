@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from dapo_mega.metrics.timeline import Load
-from dapo_mega.types import Answer, GenerationRequest
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Response
+
+T = TypeVar("T")
+
+
+class Generation(asyncio.Future[Response]):
+    """A request under way. Awaited it gives its response, or raises GenerationFailure; an engine never invents tokens
+    for a request that it could not serve. To cancel it gives the request up."""
+
+    def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.request = request
+
+    @abstractmethod
+    def oldest_version(self) -> int:
+        """The oldest version of the weights in it: the one that sampled its first token, or that would sample it
+        now."""
+
+    def answer(self, answer: Answer) -> None:
+        """End it, unless it was cancelled."""
+        if self.done():
+            return
+        if isinstance(answer, GenerationFailure):
+            self.set_exception(answer)
+        else:
+            self.set_result(answer)
 
 
 class RolloutEngine(Protocol):
-    """Answers requests one by one as they finish; many may be in flight, also between steps.
+    """Answers requests one by one as they finish; many may be in flight, also between steps."""
 
-    Every answer to a request is either a `Response` or a `GenerationFailure`; an engine never invents tokens
-    for a request it could not serve.
-    """
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Start the requests and return at once."""
-
-    def next_answer(self) -> Answer:
-        """Wait for the next answer. Raises FleetError when lost engines do not come back in time, and StopRequested
-        when the run is to stop."""
-
-    def poll_answer(self) -> Answer | None:
-        """The next answer if one is ready, else None. Does not wait."""
-
-    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """The oldest weight version of each unfinished request, by id: the version that sampled its first token, or
-        that would sample it now."""
-
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """Give up requests in flight; no answer to them is needed."""
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """Answer these requests, in the order given, whatever else is in flight."""
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Start the request and return at once. To be called on the engine's event loop."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,28 @@ class RolloutFleet(RolloutEngine):
         """Set the collective that sends the current weights to engines that join or come back during generation."""
 
     @abstractmethod
+    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+        """Run a coroutine that awaits `generate` to its end, on the engines' event loop; rank 0 only. Tasks of others
+        go on there meanwhile; with `alone`, engines that answer everything at once leave earlier requests for later.
+
+        Raises FleetError when lost engines do not come back in time, and StopRequested when the run is to stop; then
+        `work` is cancelled.
+        """
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What the function returns, called on the event loop between the steps of all tasks; rank 0 only."""
+
+        async def called() -> T:
+            return function()
+
+        return self.run(called())
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the engines' event loop, which goes on while the trainer trains; rank 0 only. Engines
+        inside the trainer cannot do that."""
+        raise NotImplementedError
+
+    @abstractmethod
     def serve(self) -> None:
         """Take part in rank 0's work until it calls `end_serving`; on the other ranks only."""
 
@@ -72,12 +100,12 @@ class RolloutFleet(RolloutEngine):
     def sleep(self) -> None:
         """Free the GPU memory that colocated engines share with the policy; rank 0 only."""
 
-    def generate_reserved(
+    async def generate_reserved(
         self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> Future[ReservedAnswers]:
+    ) -> ReservedAnswers:
         """Let up to `num_engines` engines (None: all) that hold weights of `version` answer these requests within
-        `limit_s`, wholly by these weights, while the others go on; rank 0 only, and one such call at a time. Engines
-        inside the trainer or on its GPUs cannot do that."""
+        `limit_s`, wholly by these weights, while the others go on; one such call at a time. Engines inside the trainer
+        or on its GPUs cannot do that."""
         raise NotImplementedError
 
     def pop_metrics(self) -> dict[str, float]:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dapo_mega.rollout.buffer import GroupCounts
 from dapo_mega.rollout.scoring import ScoringCounts, parts_of
-from dapo_mega.types import Group, GroupFate, ScoredTrajectory
+from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of one step. `metrics` computes its metrics, at most once, beside whatever goes on."""
+
+    groups: list[Group]
+    metrics: Callable[[], dict[str, float]]
 
 
 @dataclass
@@ -29,9 +37,8 @@ class RolloutStats:
     scored: list[ScoredTrajectory] = field(default_factory=list)
     greedy: list[ScoredTrajectory] = field(default_factory=list)
     asked_prompts: int = 0
-    dropped_groups: int = 0
+    given_up: list[GroupFate] = field(default_factory=list)
     unscored: list[GroupFate] = field(default_factory=list)
-    expired_groups: int = 0
     started: float | None = None
     seconds: float = 0.0
 
@@ -40,12 +47,16 @@ class RolloutStats:
         if self.started is None:
             self.started = now
 
+    def num_given_up(self, outcome: GroupOutcome) -> int:
+        """The groups that were not completed, for this reason."""
+        return sum(fate.outcome == outcome for fate in self.given_up)
+
     def metrics(self) -> dict[str, float]:
         """How groups ended, and what the scored responses are like."""
         metrics = {
-            "rollout/dropped_groups": float(self.dropped_groups),
+            "rollout/dropped_groups": float(self.num_given_up("dropped")),
             "rollout/unscored_groups": float(len(self.unscored)),
-            "rollout/groups_expired_in_flight": float(self.expired_groups),
+            "rollout/groups_expired_in_flight": float(self.num_given_up("expired")),
         }
         difficulties = [g.prompt.difficulty for g in self.groups if g.prompt.difficulty is not None]
         if difficulties:

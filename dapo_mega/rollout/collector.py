@@ -1,16 +1,27 @@
 """Algorithm 1 of DAPO up to the buffer: samples, scores and filters groups until N are held.
 
-`rollout.schedule` says when prompts are submitted. synchronous: in rounds, while a step waits for its groups. partial:
-continuously, while a step waits, so that long responses delay no step. asynchronous: also between two steps' waits, as
-the policy trains, weights are sent and the rest of a step is done (`feed`).
+A group is a task (`groups.py`): its trajectories await the engine, then it awaits its scores, then it is found. A step
+waits for found groups, counts them, and asks for more as `admission.py` says. Groups wait for engines and for scoring
+alone, never for a step; a step waits for groups alone. So what is asked while a step trains (the asynchronous schedule)
+needs nobody to look after it: each group that is found asks for the next.
+
+Invariants:
+
+- Everything runs on the engines' event loop, and between two awaits nothing else does. Only scoring is beside it.
+- A group is in one place: open (`_open`), found and not counted (`_found`), or counted by one step, which holds it in
+  the buffer, trains on it or says where it went. A step in which nothing is trained on has counted nothing: `state` is
+  then that of its beginning, and where responses continue from step to step with all that came since.
+- No engine's place waits for scoring: what is being scored counts as held, not as running.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dapo_mega.config import RunConfig
@@ -18,27 +29,50 @@ from dapo_mega.config.algorithm import OTHER_FILTERS
 from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
-from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
+from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.admission import Admission, Counts
-from dapo_mega.rollout.buffer import GroupBuffer
-from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
+from dapo_mega.rollout.buffer import GroupBuffer, GroupCounts
+from dapo_mega.rollout.collected import Collected, RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
+from dapo_mega.rollout.environment import SingleTurn
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
-from dapo_mega.rollout.in_flight import CompleteGroup, GroupsInFlight, PendingGroup
+from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
 from dapo_mega.rollout.latency import GroupLatency
-from dapo_mega.rollout.scoring import ResponseScorer
+from dapo_mega.rollout.scoring import ResponseScorer, ScoringQueue
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
-from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, SamplingParams, ScoredTrajectory, Trajectory
+from dapo_mega.types import (
+    GenerationFailure,
+    GenerationRequest,
+    Group,
+    GroupFate,
+    Prompt,
+    SamplingParams,
+    ScoredTrajectory,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
 
 _NUM_RECENT = 32
+_SLOW_SCORING_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What a step started from."""
+
+    sampler: dict[str, Any]
+    next_request_id: int
+    held: list[Group]
+    found: list[OpenGroup]
 
 
 class Collector:
-    """Owns the state that decides which groups come next: sampler, buffer, request ids and groups in flight.
+    """Owns the state that decides which groups come next: sampler, buffer, request ids and open groups.
 
-    `feed` may run in a thread of its own while another one calls `collect` or `state`: they exclude each other but for
-    the scoring of what `feed` found, for which nothing waits that does not need it.
+    All methods but the constructor and `load_state` are for the engines' event loop; what `collect` leaves for the
+    records (`pop_fates`, `recent`, `left_over`, `histograms`) changes in a step only.
     """
 
     def __init__(
@@ -56,8 +90,10 @@ class Collector:
         self._config = config
         self._admission = Admission.of(config)
         self._schedule = self._admission.schedule
+        self._asks_ahead = self._schedule == "asynchronous"
         self.prompts = prompts
         self._engine = engine
+        self._environment = SingleTurn()
         self._scorer = scorer
         self._sampling = SamplingParams(
             temperature=config.rollout.temperature,
@@ -83,207 +119,240 @@ class Collector:
         self.recent: deque[tuple[Prompt, Trajectory]] = deque(maxlen=_NUM_RECENT)
         self._last_scored: list[ScoredTrajectory] = []
         self._last_staleness: list[int] = []
-        self._stats = self._last_stats = RolloutStats()
+        self._stats = RolloutStats()
         self._fates: list[GroupFate] = []
-        self._lock = threading.Condition()
-        # Being scored beside training; scored so, and what could not be scored. The next step counts the latter two.
-        self._being_scored: list[CompleteGroup] = []
-        self._fed: list[Group] = []
-        self._num_kept_of_fed = 0
-        self._not_scored: list[CompleteGroup] = []
         self.left_over: dict[str, int] = {}
-        self._in_flight = GroupsInFlight(engine)
-        self._activity = activity or Activity()
-        self._clock = self._activity.clock
+        activity = activity or Activity()
+        self._clock = activity.clock
         self._latency = GroupLatency(self._clock)
-        self._beginning: tuple[Any, int, list[Group], list[Group]] = (self.sampler.state()[0], 0, [], [])
+        self._queue = ScoringQueue(scorer, activity)
+        # Open groups by id, of which so many lack trajectories; found ones, of which so many count as held.
+        self._open: dict[int, OpenGroup] = {}
+        self._num_running = 0
+        self._found: list[OpenGroup] = []
+        self._num_kept_of_found = 0
+        # Of the step under way, or the last one: what it started from, what it counted, and if that does not count.
+        self._beginning: _Beginning
+        self._counted: list[OpenGroup] = []
+        self._counts_nothing = self._is_given_back = False
+        self._version = 0
+        self._engines_have_weights = False
+        self._is_training = False
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
 
-    def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        """N groups for one step with their metrics; `version` is the engines' weight version.
+    async def collect(self, version: int) -> Collected:
+        """N groups for the step that starts from weights of `version`, which the engines have.
 
-        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. Then, and when the
-        engine or the scorer ends the run, the state goes back to the beginning of the step; where responses
-        continue from step to step it keeps all requests and answers since then, and nothing of it is counted.
+        Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. Then, and when it
+        is cancelled or scoring ends the run, the step counts nothing.
         """
-        with self._lock:
-            return self._collect_or_undo(version)
-
-    def _collect_or_undo(self, version: int) -> tuple[list[Group], dict[str, float]]:
-        self._beginning = self.sampler.state()[0], self.next_request_id, list(self.buffer.groups), self._fed
         stats = self._stats
         stats.begin(self._clock())
+        self._beginning = _Beginning(
+            self.sampler.state()[0], self.next_request_id, list(self.buffer.groups), list(self._found)
+        )
+        self._version, self._is_training, self._counts_nothing, self._counted = version, False, True, []
         try:
-            return self._collect(version, stats)
-        except (StopRequested, StarvedError, InputError, FleetError):
-            self._undo(stats)
+            await self._fill_buffer(stats)
+            stats.seconds = self._clock() - (stats.started or 0.0)
+            self.sampler.end_step()
+            collected = self._take(stats)
+        except (StarvedError, InputError, asyncio.CancelledError):
+            if self._schedule == "synchronous":
+                self._give_up(list(self._open.values()))
             raise
         finally:
-            self._fates = [*self.buffer.pop_fates(), *self._in_flight.pop_fates(), *stats.unscored]
-            self.left_over = {"in_buffer": len(self.buffer), "in_flight": self.num_in_flight()}
-            self._stats, self._last_stats = RolloutStats(), stats
+            self._fates = [*self.buffer.pop_fates(), *stats.given_up, *stats.unscored]
+            self.left_over = {"in_buffer": len(self.buffer), "in_flight": len(self._open)}
+            self._stats = RolloutStats()
+        self._version, self._counts_nothing = version + 1, False
+        self._is_training, self._engines_have_weights = self._asks_ahead, False
+        self._ask_ahead()
+        return collected
 
-    def give_back(self) -> None:
-        """Undo the last `collect`, whose groups cannot be trained on, as if it had not asked for them: a run that
-        continues from `state` asks again. Not for samplers that need outcomes."""
-        with self._lock:
-            since = self._fed
-            self._undo(self._last_stats)
-            self._hold_fed(since)
-            for group in self._last_stats.groups if self._schedule != "synchronous" else ():
-                requests = self._requests([member.id for member in group.members], group.prompt)
-                self._in_flight.put_back(PendingGroup(group.prompt, tuple(requests)))
-
-    def _undo(self, stats: RolloutStats) -> None:
-        """Restore the state before the last `collect`. Where responses continue from step to step, what was found since
-        then is for the step that continues to count."""
-        sampler, next_request_id, self.buffer.groups, fed = self._beginning
-        if self._schedule == "synchronous":
-            self._in_flight.cancel_all()
-            self.next_request_id = next_request_id
-            self.sampler.rewind(sampler)
-            self._hold_fed(fed)
-            return
-        self._hold_fed(stats.groups)
-        self._not_scored = [*((fate.prompt, list(fate.unscored)) for fate in stats.unscored), *self._not_scored]
-        if "pending" in sampler:  # The outcomes of these groups.
-            self.sampler.rewind({**self.sampler.state()[0], "pending": sampler["pending"]})
-
-    def _collect(self, version: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
+    async def _fill_buffer(self, stats: RolloutStats) -> None:
         """One loop for all schedules.
 
         Groups that were started before come first: complete ones are held, and incomplete ones whose tokens are too old
         for this step are given up. Rounds leave nothing in flight.
         """
-        config, in_flight = self._config, self._in_flight
-        self._count_fed(version, stats)
-        while self._being_scored and len(self.buffer) < config.batch.groups_per_step:
-            self._lock.wait()
-            self._count_fed(version, stats)
-        stats.dropped_groups += in_flight.pop_dropped()
-        if not self.feeds or len(self.buffer) < config.batch.groups_per_step:
-            self._add_ended(in_flight.arrived(), version, stats)
-        stats.expired_groups = in_flight.cancel_older_than(version - config.algorithm.max_staleness)
-        in_flight.submit_missing()
-        first_round = self._admission.first_round(len(self.buffer))
-        while len(self.buffer) < config.batch.groups_per_step or self._admission.is_round_running(len(in_flight)):
-            self._ask(self._admission.while_a_step_waits(self._counts(stats), first_round, version), stats)
-            if not len(in_flight):
+        version, admission = self._version, self._admission
+        self._count(stats)
+        complete = [group for group in self._open.values() if group.is_complete]
+        self._start(complete)
+        while not all(group.result for group in complete) and (not self._asks_ahead or self._lacks_groups()):
+            await self._more_found(stats)
+        oldest = version - self._config.algorithm.max_staleness
+        expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version() < oldest]
+        self._give_up(expired)
+        stats.given_up += [GroupFate("expired", g.prompt, unscored=tuple(g.trajectories.values())) for g in expired]
+        self._start(self._open.values())
+        first_round = admission.first_round(len(self.buffer))
+        while self._lacks_groups() or admission.is_round_running(len(self._open)):
+            self._ask(admission.while_a_step_waits(self._counts(), first_round, version))
+            if not self._open:
                 raise StarvedError(self._starvation(stats))
-            self._add_ended([in_flight.next_complete(), *in_flight.arrived()], version, stats)
-        stats.seconds = self._clock() - (stats.started or 0.0)
-        self.sampler.end_step()
-        groups = list(self.buffer.take(config.batch.groups_per_step))
-        self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
-        metrics = self._metrics(stats, groups, version)
-        self._latency.keep_only(self._first_request_ids())
-        return groups, metrics
+            await self._more_found(stats)
 
-    def _first_request_ids(self) -> list[int]:
-        """The first request of every group that is held or in flight."""
-        held = [group.trajectories[0].id for group in (*self.buffer.groups, *self._fed)]
-        not_scored = [trajectories[0].id for _, trajectories in (*self._being_scored, *self._not_scored)]
-        return [*held, *not_scored, *self._in_flight.first_request_ids()]
+    def _lacks_groups(self) -> bool:
+        return len(self.buffer) < self._config.batch.groups_per_step
 
-    @property
-    def feeds(self) -> bool:
-        """Whether `feed` is to be called beside training."""
-        return self._schedule == "asynchronous"
+    async def _more_found(self, stats: RolloutStats) -> None:
+        """Wait until groups are found, or places at engines are free, and count the groups."""
+        self._changed.clear()
+        await self._changed.wait()
+        self._count(stats)
 
-    def feed(self, version: int, *, engines_have_it: bool = False, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Between the waits of two steps, for the second one, which starts from weights of `version`: score the groups
-        that are complete, and start new ones as long as none of their tokens can become too old. Does not wait for
-        engines. What it finds is counted by the next step, or by that of a run that continues from `state`.
+    def _count(self, stats: RolloutStats) -> None:
+        """Count what was found, and hold the groups that carry a signal and are not too old. Raises what ended a
+        group's task."""
+        if self._failure:
+            raise self._failure
+        found, self._found, self._num_kept_of_found = self._found, [], 0
+        self._counted += found
+        for group in found:
+            if isinstance(group.result, Group):
+                self._offer(group.result, stats)
+            elif group.result:
+                (stats.unscored if group.is_complete else stats.given_up).append(group.result)
+        self.buffer.evict_stale(self._version)
 
-        `engines_have_it`: the engines have these weights already, so that what starts now is a step younger. Nothing is
-        begun when `goes_on` says that the feeding is over. Raises as scoring does; then nothing is lost.
-        """
-        with self._lock:
-            if not goes_on():
-                return
-            self._stats.begin(self._clock())
-            complete = self._being_scored = self._in_flight.pop_complete()
-        try:
-            groups = self._score(complete, version)
-            scored = [group for group in groups if group is not None]
-            num_kept = sum(map(self.buffer.keeps, scored))
-        except BaseException:
-            with self._lock:
-                self._put_back(complete)
-                self._end_scoring()
-            raise
-        with self._lock:
-            self._fed += scored
-            self._num_kept_of_fed += num_kept
-            self._not_scored += [c for c, group in zip(complete, groups, strict=True) if group is None]
-            self._end_scoring()
-            if not goes_on():
-                return
-            counts = self._counts(self._stats)
-            num_prompts = self._admission.while_a_step_trains(counts, version, engines_have_it=engines_have_it)
-            self._ask(num_prompts, self._stats)
+    def _offer(self, group: Group, stats: RolloutStats) -> None:
+        """Count the group, and hold it if it carries a signal."""
+        self.recent.extend((group.prompt, member) for member in group.trajectories)
+        stats.scored.extend(group.trajectories)
+        stats.greedy.extend([group.greedy] if group.greedy else [])
+        stats.groups.append(group)
+        self._observe(group)
+        self.buffer.offer(group)
 
-    def _end_scoring(self) -> None:
-        self._being_scored = []
-        self._lock.notify_all()
-
-    def _count_fed(self, version: int, stats: RolloutStats) -> None:
-        """Count what was found beside training, and hold the groups that carry a signal and are not too old."""
-        fed, not_scored = self._fed, self._not_scored
-        self._hold_fed([])
-        self._not_scored = []
-        self._offer(fed, stats)
-        stats.unscored.extend(_unscored(complete) for complete in not_scored)
-        self.buffer.evict_stale(version)
-
-    def _hold_fed(self, groups: Sequence[Group]) -> None:
-        self._fed = list(groups)
-        self._num_kept_of_fed = sum(map(self.buffer.keeps, groups))
-
-    def _put_back(self, complete: Sequence[CompleteGroup]) -> None:
-        """The groups are in flight again, as scoring them failed, or the run is to stop."""
-        for group in complete:
-            self._in_flight.put_back(self._with_requests(group))
-
-    def _ask(self, num_prompts: int, stats: RolloutStats) -> None:
-        for _ in range(num_prompts):
-            (prompt,) = self._next_prompts(1)
-            requests = self.new_requests(prompt)
-            self._in_flight.start(prompt, requests)
-            self._latency.start(requests[0].request_id)
-            stats.asked_prompts += 1
-
-    def _add_ended(self, ended: Sequence[CompleteGroup | None], version: int, stats: RolloutStats) -> None:
-        """Score the complete groups and hold those that carry a signal and are not too old. None stands for a dropped
-        group."""
-        complete = [group for group in ended if group is not None]
-        stats.dropped_groups += len(ended) - len(complete)
-        try:
-            scored = self._score(complete, version)
-        except BaseException:
-            self._put_back(complete)
-            raise
-        stats.unscored.extend(_unscored(c) for c, group in zip(complete, scored, strict=True) if group is None)
-        self._offer([group for group in scored if group is not None], stats)
-        self.buffer.evict_stale(version)
-
-    def _offer(self, groups: Sequence[Group], stats: RolloutStats) -> None:
-        """Count the groups, and hold those that carry a signal."""
-        for group in groups:
-            self.recent.extend((group.prompt, member) for member in group.trajectories)
-            stats.scored.extend(group.trajectories)
-            stats.greedy.extend([group.greedy] if group.greedy else [])
-            stats.groups.append(group)
-            self._observe(group)
-            self.buffer.offer(group)
-
-    def _counts(self, stats: RolloutStats) -> Counts:
+    def _counts(self) -> Counts:
         return Counts(
-            asked=stats.asked_prompts,
-            running=self._in_flight.num_running,
-            in_flight=len(self._in_flight),
-            held=len(self.buffer) + self._num_kept_of_fed + len(self._not_scored) + len(self._being_scored),
+            asked=self._stats.asked_prompts,
+            running=self._num_running,
+            in_flight=len(self._open),
+            held=len(self.buffer) + self._num_kept_of_found + len(self._open) - self._num_running,
             kept_share=self.buffer.recent_kept_share(),
         )
+
+    def _ask(self, num_prompts: int) -> None:
+        """Open so many groups, and start them."""
+        for index in self.sampler.next(num_prompts):
+            prompt = self.prompts[index]
+            group = OpenGroup(prompt, tuple(self.new_requests(prompt)))
+            self._open[group.id] = group
+            self._num_running += 1
+            self._latency.start(group.id)
+            self._stats.asked_prompts += 1
+            self._start([group])
+
+    def _start(self, groups: Iterable[OpenGroup]) -> None:
+        for group in groups:
+            group.task = group.task or asyncio.create_task(self._roll_out(group))
+
+    async def _roll_out(self, group: OpenGroup) -> None:
+        """One group, from its requests until it is found."""
+        try:
+            if not group.is_complete:
+                try:
+                    await group.roll_out(self._environment, self._engine.generate)
+                except GenerationFailure:
+                    group.result = GroupFate("dropped", group.prompt, unscored=tuple(group.trajectories.values()))
+                self._num_running -= 1
+            group.result = group.result or await self._scored(group)
+            group.is_kept = not isinstance(group.result, Group) or self.buffer.keeps(group.result)
+            del self._open[group.id]
+            self._found.append(group)
+            self._num_kept_of_found += group.is_kept
+            self._changed.set()
+            self._ask_ahead()
+        except Exception as error:
+            if self._is_training:
+                logger.error("the run ends after this step: %s", error)
+            self._failure = self._failure or error
+            self._changed.set()
+
+    async def _scored(self, group: OpenGroup) -> Group | GroupFate:
+        """The complete group with its scores; where one could not be had, its fate."""
+        members = group.members()
+        slow = asyncio.get_running_loop().call_later(_SLOW_SCORING_S, self._places_are_free)
+        results = await self._queue.score([(group.prompt, trajectory) for trajectory in members])
+        slow.cancel()
+        scored = [result for result in results if isinstance(result, ScoredTrajectory)]
+        if len(scored) < len(members):
+            return GroupFate("dropped", group.prompt, unscored=members)
+        greedy = scored.pop() if self._has_greedy else None
+        scored = self._scorer.compare(scored, step=self._version + 1)
+        return Group(group.prompt, tuple(scored), min(t.weight_version for t in members), greedy)
+
+    def _places_are_free(self) -> None:
+        """Groups are complete whose scoring takes long: the engines work on others meanwhile."""
+        self._changed.set()
+        self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """While a step trains, ask for what the next ones can use in time."""
+        if not self._is_training or self._failure:
+            return
+        self._stats.begin(self._clock())
+        has_weights = self._engines_have_weights
+        self._ask(self._admission.while_a_step_trains(self._counts(), self._version, engines_have_it=has_weights))
+
+    def weights_arrived(self) -> None:
+        """The engines have the weights that the next step starts from."""
+        self._engines_have_weights = True
+        self._ask_ahead()
+
+    def _give_up(self, groups: Sequence[OpenGroup]) -> None:
+        for group in groups:
+            del self._open[group.id]
+            self._num_running -= not group.is_complete
+            if group.task:
+                group.task.cancel()
+
+    def give_back(self) -> None:
+        """The groups of the last `collect` cannot be trained on: it counts nothing, and a run that continues from
+        `state` asks for them again. Not for samplers that need outcomes."""
+        self._counts_nothing = self._is_given_back = True
+        self._is_training = False
+
+    def stop_asking(self) -> None:
+        """Ask for nothing more while no step waits."""
+        self._is_training = False
+
+    def _take(self, stats: RolloutStats) -> Collected:
+        """The step's groups, with what its metrics are made of."""
+        version = self._version
+        groups = list(self.buffer.take(self._config.batch.groups_per_step))
+        self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
+        now = {
+            "rollout/generation_rounds": float(self._admission.num_rounds(stats.asked_prompts)),
+            "rollout/groups_in_flight": float(len(self._open)),
+            "buffer/size": float(len(self.buffer)),
+            **self.sampler.metrics(),
+            **scoring_metrics(self._scorer.pop_counts()),
+            **self._latency.metrics(groups),
+        }
+        self._latency.keep_only(self._ids())
+        counts = self.buffer.pop_counts()
+        return Collected(groups, partial(self._metrics, now, stats, groups, version, counts))
+
+    def _metrics(
+        self, now: dict[str, float], stats: RolloutStats, groups: Sequence[Group], version: int, counts: GroupCounts
+    ) -> dict[str, float]:
+        """Of a step that starts from weights of `version` and trains on `groups`."""
+        return {
+            **now,
+            **metrics_of_sources(stats.groups, self._source_labels),
+            **stats.metrics(),
+            **group_metrics(groups, version, counts),
+        }
+
+    def _ids(self) -> list[int]:
+        """The first request of every group that is held, found or open."""
+        held = [group.trajectories[0].id for group in self.buffer.groups]
+        return [*held, *(group.id for group in (*self._found, *self._open.values()))]
 
     def pop_fates(self) -> list[GroupFate]:
         """Where the groups of the last `collect` went, also of one that failed: those for its step first, in their
@@ -292,8 +361,8 @@ class Collector:
         return fates
 
     def num_in_flight(self) -> int:
-        """Groups that the engines still work on, and those that are being scored beside training."""
-        return len(self._in_flight) + len(self._being_scored)
+        """Groups that lack responses or scores."""
+        return len(self._open)
 
     def histograms(self) -> dict[str, Histogram]:
         """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
@@ -307,17 +376,24 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
-        with self._lock:
-            return self._state()
-
-    def _state(self) -> tuple[dict[str, Any], Arrays]:
-        records, arrays = pack_groups(self.buffer.groups, "buffer")
-        fed, fed_arrays = pack_groups(self._fed, "fed")
         sampler, sampler_arrays = self.sampler.state()
-        numbers = {"cursor": sampler, "next_request_id": self.next_request_id, "made_with": self._made_with}
-        not_scored = [self._with_requests(group) for group in (*self._being_scored, *self._not_scored)]
-        in_flight, in_flight_arrays = self._in_flight.state(not_scored)
-        latency = self._latency.state(self._first_request_ids())
+        next_request_id, held = self.next_request_id, self.buffer.groups
+        found, waiting = self._found, list(self._open.values())
+        if self._counts_nothing:
+            begun = self._beginning
+            held = begun.held
+            if self._schedule == "synchronous":
+                sampler, next_request_id, found, waiting = begun.sampler, begun.next_request_id, begun.found, []
+            else:
+                counted = map(_asked_again, self._counted) if self._is_given_back else self._counted
+                found = [*counted, *found]
+                sampler |= {name: begun.sampler[name] for name in ("pending",) if name in sampler}  # Their outcomes.
+        records, arrays = pack_groups(held, "buffer")
+        fed, fed_arrays = pack_groups([g.result for g in found if isinstance(g.result, Group)], "fed")
+        unscored = [group for group in found if not isinstance(group.result, Group)]
+        in_flight, in_flight_arrays = pack_open([*unscored, *waiting])
+        numbers = {"cursor": sampler, "next_request_id": next_request_id, "made_with": self._made_with}
+        latency = self._latency.state(self._ids())
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight, "group_seconds": latency}
         if fed:
             values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
@@ -328,27 +404,32 @@ class Collector:
         in flight if this run's schedule leaves none."""
         self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
-        self.buffer.groups = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
-        self._hold_fed(unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else [])
         self._latency.load_state(values.get("group_seconds", {}))  # Checkpoints of earlier versions lack it.
         made_with = values["collector"].get("made_with", {})  # Checkpoints of earlier versions lack it.
         changed = [name for name, value in self._made_with.items() if made_with.get(name, value) != value]
-        self.buffer.groups = [g for g in self.buffer.groups if not changed and self._fits(g) and self.buffer.keeps(g)]
-        self._hold_fed([group for group in self._fed if not changed and self._fits(group)])  # The next step filters.
-        in_flight = values.get("in_flight") or []
+        held = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
+        found = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []
+        records = values.get("in_flight") or []
+        keeps_trajectories = not any(name.startswith("sampling.") for name in changed)
+        waiting = unpack_open(records, arrays, self.prompts, self._requests, keeps_trajectories=keeps_trajectories)
+        num_saved = len(held) + len(found) + len(waiting)
+        self.buffer.groups = [g for g in held if not changed and self._fits(g) and self.buffer.keeps(g)]
+        self._found = [self._scored_before(g) for g in found if not changed and self._fits(g)]  # The next step filters.
+        self._num_kept_of_found = sum(group.is_kept for group in self._found)
         size = self._config.batch.group_size + self._has_greedy
-        num_kept = len(self.buffer) + len(self._fed) + sum(len(record["request_ids"]) == size for record in in_flight)
-        warn_of_left_out(len(values["buffer"]) + len(values.get("fed", [])) + len(in_flight), num_kept)
-        if not in_flight:
-            return
-        if self._schedule == "synchronous":
+        self._open = {group.id: group for group in waiting if len(group.requests) == size}
+        self._num_running = sum(not group.is_complete for group in self._open.values())
+        warn_of_left_out(num_saved, len(self.buffer) + len(self._found) + len(self._open))
+        if records and self._schedule == "synchronous":
             raise InputError(
-                f"the checkpoint has {len(in_flight)} groups in flight, which only rollout.schedule=partial or "
+                f"the checkpoint has {len(records)} groups in flight, which only rollout.schedule=partial or "
                 f"asynchronous can continue, and with algorithm.max_staleness of at least 1; set them, or start a new "
                 f"run from the trained weights"
             )
-        keeps_responses = not any(name.startswith("sampling.") for name in changed)
-        self._in_flight.load_state(in_flight, arrays, self.prompts, self._requests, size, keeps_responses)
+
+    def _scored_before(self, group: Group) -> OpenGroup:
+        requests = self._requests([member.id for member in group.members], group.prompt)
+        return OpenGroup(group.prompt, tuple(requests), result=group, is_kept=self.buffer.keeps(group))
 
     def _fits(self, group: Group) -> bool:
         """Whether a held group is one that this run could have made."""
@@ -357,9 +438,6 @@ class Collector:
             self._has_greedy and group.greedy is None
         )
         return is_of_size and longest <= self._config.rollout.max_response_tokens
-
-    def _next_prompts(self, num_prompts: int) -> list[Prompt]:
-        return [self.prompts[i] for i in self.sampler.next(num_prompts)]
 
     def new_requests(self, prompt: Prompt) -> list[GenerationRequest]:
         """The requests of one group, with new ids."""
@@ -378,29 +456,6 @@ class Collector:
             requests.append(GenerationRequest(request_id, prompt.token_ids, seed, sampling))
         return requests
 
-    def _with_requests(self, complete: CompleteGroup) -> PendingGroup:
-        prompt, trajectories = complete
-        requests = self._requests([trajectory.id for trajectory in trajectories], prompt)
-        return PendingGroup(prompt, tuple(requests), {trajectory.id: trajectory for trajectory in trajectories})
-
-    def _score(self, complete: Sequence[CompleteGroup], version: int) -> list[Group | None]:
-        """The groups with scored responses, None for one that could not be scored as a whole; `version` is that of the
-        weights that the step starts from."""
-        asked = [(prompt, trajectory) for prompt, trajectories in complete for trajectory in trajectories]
-        with self._activity.scoring(len(asked)):
-            results = iter(self._scorer.score(asked))
-        groups: list[Group | None] = []
-        for prompt, trajectories in complete:
-            of_group = [next(results) for _ in trajectories]
-            members = [scored for scored in of_group if isinstance(scored, ScoredTrajectory)]
-            if len(members) < len(trajectories):
-                groups.append(None)
-                continue
-            greedy = members.pop() if self._has_greedy else None
-            members = self._scorer.compare(members, step=version + 1)
-            groups.append(Group(prompt, tuple(members), min(t.weight_version for t in trajectories), greedy))
-        return groups
-
     def _observe(self, group: Group) -> None:
         """Tell the sampler how the group came out. Raises InputError where that decides and nothing says it."""
         if not self._config.data.sampling.needs_outcomes:
@@ -415,7 +470,7 @@ class Collector:
         self.sampler.observe(GroupTally(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
-        counts, num_failed = self.buffer.counts, stats.dropped_groups + len(stats.unscored)
+        counts, num_failed = self.buffer.counts, stats.num_given_up("dropped") + len(stats.unscored)
         return (
             f"dynamic sampling is starved: after {self._admission.num_rounds(stats.asked_prompts)} generation rounds "
             f"of up to {self._config.generation_groups} prompts only {len(self.buffer)} of "
@@ -440,21 +495,7 @@ class Collector:
             return f"{counts.offered - counts.kept} with equal scores"
         return f"{counts.all_right} all right, {counts.all_wrong} all wrong"
 
-    def _metrics(self, stats: RolloutStats, groups: Sequence[Group], version: int) -> dict[str, float]:
-        """Of a step that starts from weights of `version` and trains on `groups`."""
-        return {
-            "rollout/generation_rounds": float(self._admission.num_rounds(stats.asked_prompts)),
-            "rollout/groups_in_flight": float(self.num_in_flight()),
-            "buffer/size": float(len(self.buffer)),
-            **self.sampler.metrics(),
-            **metrics_of_sources(stats.groups, self._source_labels),
-            **stats.metrics(),
-            **scoring_metrics(self._scorer.pop_counts()),
-            **group_metrics(groups, version, self.buffer.pop_counts()),
-            **self._latency.metrics(groups),
-        }
 
-
-def _unscored(complete: CompleteGroup) -> GroupFate:
-    prompt, trajectories = complete
-    return GroupFate("dropped", prompt, unscored=tuple(trajectories))
+def _asked_again(group: OpenGroup) -> OpenGroup:
+    """The group as it was when it was opened, if it was scored."""
+    return OpenGroup(group.prompt, group.requests) if isinstance(group.result, Group) else group

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from itertools import islice
 
 from dapo_mega.config import RewardConfig
 from dapo_mega.config.components import LengthKimiComponent
 from dapo_mega.data.tokenizer import Decode
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
 from dapo_mega.rewards.thoughts import opened_thought
 from dapo_mega.rewards.trial import made_up_record
+from dapo_mega.rollout.beside import beside
 from dapo_mega.types import Prompt, ScoredTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-T = TypeVar("T")
+Asked = Sequence[tuple[Prompt, Trajectory]]
+Results = list[ScoredTrajectory | ScoringFailure]
 
 
 @dataclass
@@ -40,9 +42,6 @@ class ResponseScorer:
 
     Raises InputError when more than `reward.max_failed_share` of `usual_responses` (or of those scored since
     `pop_counts`, if they are more) could not be scored; the first failure is logged in full.
-
-    `check_stop` is called while responses are scored and may raise StopRequested: a call that hangs until its limit
-    does not keep a run that is to end. The reward must then be closed.
     """
 
     def __init__(
@@ -51,29 +50,26 @@ class ResponseScorer:
         reward: ComposedReward,
         decode: Decode,
         usual_responses: int = 1,
-        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`reads_answers`: whether the reward may say which answer a response gave."""
         self._reward = reward
         self._decode = decode
         self._max_failed_share = config.max_failed_share
         self._usual_responses = usual_responses
-        self._check_stop = check_stop
         self._comparison = next((part for part in config.parts if isinstance(part, LengthKimiComponent)), None)
         self.reads_answers = any(p.label == config.deciding and p.reads_answers for p in config.parts)
         self._first_failure: ScoringFailure | None = None
         self.counts = ScoringCounts(Counter())
 
-    def score(self, asked: Sequence[tuple[Prompt, Trajectory]]) -> list[ScoredTrajectory | ScoringFailure]:
+    def score(self, asked: Asked) -> Results:
         """One result per pair, in order."""
         if not asked:
             return []  # Tokenizers decode an empty batch to one empty text.
         texts = self._decode([trajectory.sampled_ids for _, trajectory in asked])
         records = [record_of(*pair, text) for pair, text in zip(asked, texts, strict=True)]
-        results: list[ScoredTrajectory | ScoringFailure] = []
+        results: Results = []
         failures = []
-        scores = _unless_stopped(lambda: self._reward.score(records), self._check_stop)
-        for (_, trajectory), text, score in zip(asked, texts, scores, strict=True):
+        for (_, trajectory), text, score in zip(asked, texts, self._reward.score(records), strict=True):
             if isinstance(score, ScoringFailure):
                 failures.append(score)
                 results.append(score)
@@ -143,21 +139,44 @@ class ResponseScorer:
             )
 
 
-def _unless_stopped(call: Callable[[], T], check_stop: Callable[[], None]) -> T:
-    """What the call returns or raises. When `check_stop` raises first, the call goes on in its thread, which ends with
-    the process."""
-    future: Future[T] = Future()
+class ScoringQueue:
+    """Scores beside the event loop, a batch at a time: all that is asked while the batch before is scored. A call that
+    hangs keeps nobody who is cancelled; the reward must then be closed."""
 
-    def run() -> None:
+    def __init__(self, scorer: ResponseScorer, activity: Activity) -> None:
+        """`activity` notes when responses are scored."""
+        self._scorer = scorer
+        self._activity = activity
+        self._waiting: list[tuple[Asked, asyncio.Future[Results]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def score(self, asked: Asked) -> Results:
+        """See `ResponseScorer`."""
+        results: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
+        self._waiting.append((asked, results))
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        return await results
+
+    async def _work(self) -> None:
         try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="scoring", daemon=True).start()
-    while not wait([future], timeout=_POLL_S).done:
-        check_stop()
-    return future.result()
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                together = [pair for asked, _ in batch for pair in asked]
+                try:
+                    with self._activity.scoring(len(together)):
+                        scored = iter(await beside(partial(self._scorer.score, together)))
+                except Exception as error:
+                    for _, results in batch:
+                        if not results.done():
+                            results.set_exception(error)
+                    continue
+                for asked, results in batch:
+                    of_group = list(islice(scored, len(asked)))
+                    if not results.done():
+                        results.set_result(of_group)
+        finally:
+            self._task = None
 
 
 def record_of(prompt: Prompt, trajectory: Trajectory, text: str) -> RewardRecord:

@@ -1,39 +1,46 @@
 """One embedded engine per data-parallel replica; rank 0 uses them like one engine.
 
-Rank 0 collects the submitted requests and generates all of them when it waits for the first answer. The other replicas'
-leaders are in `serve` and answer their share of the requests until rank 0 calls `end_serving`.
+Rank 0 collects requests and generates all of them when every task of its event loop waits. The other replicas' leaders
+are in `serve` and answer their share of the requests until rank 0 calls `end_serving`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
-from dapo_mega.engines.protocol import RolloutFleet
+from dapo_mega.engines.lockstep import LockstepLoop
+from dapo_mega.engines.protocol import Generation, RolloutFleet
 from dapo_mega.errors import StopRequested
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.types import Answer, GenerationRequest, NamedTensors
+
+T = TypeVar("T")
 
 
 class EmbeddedFleet(RolloutFleet):
     """Every rank constructs one and takes part in `load_weights`; rank 0 submits requests."""
 
     def __init__(
-        self, processes: Processes, engine: EmbeddedEngine | None, clock: Callable[[], float] = time.monotonic
+        self,
+        processes: Processes,
+        engine: EmbeddedEngine | None,
+        check_stop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` is this rank's engine on the replicas' leaders, None on all other ranks."""
+        """`engine` is this rank's engine on the replicas' leaders, None on all other ranks. `check_stop` is called
+        while responses are scored and may raise StopRequested."""
         assert (engine is not None) == processes.is_leader
         self._processes = processes
         self._engine = engine
-        self._submitted: dict[int, GenerationRequest] = {}
-        self._answered: deque[Answer] = deque()
+        self._asked: list[Generation] = []
+        self._loop = LockstepLoop(self._step, check_stop) if processes.rank == 0 else None
         self._clock = clock
         self._load = LoadHistory(clock())
 
@@ -49,32 +56,33 @@ class EmbeddedFleet(RolloutFleet):
             for _ in buckets:
                 pass
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`. Nothing is generated yet."""
-        self._submitted.update((request.request_id, request) for request in requests)
+        assert self._loop
+        generation = _Embedded(request, self._loop, self)
+        self._asked.append(generation)
+        return generation
 
-    def next_answer(self) -> Answer:
-        """See `RolloutEngine`. When no answer is left, generates all submitted requests."""
-        if not self._answered:
-            assert self._submitted, "nothing was asked"
-            requests, self._submitted = list(self._submitted.values()), {}
-            self._answered.extend(self.generate(requests))
-        return self._answered.popleft()
+    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+        """See `RolloutFleet`."""
+        assert self._loop
+        earlier: list[Generation] = []
+        if alone:
+            earlier, self._asked = self._asked, []
+        try:
+            return self._loop.drive(work)
+        finally:
+            self._asked = [*earlier, *self._asked]
 
-    def poll_answer(self) -> Answer | None:
-        """See `RolloutEngine`."""
-        return self._answered.popleft() if self._answered else None
+    def _step(self) -> bool:
+        """Answer all that was asked."""
+        asked, self._asked = [generation for generation in self._asked if not generation.done()], []
+        if asked:
+            for generation, answer in zip(asked, self._answered([g.request for g in asked]), strict=True):
+                generation.answer(answer)
+        return bool(asked)
 
-    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """See `RolloutEngine`."""
-        return {request_id: self.weight_version for request_id in request_ids if request_id in self._submitted}
-
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """See `RolloutEngine`."""
-        for request_id in request_ids:
-            self._submitted.pop(request_id, None)
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+    def _answered(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Split the requests over all replicas, groups kept together. Returns answers in the order given. Rank 0 only.
 
         Raises StopRequested when the run is to stop.
@@ -118,6 +126,8 @@ class EmbeddedFleet(RolloutFleet):
 
     def close(self) -> None:
         """Free the engine's memory."""
+        if self._loop:
+            self._loop.shut()
         if self._engine:
             self._engine.close()
 
@@ -125,6 +135,18 @@ class EmbeddedFleet(RolloutFleet):
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self._processes.leaders)
         return received[0]
+
+
+class _Embedded(Generation):
+    """Its first token is sampled with the weights that the engine has when everybody waits."""
+
+    def __init__(self, request: GenerationRequest, loop: LockstepLoop, fleet: EmbeddedFleet) -> None:
+        super().__init__(request, loop)
+        self._fleet = fleet
+
+    def oldest_version(self) -> int:
+        """See `Generation`."""
+        return self._fleet.weight_version
 
 
 def _split(requests: Sequence[GenerationRequest], num_parts: int) -> list[list[GenerationRequest]]:

@@ -33,7 +33,7 @@ def asynchronous(max_staleness=1, num_steps=100, **algorithm):
 def answer(engine, number):
     """Finish the `number` oldest requests, so that their answers lie there."""
     for request_id in sorted(engine.in_flight)[:number]:
-        engine.arrived.append(engine.finish(request_id))
+        engine.finish(request_id)
 
 
 def outstanding(subject):
@@ -54,7 +54,7 @@ def test_groups_start_and_are_scored_beside_training():
     submitted = len(engine.submitted)
     while engine.in_flight:
         answer(engine, 8)
-        subject.feed(1)
+        subject.settle()
     assert len(engine.submitted) > submitted, "new groups start in place of those without a signal"
     engine.version = 1
     assert subject.num_in_flight() == 0
@@ -74,9 +74,9 @@ def test_groups_that_cannot_be_trained_on_are_asked_again_by_the_run_that_contin
     engine.version = 1
     expected, _ = subject.collect(1)
     if schedule == "asynchronous":
-        subject.feed(2)
+        subject.settle()
         answer(engine, 8)
-        subject.feed(2)
+        subject.settle()
     subject.give_back()
     resumed_engine = ScriptedEngine(every_other)
     resumed_engine.version = 1
@@ -99,7 +99,7 @@ def test_no_more_groups_are_started_than_steps_can_use_in_time(max_staleness):
         engine.version = version
         subject.collect(version)
         assert outstanding(subject) <= 4 * max_staleness
-        subject.feed(version + 1)
+        subject.settle()
         assert outstanding(subject) == 4 * max_staleness
         answer(engine, 10)
 
@@ -112,7 +112,7 @@ def test_the_last_steps_start_only_what_they_can_use():
         engine.version = version
         subject.collect(version)
         if version < 2:
-            subject.feed(version + 1)
+            subject.settle()
         left.append(outstanding(subject))
     assert left == [8, 4, 0]
 
@@ -125,7 +125,7 @@ def test_without_staleness_the_schedule_is_the_synchronous_one_group_for_group()
         for version in range(3):
             engine.version = version
             steps.append(request_ids(subject.collect(version)[0]))
-            subject.feed(version + 1)
+            subject.settle()
             assert not engine.in_flight
         return steps, subject.state()[0]
 
@@ -166,7 +166,7 @@ def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts
         assert len(groups) == 4
         for _ in range(random.integers(4)):
             answer(engine, random.integers(20))
-            subject.feed(version + 1)
+            subject.settle()
         if random.random() < 0.5:
             values, arrays = subject.state()
             engine = new_engine()
@@ -245,7 +245,7 @@ def test_a_stop_while_a_step_waits_leaves_what_was_fed_for_the_step_that_continu
     done = {number_of(fate) for fate in fates if fate.outcome != "surplus"}
     surplus = {number_of(fate) for fate in fates} - done
     answer(engine, 8)
-    subject.feed(1)
+    subject.settle()
     before = outstanding(subject)
     engine.version, engine.left = 1, 5
     with pytest.raises(StopRequested):
@@ -271,7 +271,7 @@ def test_what_could_not_be_scored_beside_training_is_counted_once_or_scored_by_t
     answer(engine, 10**6)
     score = subject._scorer.score
     subject._scorer.score = lambda asked: [ScoringFailure("no judge") for _ in asked]
-    subject.feed(1)
+    subject.settle()
     subject._scorer.score = score
     assert not engine.in_flight, "they are still to be used"
     values, arrays = subject.state()
@@ -291,9 +291,9 @@ def test_groups_that_engines_fail_are_replaced_beside_training():
     subject.collect(0)
     engine.fails = lambda request: True
     for request_id in sorted(engine.in_flight)[::4]:
-        engine.arrived.append(engine.finish(request_id))
+        engine.finish(request_id)
     engine.fails = lambda request: False
-    subject.feed(1)
+    subject.settle()
     assert len(engine.in_flight) == 16
     engine.version = 1
     assert subject.collect(1)[1]["rollout/dropped_groups"] == 4
@@ -305,7 +305,7 @@ def test_a_step_whose_groups_are_there_starts_without_scoring_others():
     subject = collector(engine, asynchronous(2), before_scoring=scored.append)
     subject.collect(0)
     answer(engine, 16)
-    subject.feed(1)
+    subject.settle()
     answer(engine, 16)
     scored.clear()
     engine.version = 1
@@ -333,7 +333,7 @@ def slowly():
     subject = collector(engine, asynchronous(2))
     subject.collect(0)
     answer(engine, 16)
-    subject.feed(1)
+    subject.settle()
     answer(engine, 10**6)
     scoring, feeder = SlowScoring(subject), Feeder(subject)
     feeder.start(1)
@@ -378,10 +378,10 @@ def test_when_engines_have_the_next_weights_what_a_further_step_can_use_starts_t
     engine = ScriptedEngine(every_other)
     subject = collector(engine, asynchronous(1))
     subject.collect(0)
-    subject.feed(1)
+    subject.settle()
     assert outstanding(subject) == 4
     engine.version = 1
-    subject.feed(1, engines_have_it=True)
+    subject.weights_arrived()
     assert outstanding(subject) == 8
     answer(engine, 10**6)
     for version in (1, 2):

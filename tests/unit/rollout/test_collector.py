@@ -1,7 +1,7 @@
 """Dynamic sampling's loop: groups arrive in order, failures are counted, starvation says why, state continues."""
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,10 @@ from dapo_mega.data import PromptCursor
 from dapo_mega.errors import InputError, StarvedError, StopRequested
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
-from dapo_mega.types import GenerationFailure, Prompt, Response
+from dapo_mega.types import Prompt
+
+from .scripted import DrivenCollector, ScriptedEngine
 
 PROMPTS = [Prompt(i, f"p{i}", np.array([i + 1, 7], np.int32), str(i)) for i in range(20)]
 TOKEN_OF_TEXT = {"right": 1, "wrong": 2}
@@ -45,68 +46,6 @@ def config(**changes):
     return RunConfig.model_validate(values)
 
 
-class ScriptedEngine:
-    """Answers by a rule; faults that a real engine cannot be made to show on demand.
-
-    Finishes the request next that `order` sorts first; the first two tokens of one that was submitted under older
-    weights are of those. Requests that are cancelled are answered all the same. What is in `arrived` lies there
-    already.
-    """
-
-    def __init__(self, is_right, order=lambda request: request.request_id, fails=lambda request: False):
-        self.is_right, self.order, self.fails = is_right, order, fails
-        self.version = 0
-        self.asked = []
-        self.in_flight = {}
-        self.submitted, self.cancelled = [], []
-        self.arrived = deque()
-        self.most_groups = 0
-
-    def submit(self, requests):
-        assert not {request.request_id for request in requests} & self.in_flight.keys()
-        for request in requests:
-            self.in_flight[request.request_id] = (request, self.version)
-            self.submitted.append(request.request_id)
-        self.most_groups = max(self.most_groups, len({prompt_of(r) for r, _ in self.in_flight.values()}))
-
-    def next_answer(self):
-        return self.poll_answer() or self.finish(min(self.in_flight, key=lambda i: self.order(self.in_flight[i][0])))
-
-    def poll_answer(self):
-        return self.arrived.popleft() if self.arrived else None
-
-    def oldest_versions(self, request_ids):
-        return {i: self.in_flight[i][1] for i in request_ids if i in self.in_flight}
-
-    def finish(self, request_id):
-        request, version = self.in_flight.pop(request_id)
-        if self.fails(request):
-            return GenerationFailure(request.request_id, "scripted")
-        if version == self.version:
-            return self.respond(request, weight_version=version)
-        length = 3 + request.request_id % 14
-        return self.respond(request, weight_version=version, version_spans=((version, 2), (self.version, length)))
-
-    def cancel(self, request_ids):
-        for request_id in [i for i in request_ids if i in self.in_flight]:
-            self.arrived.append(self.respond(self.in_flight.pop(request_id)[0]))
-            self.cancelled.append(request_id)
-
-    def respond(self, request, **versions):
-        prompt = prompt_of(request)
-        self.asked.append((request.request_id, prompt, request.seed))
-        right = self.is_right(prompt, request.request_id)
-        length = 3 + request.request_id % 14
-        tokens = np.full(length, 1 if right else 2, np.int32)
-        finish = "length" if length >= 16 else "stop"
-        logprobs = -np.random.default_rng(request.request_id).random(length, dtype=np.float32)
-        return Response(request.request_id, tokens, logprobs, finish, **{"weight_version": 0, **versions})
-
-
-def prompt_of(request):
-    return int(request.prompt_token_ids[0]) - 1
-
-
 class HookedScorer(ResponseScorer):
     """Calls `before` with what is to be scored."""
 
@@ -127,7 +66,7 @@ def collector(engine, run, prompts=PROMPTS, before_scoring=None, activity=None):
     prompts = [replace(prompt, ground_truth="1") for prompt in prompts]
     scorer = HookedScorer(run.reward, make_reward(run), decode, run.batch.groups_per_step * run.batch.group_size)
     scorer.before = before_scoring or scorer.before
-    return Collector(run, prompts, engine, scorer, (2,), activity or Activity(lambda: 0.0))
+    return DrivenCollector(run, prompts, engine, scorer, (2,), activity or Activity(lambda: 0.0))
 
 
 def every_other(prompt, request_id):
@@ -498,11 +437,11 @@ class StoppedEngine(ScriptedEngine):
         super().__init__(is_right)
         self.left = after
 
-    def next_answer(self):
+    def step(self):
         if not self.left:
             raise StopRequested("told so")
         self.left -= 1
-        return super().next_answer()
+        return super().step()
 
 
 def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
@@ -535,9 +474,10 @@ def test_a_greedy_response_is_the_baseline_and_nothing_else():
     greedy = []
 
     class Engine(ScriptedEngine):
-        def submit(self, requests):
-            greedy.extend(request.request_id for request in requests if request.sampling.temperature == 0)
-            super().submit(requests)
+        def generate(self, request):
+            if request.sampling.temperature == 0:
+                greedy.append(request.request_id)
+            return super().generate(request)
 
     # Of the five requests of a group the last, which is greedy, is right: it must not make an all-wrong group mixed.
     engine = Engine(lambda prompt, i: i % 5 == 4 or (prompt % 2 == 0 and i % 5 == 0))

@@ -54,7 +54,7 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
         num_carried_over += len(carried_over & set(first_ids))
         clock.now += 50.0  # Training.
         if subject.feeds:
-            subject.feed(version + 1)
+            subject.settle()
         if version % 2:
             values, arrays = subject.state()
             carried_over = set(map(int, values["group_seconds"]))

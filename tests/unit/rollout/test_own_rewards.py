@@ -15,7 +15,6 @@ from dapo_mega.evaluation.evaluator import make_evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.sandbox import seccomp
-from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from tests.unit.rewards.local_server import serving
 from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other, partial
@@ -45,7 +44,7 @@ def texts(responses):
 def collector(run, rule, engine=None, reward=None, **settings):
     reward = ComposedReward([WeightedReward("function", 1.0, reward or Scripted(rule))], "function")
     scorer = ResponseScorer(run.reward, reward, texts, run.batch.groups_per_step * run.batch.group_size, **settings)
-    return Collector(run, PROMPTS, engine or ScriptedEngine(every_other), scorer, (2,))
+    return DrivenCollector(run, PROMPTS, engine or ScriptedEngine(every_other), scorer, (2,))
 
 
 class Hanging(Scripted):
@@ -203,7 +202,7 @@ def test_a_judge_and_unit_tests_of_code_reach_the_advantages():
         )
         reward = make_reward(run)
         scorer = ResponseScorer(run.reward, reward, programs_of)
-        groups, metrics = Collector(run, prompts, ScriptedEngine(every_other), scorer, (2,)).collect(0)
+        groups, metrics = DrivenCollector(run, prompts, ScriptedEngine(every_other), scorer, (2,)).collect(0)
         reward.close()
     rewards = np.array([1.4, 0.1, 1.4, 0.1])
     assert [scored.reward for scored in groups[0].trajectories] == pytest.approx(rewards)

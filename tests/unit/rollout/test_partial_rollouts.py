@@ -52,7 +52,7 @@ class Engines(ScriptedEngine):
         running = sorted(self.running())
         chosen = {"oldest": running[0], "newest": running[-1], "random": self.rng.choice(running)}[self.finishes]
         self.answered[chosen] = self.version
-        self.arrived.append(self.finish(chosen))
+        self.finish(chosen)
         self._begin()
 
     def next_answer(self):
@@ -166,7 +166,7 @@ def after_a_step(generation_groups=12):
 def test_what_has_arrived_is_read_before_new_prompts_are_asked(generation_groups):
     engine, subject = after_a_step(generation_groups)
     for request_id in list(engine.in_flight)[:-SIZE]:
-        engine.arrived.append(engine.finish(request_id))
+        engine.finish(request_id)
     asked = len(engine.submitted)
     groups, metrics = subject.collect(1)
     # One of eight groups is missing: an eighth of a round's prompts is wanted, and one group is in flight already.
@@ -178,7 +178,7 @@ def test_what_has_arrived_is_read_before_new_prompts_are_asked(generation_groups
 def test_a_step_whose_groups_have_all_arrived_asks_nothing():
     engine, subject = after_a_step()
     for request_id in list(engine.in_flight):
-        engine.arrived.append(engine.finish(request_id))
+        engine.finish(request_id)
     asked = len(engine.submitted)
     _, metrics = subject.collect(1)
     assert len(engine.submitted) == asked
@@ -205,7 +205,7 @@ def test_a_restart_loses_nothing_that_had_arrived():
     engine, subject = after_a_step()
     had_arrived = [*range(8 * SIZE, 9 * SIZE), 9 * SIZE]
     for request_id in had_arrived:
-        engine.arrived.append(engine.finish(request_id))
+        engine.finish(request_id)
     values, arrays = subject.state()
     again = ScriptedEngine(every_other)
     again.version = 1
@@ -222,7 +222,7 @@ def test_a_restart_loses_nothing_that_had_arrived():
 
 def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
     engine, subject = after_a_step()
-    engine.arrived.append(engine.finish(9 * SIZE))
+    engine.finish(9 * SIZE)
     values, arrays = subject.state()
     for record in values["in_flight"]:
         record["oldest_version"] = 0  # Checkpoints of earlier versions hold it.
@@ -238,7 +238,7 @@ def test_after_a_restart_a_group_is_as_old_as_the_responses_it_has():
 def test_a_group_that_fails_during_a_checkpoint_is_never_lost():
     engine, subject = after_a_step()
     engine.fails = lambda request: request.request_id == 8 * SIZE
-    engine.arrived.append(engine.finish(8 * SIZE))
+    engine.finish(8 * SIZE)
     values, arrays = subject.state()
     assert len(values["in_flight"]) == N
     again = ScriptedEngine(every_other)

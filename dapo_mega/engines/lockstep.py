@@ -1,0 +1,92 @@
+"""An event loop for engines that work in the caller's own thread: they take their turn when every task waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 0.2
+
+
+class LockstepLoop(asyncio.SelectorEventLoop):
+    """Runs tasks until all of them wait, and then calls `step`, which answers requests. What runs beside the loop, in
+    an executor, ends before engines go on, so results do not depend on its speed. Time stands still: no timer ends."""
+
+    def __init__(self, step: Callable[[], bool], check_stop: Callable[[], None] = lambda: None) -> None:
+        """`step` returns whether there was something to answer. `check_stop` is called during waits and may raise
+        StopRequested; what it or `step` raises, `drive` raises."""
+        self._step = step
+        self._check_stop = check_stop
+        self._num_beside = 0
+        super().__init__(_Selector(self._when_all_wait))
+
+    def time(self) -> float:
+        """See the class."""
+        return 0.0
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """See asyncio."""
+        future = super().run_in_executor(executor, func, *args)
+        self._num_beside += 1
+        future.add_done_callback(self._one_less_beside)
+        return future
+
+    def _one_less_beside(self, future: asyncio.Future[Any]) -> None:
+        self._num_beside -= 1
+
+    def drive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine to its end; it is cancelled when a step or the stop raises."""
+        task = self.create_task(work)
+        try:
+            return self.run_until_complete(task)
+        except BaseException:
+            task.cancel()
+            with contextlib.suppress(BaseException):
+                self.run_until_complete(task)
+            raise
+
+    def shut(self) -> None:
+        """Cancel what is left, and close."""
+        if self.is_closed():
+            return
+        self._check_stop = lambda: None
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        self.run_until_complete(_ended(tasks))
+        self.close()
+
+    def _when_all_wait(self, timeout: float | None) -> float:
+        """How long to wait for what runs beside the loop; `timeout` is the time until the next timer."""
+        if self._num_beside:
+            self._check_stop()
+            return _POLL_S
+        if not self._step():
+            raise RuntimeError("every task waits, and no request is open")
+        return 0.0
+
+
+class _Selector(selectors.DefaultSelector):
+    """Asks how long to wait when no task is ready: only then it is asked to wait."""
+
+    def __init__(self, when_all_wait: Callable[[float | None], float]) -> None:
+        super().__init__()
+        self._when_all_wait = when_all_wait
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See selectors."""
+        if timeout is None or timeout > 0:
+            timeout = self._when_all_wait(timeout)
+        return super().select(timeout)
+
+
+async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

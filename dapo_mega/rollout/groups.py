@@ -1,0 +1,106 @@
+"""A group while it is rolled out: a coroutine over its trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dapo_mega.engines.protocol import Generation
+from dapo_mega.rollout.environment import Environment, Generate
+from dapo_mega.trajectory_records import Arrays, Record, pack_trajectories, unpack_trajectories
+from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Trajectory
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group from its first request until a step counts it. `trajectories` are those that are complete, by request id.
+
+    `result` is what it came to: the group with scored trajectories, or the fate of one whose request failed or that
+    could not be scored. `task` rolls it out, `is_kept` says whether it counts as one that a step can use."""
+
+    prompt: Prompt
+    requests: tuple[GenerationRequest, ...]
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    result: Group | GroupFate | None = None
+    is_kept: bool = True
+    task: asyncio.Task[None] | None = None
+    _under_way: dict[int, Generation] = field(default_factory=dict)
+
+    @property
+    def id(self) -> int:
+        """The id of its first request."""
+        return self.requests[0].request_id
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all trajectories are there."""
+        return len(self.trajectories) == len(self.requests)
+
+    def members(self) -> tuple[Trajectory, ...]:
+        """All trajectories, in the order of the requests."""
+        return tuple(self.trajectories[request.request_id] for request in self.requests)
+
+    async def roll_out(self, environment: Environment, generate: Generate) -> None:
+        """Complete it. Raises GenerationFailure when a request fails, after giving up the others."""
+
+        async def trajectory(request: GenerationRequest) -> None:
+            def noted(of_turn: GenerationRequest) -> Generation:
+                generation = self._under_way[request.request_id] = generate(of_turn)
+                return generation
+
+            found = await environment.run(request, noted)
+            del self._under_way[request.request_id]
+            self.trajectories[request.request_id] = found
+
+        missing = [request for request in self.requests if request.request_id not in self.trajectories]
+        tasks = [asyncio.create_task(trajectory(request)) for request in missing]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def oldest_version(self) -> float:
+        """The oldest weights of any of its tokens, unfinished ones included, or that would sample its first one now;
+        infinity if it was not started. The time of its start does not count, as requests may wait unsampled."""
+        versions: list[float] = [trajectory.weight_version for trajectory in self.trajectories.values()]
+        versions += [generation.oldest_version() for generation in self._under_way.values()]
+        return min(versions, default=float("inf"))
+
+
+def pack_open(groups: Sequence[OpenGroup]) -> tuple[list[Record], Arrays]:
+    """JSON records of the groups, and arrays `in_flight/...` of their trajectories so far."""
+    packed, arrays = pack_trajectories([t for group in groups for t in group.trajectories.values()], "in_flight")
+    trajectories = iter(packed)
+    records = [
+        {
+            "prompt": group.prompt.index,
+            "request_ids": [request.request_id for request in group.requests],
+            "responses": [next(trajectories) for _ in group.trajectories],
+        }
+        for group in groups
+    ]
+    return records, arrays
+
+
+def unpack_open(
+    records: Sequence[Mapping[str, Any]],
+    arrays: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    make_requests: Callable[[Sequence[int], Prompt], Sequence[GenerationRequest]],
+    *,
+    keeps_trajectories: bool = True,
+) -> list[OpenGroup]:
+    """The inverse of `pack_open`, with or without the trajectories: the groups ask again, with the same ids, for those
+    that are missing."""
+    saved = [trajectory for record in records for trajectory in record["responses"]]
+    trajectories = iter(unpack_trajectories(saved, arrays, "in_flight", Trajectory))
+    groups = []
+    for record in records:
+        prompt = prompts[record["prompt"]]
+        present = {saved["request_id"]: next(trajectories) for saved in record["responses"]}
+        requests = tuple(make_requests(record["request_ids"], prompt))
+        groups.append(OpenGroup(prompt, requests, present if keeps_trajectories else {}))
+    return groups
