@@ -261,7 +261,7 @@ class Collector:
                     group.result = GroupFate("dropped", group.prompt, unscored=tuple(group.trajectories.values()))
                 self._num_running -= 1
             group.result = group.result or await self._scored(group)
-            group.is_kept = not isinstance(group.result, Group) or self.buffer.keeps(group.result)
+            group.is_kept = self.buffer.keeps(group.result) if isinstance(group.result, Group) else group.is_complete
             del self._open[group.id]
             self._found.append(group)
             self._num_kept_of_found += group.is_kept
@@ -334,7 +334,7 @@ class Collector:
             **scoring_metrics(self._scorer.pop_counts()),
             **self._latency.metrics(groups),
         }
-        self._latency.keep_only(self._ids())
+        self._latency.keep_only(_ids(self.buffer.groups, self._found, self._open.values()))
         counts = self.buffer.pop_counts()
         return Collected(groups, partial(self._metrics, now, stats, groups, version, counts))
 
@@ -348,11 +348,6 @@ class Collector:
             **stats.metrics(),
             **group_metrics(groups, version, counts),
         }
-
-    def _ids(self) -> list[int]:
-        """The first request of every group that is held, found or open."""
-        held = [group.trajectories[0].id for group in self.buffer.groups]
-        return [*held, *(group.id for group in (*self._found, *self._open.values()))]
 
     def pop_fates(self) -> list[GroupFate]:
         """Where the groups of the last `collect` went, also of one that failed: those for its step first, in their
@@ -393,7 +388,7 @@ class Collector:
         unscored = [group for group in found if not isinstance(group.result, Group)]
         in_flight, in_flight_arrays = pack_open([*unscored, *waiting])
         numbers = {"cursor": sampler, "next_request_id": next_request_id, "made_with": self._made_with}
-        latency = self._latency.state(self._ids())
+        latency = self._latency.state(_ids(held, found, waiting))
         values = {"collector": numbers, "buffer": records, "in_flight": in_flight, "group_seconds": latency}
         if fed:
             values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
@@ -499,3 +494,8 @@ class Collector:
 def _asked_again(group: OpenGroup) -> OpenGroup:
     """The group as it was when it was opened, if it was scored."""
     return OpenGroup(group.prompt, group.requests) if isinstance(group.result, Group) else group
+
+
+def _ids(held: Iterable[Group], *others: Iterable[OpenGroup]) -> list[int]:
+    """The first request of every group."""
+    return [*(group.trajectories[0].id for group in held), *(group.id for groups in others for group in groups)]

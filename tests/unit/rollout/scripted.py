@@ -14,7 +14,13 @@ class _Loop(LockstepLoop):
     """One for all tests of a process; the engine that was driven last takes the turns."""
 
     def __init__(self):
-        super().__init__(lambda: self.engine.step())
+        super().__init__(lambda: self.engine.step(), lambda: self.engine.check_stop())
+
+        self.tasks = []  # Of collectors that a test has forgotten, too.
+
+    def create_task(self, coroutine, **how):
+        self.tasks.append(super().create_task(coroutine, **how))
+        return self.tasks[-1]
 
     def is_quiet(self):
         return self._num_beside == 0
@@ -25,9 +31,10 @@ LOOP = _Loop()
 
 def forget_tasks():
     """Of a test that has ended."""
-    tasks = asyncio.all_tasks(LOOP)
+    tasks = [task for task in LOOP.tasks if not task.done()]
     for task in tasks:
         task.cancel()
+    LOOP.tasks.clear()
     LOOP.run_until_complete(_ended(tasks))
 
 
@@ -45,7 +52,7 @@ async def _settled():
 
 class Scripted(Generation):
     def __init__(self, request, engine):
-        super().__init__(request, LOOP)
+        super().__init__(request, engine.loop)
         self.engine = engine
 
     def oldest_version(self):
@@ -65,6 +72,8 @@ class ScriptedEngine:
     weights are of those.
     """
 
+    loop = LOOP
+
     def __init__(self, is_right, order=lambda request: request.request_id, fails=lambda request: False):
         self.is_right, self.order, self.fails = is_right, order, fails
         self.version = 0
@@ -72,6 +81,9 @@ class ScriptedEngine:
         self.in_flight, self.generations = {}, {}
         self.submitted, self.cancelled = [], []
         self.most_groups = 0
+
+    def check_stop(self):
+        """As of `LockstepLoop`."""
 
     def run(self, work, *, alone=False):
         LOOP.engine = self

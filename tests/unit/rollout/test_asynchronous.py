@@ -2,25 +2,18 @@
 
 import json
 import threading
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.rewards import ScoringFailure
-from dapo_mega.rollout.feeder import Feeder
 
-from .test_collector import (
-    ScriptedEngine,
-    StoppedEngine,
-    collector,
-    config,
-    every_other,
-    every_third,
-    request_ids,
-    scheduled,
-)
+from .scripted import ScriptedEngine
+from .test_collector import StoppedEngine, collector, config, every_other, every_third, request_ids, scheduled
 
 WAIT_S = 60
 
@@ -31,7 +24,7 @@ def asynchronous(max_staleness=1, num_steps=100, **algorithm):
 
 
 def answer(engine, number):
-    """Finish the `number` oldest requests, so that their answers lie there."""
+    """Finish the `number` oldest requests."""
     for request_id in sorted(engine.in_flight)[:number]:
         engine.finish(request_id)
 
@@ -74,7 +67,6 @@ def test_groups_that_cannot_be_trained_on_are_asked_again_by_the_run_that_contin
     engine.version = 1
     expected, _ = subject.collect(1)
     if schedule == "asynchronous":
-        subject.settle()
         answer(engine, 8)
         subject.settle()
     subject.give_back()
@@ -84,7 +76,8 @@ def test_groups_that_cannot_be_trained_on_are_asked_again_by_the_run_that_contin
     values, arrays = subject.state()
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     groups = resumed.collect(1)[0]
-    assert set(request_ids(expected)) <= {*resumed_engine.submitted, *request_ids(subject.buffer.groups)}
+    held = [response["request_id"] for record in values["buffer"] for response in record["responses"]]
+    assert set(request_ids(expected)) <= {*resumed_engine.submitted, *held}
     assert len(resumed_engine.submitted) == len(set(resumed_engine.submitted))
     assert not {*request_ids(groups), *resumed_engine.submitted} & set(request_ids(first))
     if schedule == "synchronous":
@@ -98,8 +91,6 @@ def test_no_more_groups_are_started_than_steps_can_use_in_time(max_staleness):
     for version in range(6):
         engine.version = version
         subject.collect(version)
-        assert outstanding(subject) <= 4 * max_staleness
-        subject.settle()
         assert outstanding(subject) == 4 * max_staleness
         answer(engine, 10)
 
@@ -111,8 +102,6 @@ def test_the_last_steps_start_only_what_they_can_use():
     for version in range(3):
         engine.version = version
         subject.collect(version)
-        if version < 2:
-            subject.settle()
         left.append(outstanding(subject))
     assert left == [8, 4, 0]
 
@@ -125,7 +114,6 @@ def test_without_staleness_the_schedule_is_the_synchronous_one_group_for_group()
         for version in range(3):
             engine.version = version
             steps.append(request_ids(subject.collect(version)[0]))
-            subject.settle()
             assert not engine.in_flight
         return steps, subject.state()[0]
 
@@ -181,60 +169,27 @@ def test_every_request_ends_once_and_no_token_is_too_old_over_steps_and_restarts
     assert len(ended) + len(waiting) == subject.next_request_id // 4 > 32
 
 
-def test_a_feeder_feeds_until_training_is_over():
-    engine = ScriptedEngine(every_other)
-    subject = collector(engine, asynchronous())
-    feeder = Feeder(subject)
-    subject.collect(0)
-    answer(engine, 10**6)
-    scored = threading.Event()
-    feed = subject.feed
-
-    def noted(version, **state):
-        feed(version, **state)
-        if subject.num_in_flight() == 0:
-            scored.set()
-
-    subject.feed = noted
-    feeder.start(1)
-    assert scored.wait(WAIT_S)
-    feeder.stop()
-    feeder.check()
-    for thread in threading.enumerate():
-        if thread.name == "feeding":
-            thread.join(WAIT_S)
-    assert not any(thread.name == "feeding" for thread in threading.enumerate())
-
-
 def number_of(fate):
     """Of the group, in the order in which groups were asked for."""
     return fate.group.trajectories[0].id // 4
 
 
-@pytest.mark.parametrize("error", [InputError("bad reward"), StopRequested("stop"), SystemExit(3)])
-def test_what_ends_feeding_is_raised_at_the_next_step_and_nothing_is_lost(error):
+@pytest.mark.parametrize("error", [InputError("bad reward"), RuntimeError("a bug"), SystemExit(3)])
+def test_what_ends_scoring_beside_training_is_raised_at_the_next_step_and_nothing_is_lost(error):
     def fail(asked):
-        if asked:
-            raise error
+        raise error
 
     engine = ScriptedEngine(every_other)
     subject = collector(engine, asynchronous())
     subject.collect(0)
     before = outstanding(subject)
-    answer(engine, 10**6)
     subject._scorer.before = fail
-    feeder = Feeder(subject)
-    feeder.start(1)
-    for thread in threading.enumerate():
-        if thread.name == "feeding":
-            thread.join(WAIT_S)
-    feeder.stop()
+    answer(engine, 10**6)
+    subject.settle()
     assert outstanding(subject) == before, "what could not be scored is still there"
-    if isinstance(error, StopRequested):
-        feeder.check()  # The main thread is asked to stop too.
-    else:
-        with pytest.raises(type(error)):
-            feeder.check()
+    with pytest.raises(Exception, match="bad reward|a bug|SystemExit"):
+        subject.collect(1)
+    assert outstanding(subject) == before
 
 
 def test_a_stop_while_a_step_waits_leaves_what_was_fed_for_the_step_that_continues():
@@ -299,64 +254,82 @@ def test_groups_that_engines_fail_are_replaced_beside_training():
     assert subject.collect(1)[1]["rollout/dropped_groups"] == 4
 
 
-def test_a_step_whose_groups_are_there_starts_without_scoring_others():
-    scored = []
-    engine = ScriptedEngine(every_other)
-    subject = collector(engine, asynchronous(2), before_scoring=scored.append)
-    subject.collect(0)
-    answer(engine, 16)
-    subject.settle()
-    answer(engine, 16)
-    scored.clear()
-    engine.version = 1
-    assert len(subject.collect(1)[0]) == 4
-    assert not [asked for asked in scored if asked]
+class EngineBeside(ScriptedEngine):
+    """On an event loop in a thread of its own, as engines of a fleet. Answers so many requests at once."""
+
+    def __init__(self, num_answered):
+        super().__init__(every_other)
+        self.num_answered = num_answered
+        self.thread = LoopThread("engine")
+        self.loop = self.thread.loop
+
+    def run(self, work, *, alone=False):
+        return self.thread.run(work, WAIT_S)
+
+    def settle(self):
+        """Nothing waits for this."""
+
+    def generate(self, request):
+        generation = super().generate(request)
+        if len(self.submitted) <= self.num_answered:
+            self.loop.call_soon(self.finish, request.request_id)
+        return generation
+
+    def finish_oldest(self, number):
+        async def answered():
+            answer(self, number)
+
+        self.run(answered())
 
 
-class SlowScoring:
-    """Scoring beside training lasts until it is `let` go on."""
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
-    def __init__(self, subject):
+
+class Slow:
+    """Scoring that lasts until it is `let` go on."""
+
+    def __init__(self):
         self.has_begun, self.let = threading.Event(), threading.Event()
-        subject._scorer.before = self._wait
 
-    def _wait(self, asked):
-        if asked and threading.current_thread().name == "feeding":
-            self.has_begun.set()
-            assert self.let.wait(WAIT_S)
+    def __call__(self, asked):
+        self.has_begun.set()
+        assert self.let.wait(WAIT_S)
 
 
 @pytest.fixture
 def slowly():
-    """A collector whose groups in flight are all answered, and being scored beside training, one of them late."""
-    engine = ScriptedEngine(every_other)
+    """A collector of whose groups for the next two steps the first four are scored, and the others are being scored
+    while its step trains."""
+    engine, slow = EngineBeside(16), Slow()
     subject = collector(engine, asynchronous(2))
     subject.collect(0)
-    answer(engine, 16)
-    subject.settle()
-    answer(engine, 10**6)
-    scoring, feeder = SlowScoring(subject), Feeder(subject)
-    feeder.start(1)
-    assert scoring.has_begun.wait(WAIT_S)
-    yield engine, subject, scoring, feeder
-    feeder.stop()
-    scoring.let.set()
+    engine.finish_oldest(16)
+    wait_until(lambda: len(subject._found) == 4)
+    subject._scorer.before = slow
+    engine.finish_oldest(16)
+    assert slow.has_begun.wait(WAIT_S)
+    yield engine, subject, slow
+    slow.let.set()
+    engine.thread.close()
 
 
 def test_a_step_whose_groups_are_there_does_not_wait_for_the_scoring_of_others(slowly):
-    engine, subject, scoring, feeder = slowly
-    before = outstanding(subject)
-    feeder.stop()
+    engine, subject, slow = slowly
+    assert outstanding(subject) == 8
     engine.version = 1
     groups, _ = subject.collect(1)
     assert len(groups) == 4
-    assert not scoring.let.is_set()
+    assert not slow.let.is_set()
     # What is being scored is part of a checkpoint, and is not asked for again.
     values, arrays = subject.state()
     resumed = collector(ScriptedEngine(every_other), asynchronous(2))
     resumed.load_state(json.loads(json.dumps(values)), arrays)
-    assert outstanding(resumed) == outstanding(subject) == before - 4
-    scoring.let.set()
+    assert outstanding(resumed) == outstanding(subject) == 8
+    slow.let.set()
     engine.version = 2
     used = [*request_ids(groups), *request_ids(subject.collect(2)[0])]
     assert used == sorted(set(used)), "in order, and none twice"
@@ -364,14 +337,28 @@ def test_a_step_whose_groups_are_there_does_not_wait_for_the_scoring_of_others(s
 
 
 def test_a_step_that_lacks_groups_waits_for_their_scoring(slowly):
-    engine, subject, scoring, feeder = slowly
-    feeder.stop()
+    engine, subject, slow = slowly
     for version in (1, 2):  # The second one needs what is being scored.
         engine.version = version
         if version == 2:
-            threading.Timer(0.2, scoring.let.set).start()
+            threading.Timer(0.2, slow.let.set).start()
         assert len(subject.collect(version)[0]) == 4
-    assert scoring.let.is_set()
+    assert slow.let.is_set()
+
+
+@pytest.mark.parametrize("schedule", ["partial", "asynchronous"])
+def test_engines_get_other_groups_while_scoring_takes_long(schedule):
+    engine, slow = EngineBeside(24), Slow()
+    subject = collector(
+        engine, asynchronous(1) if schedule == "asynchronous" else scheduled("partial"), before_scoring=slow
+    )
+    step = threading.Thread(target=subject.collect, args=(0,), daemon=True)
+    step.start()
+    wait_until(lambda: slow.has_begun.is_set() and engine.in_flight)
+    slow.let.set()
+    step.join(WAIT_S)
+    assert not step.is_alive()
+    engine.thread.close()
 
 
 def test_when_engines_have_the_next_weights_what_a_further_step_can_use_starts_too():
@@ -388,17 +375,3 @@ def test_when_engines_have_the_next_weights_what_a_further_step_can_use_starts_t
         engine.version = version
         ages = [key for key in subject.collect(version)[1] if key.startswith("buffer/token_share_age")]
         assert set(ages) <= {"buffer/token_share_age_0", "buffer/token_share_age_1"}
-
-
-def test_nothing_is_begun_when_the_feeding_is_over():
-    engine = ScriptedEngine(every_other)
-    subject = collector(engine, asynchronous(2))
-    subject.collect(0)
-    answer(engine, 10**6)
-    before = outstanding(subject)
-    subject.feed(1, goes_on=lambda: False)
-    assert subject.num_in_flight() == before
-    states = iter([True, False])
-    subject.feed(1, goes_on=lambda: next(states))
-    assert not engine.in_flight
-    assert len(subject.state()[0]["fed"]) == before

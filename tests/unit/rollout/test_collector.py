@@ -146,12 +146,11 @@ def test_starvation_names_the_acceptance_rate():
     # Only prompt 0 is ever mixed.
     engine = ScriptedEngine(lambda prompt, request_id: prompt == 0 and request_id % 2 == 0)
     subject = collector(engine, config())
-    beginning = subject.sampler.state()[0], subject.next_request_id, list(subject.buffer.groups)
+    beginning = subject.state()[0]
     message = r"after 3 generation rounds.*acceptance rate \d+\.\d%.*all wrong.*dynamic_sampling_on=unequal_scores"
     with pytest.raises(StarvedError, match=message):
         subject.collect(0)
-    # What is saved now is the last completed step.
-    assert (subject.sampler.state()[0], subject.next_request_id, list(subject.buffer.groups)) == beginning
+    assert subject.state()[0] == beginning, "what is saved now is the last completed step"
     fates = Counter(fate.outcome for fate in subject.pop_fates())
     assert fates == {"surplus": 1, "all_wrong": subject.buffer.counts.all_wrong}
 
@@ -458,8 +457,9 @@ def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
     assert after[0] == before[0]
     assert all((after[1][name] == array).all() for name, array in before[1].items())
     assert not engine.in_flight
-    engine.left = 10**6
-    ids = [[r.id for g in c.collect(1)[0] for r in g.trajectories] for c in (undisturbed, stopped)]
+    resumed = collector(ScriptedEngine(every_third), config())
+    resumed.load_state(*after)
+    ids = [[r.id for g in c.collect(1)[0] for r in g.trajectories] for c in (undisturbed, resumed)]
     assert ids[0] == ids[1]
 
 

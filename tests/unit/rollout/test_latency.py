@@ -26,13 +26,13 @@ class TimedEngine(ScriptedEngine):
         super().__init__(every_third, order=lambda request: request.seed * 2654435761 % 97)
         self.clock, self.started = clock, started
 
-    def submit(self, requests):
-        super().submit(requests)
-        self.started.update({r.request_id: self.clock.now for r in requests if r.request_id not in self.started})
+    def generate(self, request):
+        self.started.setdefault(request.request_id, self.clock.now)
+        return super().generate(request)
 
-    def next_answer(self):
+    def step(self):
         self.clock.now += 1.0
-        return super().next_answer()
+        return super().step()
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "partial", "asynchronous"])
@@ -53,8 +53,6 @@ def test_groups_are_timed_from_submission_to_use_over_steps_and_restarts(schedul
         assert metrics["time/group_latency_max_s"] == pytest.approx(max(expected))
         num_carried_over += len(carried_over & set(first_ids))
         clock.now += 50.0  # Training.
-        if subject.feeds:
-            subject.settle()
         if version % 2:
             values, arrays = subject.state()
             carried_over = set(map(int, values["group_seconds"]))

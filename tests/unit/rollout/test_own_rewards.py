@@ -17,7 +17,8 @@ from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.sandbox import seccomp
 from dapo_mega.rollout.scoring import ResponseScorer
 from tests.unit.rewards.local_server import serving
-from tests.unit.rollout.test_collector import PROMPTS, ScriptedEngine, config, every_other, partial
+from tests.unit.rollout.scripted import DrivenCollector, ScriptedEngine
+from tests.unit.rollout.test_collector import PROMPTS, config, every_other, partial
 
 FUNCTION = {"function": "my_reward.py:score"}
 
@@ -41,9 +42,9 @@ def texts(responses):
     return ["text"] * len(responses)
 
 
-def collector(run, rule, engine=None, reward=None, **settings):
+def collector(run, rule, engine=None, reward=None):
     reward = ComposedReward([WeightedReward("function", 1.0, reward or Scripted(rule))], "function")
-    scorer = ResponseScorer(run.reward, reward, texts, run.batch.groups_per_step * run.batch.group_size, **settings)
+    scorer = ResponseScorer(run.reward, reward, texts, run.batch.groups_per_step * run.batch.group_size)
     return DrivenCollector(run, PROMPTS, engine or ScriptedEngine(every_other), scorer, (2,))
 
 
@@ -165,7 +166,9 @@ def test_a_stop_does_not_wait_for_a_reward_that_hangs_and_loses_no_group(make_co
             raise StopRequested("SIGTERM")
 
     whole, resumed = collector(run, rule), collector(run, rule)
-    stopped = collector(run, rule, reward=hanging, check_stop=check_stop)
+    engine = ScriptedEngine(every_other)
+    stopped = collector(run, rule, engine, hanging)
+    engine.check_stop = check_stop
     with pytest.raises(StopRequested):
         stopped.collect(0)
     values, arrays = stopped.state()

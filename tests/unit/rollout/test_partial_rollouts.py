@@ -30,11 +30,12 @@ class Engines(ScriptedEngine):
         self.rng, self.finishes, self.capacity = rng, order, capacity
         self.queue, self.begun, self.answered, self.cancelled_at = deque(), {}, {}, {}
 
-    def submit(self, requests):
-        super().submit(requests)
-        self.queue.extend(request.request_id for request in requests)
+    def generate(self, request):
+        generation = super().generate(request)
+        self.queue.append(request.request_id)
         self.most_groups = max(self.most_groups, len({request_id // SIZE for request_id in self.in_flight}))
         self._begin()
+        return generation
 
     def _begin(self):
         while self.queue and len(self.in_flight) - len(self.queue) < self.capacity:
@@ -45,8 +46,8 @@ class Engines(ScriptedEngine):
     def running(self):
         return [i for i in self.in_flight if i in self.begun]
 
-    def oldest_versions(self, ids):
-        return {i: self.begun.get(i, self.version) for i in ids if i in self.in_flight}
+    def oldest_version(self, request_id):
+        return self.begun.get(request_id, self.version)
 
     def _finish_one(self):
         running = sorted(self.running())
@@ -55,12 +56,13 @@ class Engines(ScriptedEngine):
         self.finish(chosen)
         self._begin()
 
-    def next_answer(self):
+    def step(self):
         """At times more than one answer is there when the first one is waited for."""
-        while not self.arrived:
-            for _ in range(min(self.rng.choice([1, 1, 5]), len(self.running()))):
-                self._finish_one()
-        return self.arrived.popleft()
+        if not self.in_flight:
+            return False
+        for _ in range(min(self.rng.choice([1, 1, 5]), len(self.running()))):
+            self._finish_one()
+        return True
 
     def go_on(self, share):
         """Between two steps a share of all responses comes to its end; `version` is the next step's already."""
@@ -68,12 +70,11 @@ class Engines(ScriptedEngine):
             if self.running():
                 self._finish_one()
 
-    def cancel(self, ids):
-        for request_id in ids:
-            self.cancelled_at[request_id] = self.version
-            if request_id in self.queue:
-                self.queue.remove(request_id)
-        super().cancel(ids)
+    def cancel(self, request_id):
+        self.cancelled_at[request_id] = self.version
+        if request_id in self.queue:
+            self.queue.remove(request_id)
+        super().cancel(request_id)
         self._begin()
 
 

@@ -9,7 +9,8 @@ from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.metrics import StageTimers
 from dapo_mega.metrics.timeline import Activity, Load, Span
 
-from .test_collector import ScriptedEngine, collector, config, every_other
+from .scripted import ScriptedEngine
+from .test_collector import collector, config, every_other
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ class Clock:
 
 
 class SlowEngine(ScriptedEngine):
-    """Generates for five seconds, whatever is asked."""
+    """Generates for five seconds, whatever is asked at once."""
 
     weight_version = 0
 
@@ -39,6 +40,9 @@ class SlowEngine(ScriptedEngine):
         self.clock.now += 5.0
         return [self.respond(request) for request in requests]
 
+    def close(self):
+        """As of `EmbeddedEngine`."""
+
 
 def test_a_step_is_recorded_as_it_went(leaders):
     clock = Clock()
@@ -49,7 +53,7 @@ def test_a_step_is_recorded_as_it_went(leaders):
     activity = Activity(clock)
     timers = StageTimers(activity)
     processes = SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=leaders)
-    fleet = EmbeddedFleet(processes, SlowEngine(clock), clock)
+    fleet = EmbeddedFleet(processes, SlowEngine(clock), clock=clock)
     subject = collector(fleet, config(), before_scoring=score, activity=activity)
     with timers.stage("rollout"):
         subject.collect(0)
@@ -68,6 +72,7 @@ def test_a_step_is_recorded_as_it_went(leaders):
     assert found.scoring == [Load(100.0, 105.0, 0.0), Load(105.0, 106.0, 24.0), Load(106.0, 109.5, 0.0)]
     with timers.stage("checkpoint"):
         clock.now += 2.0
+    fleet.close()
     later = activity.pop(2, fleet.pop_loads())
     assert (later.start, later.spans) == (109.5, {"trainer": [Span("checkpoint", 109.5, 111.5)]})
     assert later.engines == {"embedded": [Load(109.5, 111.5, 0.0)]}
