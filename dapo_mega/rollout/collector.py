@@ -317,10 +317,6 @@ class Collector:
         self._counts_nothing = self._is_given_back = True
         self._is_training = False
 
-    def stop_asking(self) -> None:
-        """Ask for nothing more while no step waits."""
-        self._is_training = False
-
     def _take(self, stats: RolloutStats) -> Collected:
         """The step's groups, with what its metrics are made of."""
         version = self._version

@@ -45,7 +45,6 @@ from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.collector import Collector
-from dapo_mega.rollout.feeder import Feeder
 from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder
@@ -90,7 +89,6 @@ class Controller:
     to come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
 
     collector: Collector
-    feeder: Feeder
     evaluator: Evaluator | None
     beside: BesideTraining | None
     rewards: RunRewards
@@ -152,7 +150,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
 def make_rewards(config: RunConfig) -> RunRewards:
     """The run's rewards, not yet tried. Their processes start when they are needed."""
     training = make_reward(config)
-    takes_turns = not config.evaluation.beside_training and config.rollout.schedule != "asynchronous"
+    takes_turns = not config.evaluation.beside_training and config.rollout.schedule == "synchronous"
     is_same = config.reward.for_evaluation() == config.reward and takes_turns
     return RunRewards(training, training if is_same else make_reward(config, for_evaluation=True))
 
@@ -289,12 +287,10 @@ def _controller(
     stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
     responses_per_step = config.batch.groups_per_step * config.batch.group_size
     rewards.training.begin_step()
-    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step, check_stop)
+    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step)
     evaluator = beside = None
     if evaluation_prompts:
-        evaluator = make_evaluator(
-            config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, check_stop
-        )
+        evaluator = make_evaluator(config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids)
         if config.evaluation.beside_training:
             beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
@@ -307,7 +303,6 @@ def _controller(
     collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity)
     return Controller(
         collector=collector,
-        feeder=Feeder(collector),
         evaluator=evaluator,
         beside=beside,
         rewards=rewards,
@@ -350,7 +345,7 @@ def _embedded(config: RunConfig, processes: Processes, check_stop: Callable[[], 
             device=processes.device,
             check_stop=check_stop,
         )
-    fleet = EmbeddedFleet(processes, engine)
+    fleet = EmbeddedFleet(processes, engine, check_stop)
     return Rollouts(fleet, EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib))
 
 

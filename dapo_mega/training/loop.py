@@ -72,24 +72,23 @@ def train(run: TrainingRun) -> None:
         run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
         with run.timers.stage("rollout"):
             groups, collected = collect(run)
-        with feeding(run):
-            with given_back_if_refused(run):
-                with run.timers.stage("pack"):
-                    batch = hand_over(run, groups)
-                with run.timers.stage("score"):
-                    scored = score(run, batch, groups)
-            run.is_intact = False
-            with run.timers.stage("update"), at_step(run.step + 1):
-                trace = UpdateTrace() if config.samples.enabled else None
-                updates = update(run, scored, batch.engines, trace)
-                run.histograms = gather_histograms(run, scored)
-            run.step += 1
-            if trace:
-                with run.timers.stage("samples"):
-                    record_step(run, groups, trace)
-            metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
-            adapt_entropy_bonus(run, metrics)
-            complete_step(run, metrics)
+        with given_back_if_refused(run):
+            with run.timers.stage("pack"):
+                batch = hand_over(run, groups)
+            with run.timers.stage("score"):
+                scored = score(run, batch, groups)
+        run.is_intact = False
+        with run.timers.stage("update"), at_step(run.step + 1):
+            trace = UpdateTrace() if config.samples.enabled else None
+            updates = update(run, scored, batch.engines, trace)
+            run.histograms = gather_histograms(run, scored)
+        run.step += 1
+        if trace:
+            with run.timers.stage("samples"):
+                record_step(run, groups, trace)
+        metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
+        adapt_entropy_bonus(run, metrics)
+        complete_step(run, metrics)
     if config.evaluation.beside_training:
         settle_beside(run, wait=True)
     record_timeline(run, run.step)  # The checkpoint after the last step.
@@ -141,7 +140,7 @@ def send_weights(run: TrainingRun) -> Metrics:
     with run.activity.span("weights", f"version {run.step}"):
         metrics = run.weight_sync.push(run.policy, run.step)
     if run.controller:
-        run.controller.feeder.engines_have_weights()
+        run.fleet.call(run.controller.collector.weights_arrived)
     return metrics
 
 
@@ -164,10 +163,9 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     """Rank 0 collects N groups while the other ranks serve the fleet; the other ranks get nothing."""
 
     def work(controller: Controller) -> tuple[Sequence[Group], Metrics]:
-        controller.feeder.check()
-        collected = controller.collector.collect(run.step)
+        collected = run.fleet.run(controller.collector.collect(run.step))
         run.fleet.sleep()
-        return collected
+        return collected.groups, collected.metrics()
 
     try:
         return drive(run, work) or ([], {})
@@ -187,23 +185,8 @@ def given_back_if_refused(run: TrainingRun) -> Iterator[None]:
         if run.config.data.sampling.needs_outcomes:
             run.is_intact = False  # The groups' outcomes have counted.
         elif run.controller:
-            run.controller.collector.give_back()
+            run.fleet.call(run.controller.collector.give_back)
         raise
-
-
-@contextmanager
-def feeding(run: TrainingRun) -> Iterator[None]:
-    """Until the step is complete, rank 0 lets the engines work for the next one, if the schedule is asynchronous."""
-    is_last = run.step + 1 >= run.config.num_steps
-    if run.controller is None or not run.controller.collector.feeds or is_last:
-        yield
-        return
-    feeder = run.controller.feeder
-    feeder.start(run.step + 1)
-    try:
-        yield
-    finally:
-        feeder.stop()
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
@@ -318,7 +301,7 @@ def evaluate(run: TrainingRun) -> Metrics:
 
     def work(controller: Controller) -> Metrics:
         assert controller.evaluator
-        metrics = controller.evaluator.run(run.fleet.generate)
+        metrics = run.fleet.run(controller.evaluator.run(run.fleet.generate), alone=True)
         record_evaluation(run, run.step, controller.evaluator.pop_results())
         return metrics
 
@@ -361,7 +344,7 @@ def loop_state(run: TrainingRun) -> LoopState:
     assert controller
     if controller.recorder:
         controller.recorder.flush()  # A run that continues from this state does not write them again.
-    values, arrays = controller.collector.state()
+    values, arrays = run.fleet.call(controller.collector.state)
     under_way = controller.beside.step if controller.beside else None
     own = {
         "dataset_fingerprint": controller.dataset_fingerprint,

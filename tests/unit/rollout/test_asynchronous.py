@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.rewards import ScoringFailure
 
 from .scripted import ScriptedEngine
@@ -187,7 +187,7 @@ def test_what_ends_scoring_beside_training_is_raised_at_the_next_step_and_nothin
     answer(engine, 10**6)
     subject.settle()
     assert outstanding(subject) == before, "what could not be scored is still there"
-    with pytest.raises(Exception, match="bad reward|a bug|SystemExit"):
+    with pytest.raises(Exception, match=r"bad reward|a bug|SystemExit"):
         subject.collect(1)
     assert outstanding(subject) == before
 

@@ -1,5 +1,8 @@
 """The embedded fleet answers one by one what its engine generates at once."""
 
+import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import torch.distributed as dist
 
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.errors import StopRequested
+from dapo_mega.rollout.beside import beside
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 
 
@@ -34,6 +38,9 @@ class CountingEngine:
         self.batches.append([request.request_id for request in requests])
         return [Response(r.request_id, np.ones(1, np.int32), np.zeros(1, np.float32), "stop", 4) for r in requests]
 
+    def close(self):
+        """As of `EmbeddedEngine`."""
+
 
 @pytest.fixture
 def engine() -> CountingEngine:
@@ -41,39 +48,85 @@ def engine() -> CountingEngine:
 
 
 @pytest.fixture
-def fleet(engine) -> EmbeddedFleet:
-    return EmbeddedFleet(SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=dist.group.WORLD), engine)
+def fleet(engine) -> Iterator[EmbeddedFleet]:
+    made = EmbeddedFleet(SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=dist.group.WORLD), engine)
+    yield made
+    made.close()
 
 
-def make_requests(*ids):
-    return [GenerationRequest(i, np.array([i // 4], np.int32), i, SamplingParams()) for i in ids]
+def asked(fleet, *ids):
+    return [fleet.generate(GenerationRequest(i, np.array([i // 4], np.int32), i, SamplingParams())) for i in ids]
 
 
-def test_all_that_was_submitted_is_generated_in_one_batch(fleet, engine):
-    fleet.submit(make_requests(4, 5))
-    fleet.submit(make_requests(2, 3))
-    assert fleet.poll_answer() is None
-    assert engine.batches == []
-    assert fleet.oldest_versions([2, 5, 9]) == {2: 4, 5: 4}
-    assert fleet.next_answer().request_id == 4
-    assert engine.batches == [[4, 5, 2, 3]]
-    assert fleet.oldest_versions([2, 5]) == {}
-    assert [fleet.poll_answer().request_id for _ in range(3)] == [5, 2, 3]
-    assert fleet.poll_answer() is None
+async def answers(generations):
+    return [response.request_id for response in await asyncio.gather(*generations)]
+
+
+def test_all_that_was_asked_is_generated_in_one_batch_when_everybody_waits(fleet, engine):
+    async def twice():
+        first = asyncio.ensure_future(answers(asked(fleet, 4, 5)))
+        assert not engine.batches
+        second = asked(fleet, 2, 3)
+        assert [generation.oldest_version() for generation in second] == [4, 4]
+        return await first + await answers(second) + await answers(asked(fleet, 9))
+
+    assert fleet.run(twice()) == [4, 5, 2, 3, 9]
+    assert engine.batches == [[4, 5, 2, 3], [9]]
+
+
+def test_an_engine_waits_for_what_runs_beside_the_loop(fleet, engine):
+    async def scored():
+        generation = fleet.generate(GenerationRequest(1, np.array([1], np.int32), 1, SamplingParams()))
+        num_batches = await beside(lambda: time.sleep(0.3) or len(engine.batches))
+        await generation
+        return num_batches
+
+    assert fleet.run(scored()) == 0
+
+
+def test_what_is_asked_alone_is_generated_apart_from_what_was_asked_before(fleet, engine):
+    earlier = fleet.call(lambda: asked(fleet, 1))
+    fleet.run(answers_of(fleet, 2), alone=True)
+    fleet.run(answers(earlier))
+    assert engine.batches == [[2], [1]]
 
 
 def test_what_is_cancelled_is_not_generated(fleet, engine):
-    fleet.submit(make_requests(1, 2, 3))
-    fleet.cancel([2, 99])
-    assert [fleet.next_answer().request_id for _ in range(2)] == [1, 3]
+    async def two_of_three():
+        first, second, third = asked(fleet, 1, 2, 3)
+        second.cancel()
+        return await answers([first, third])
+
+    assert fleet.run(two_of_three()) == [1, 3]
     assert engine.batches == [[1, 3]]
 
 
 def test_what_a_stop_interrupted_is_not_generated_later(fleet, engine):
-    fleet.submit(make_requests(1))
     engine.is_stopped = True
     with pytest.raises(StopRequested):
-        fleet.next_answer()
+        fleet.run(answers_of(fleet, 1))
     engine.is_stopped = False
-    fleet.submit(make_requests(2))
-    assert fleet.next_answer().request_id == 2
+    assert fleet.run(answers_of(fleet, 2)) == [2]
+
+
+async def answers_of(fleet, *ids):
+    return await answers(asked(fleet, *ids))
+
+
+def test_a_stop_does_not_wait_for_what_runs_beside_the_loop(engine):
+    let = threading.Event()
+
+    def stopped():
+        raise StopRequested("told so")
+
+    processes = SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=dist.group.WORLD)
+    fleet = EmbeddedFleet(processes, engine, stopped)
+    with pytest.raises(StopRequested):
+        fleet.run(beside(lambda: let.wait(60)))
+    let.set()
+    fleet.close()
+
+
+def test_waiting_for_nothing_is_an_error(fleet):
+    with pytest.raises(RuntimeError, match="every task waits, and no request is open"):
+        fleet.run(asyncio.Event().wait())
