@@ -1,5 +1,7 @@
-"""Engines that join while rank 0 waits for answers are updated by all processes, which also leave together."""
+"""Engines that join while rank 0 waits for its work are updated by all processes, which also leave together."""
 
+import asyncio
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +20,10 @@ ERRORS = {"none": None, "input": InputError("the disk is full"), "fleet": FleetE
 
 
 class JoiningDriver:
-    """Engines have joined before each of the first two answers."""
+    """Engines have joined at the first two looks while the work waits."""
 
     def __init__(self):
         self.num_joined = 0
-        self.num_answers = 0
 
     def wait_for_engines(self):
         pass
@@ -31,13 +32,15 @@ class JoiningDriver:
         self.num_joined += 1
         return self.num_joined <= 2
 
-    def next_answer(self, timeout_s):
-        self.num_answers += 1
-        return self.num_answers
+    def run(self, work, meanwhile):
+        with closing(work):
+            for _ in range(3):
+                meanwhile()
+            return asyncio.run(work)
 
 
 def updates_and_ending(error):
-    """Rank 0 waits for answers while engines join, the other rank serves."""
+    """Rank 0 waits for its work while engines join, the other rank serves."""
     processes = SimpleNamespace(rank=dist.get_rank(), control=dist.group.WORLD)
     fleet = SglangFleet(processes, JoiningDriver() if processes.rank == 0 else None)
     updates = []
@@ -54,10 +57,10 @@ def updates_and_ending(error):
         with raise_on_all_ranks(processes.control):
             if processes.rank == 0:
                 try:
-                    answers = [fleet.next_answer() for _ in range(3)]
+                    result = fleet.run(asyncio.sleep(0, "done"))
                 finally:
                     fleet.end_serving()
-                assert answers == [1, 2, 3]
+                assert result == "done"
             else:
                 fleet.serve()
     except (InputError, FleetError) as caught:

@@ -2,10 +2,10 @@
 
 ::
 
-    submit -> waiting -> call on an engine -> Response
-                 ^             |
-                 +-------------+      the call failed, the engine left, or its weights are being replaced
-                               +----> GenerationFailure, after `max_attempts` failed calls
+    generate -> waiting -> call on an engine -> Response
+                   ^             |
+                   +-------------+      the call failed, the engine left, or its weights are being replaced
+                                 +----> GenerationFailure, after `max_attempts` failed calls
 
 Everything runs on one event loop. Only calls in attempt are tasks; waiting requests are entries of a queue.
 """
@@ -18,10 +18,11 @@ import logging
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from dapo_mega.engines.protocol import Generation
 from dapo_mega.engines.sglang.api import (
     Completion,
     MalformedAnswer,
@@ -51,27 +52,31 @@ logger = logging.getLogger(__name__)
 _WITHDRAWAL_S = 10.0
 
 
-@dataclass(eq=False)
-class _Request:
+class _Request(Generation):
     """A request until it has its answer. `parts` are the partial outputs of its aborted calls."""
 
-    request: GenerationRequest
-    prompt: bytes
-    parts: list[Completion] = field(default_factory=list)
-    num_calls: int = 0
-    num_failures: int = 0
-    avoided_url: str = ""
-    attempt: _Attempt | None = None
-    retry: asyncio.TimerHandle | None = None
+    def __init__(self, request: GenerationRequest, dispatcher: Dispatcher) -> None:
+        super().__init__(request, asyncio.get_running_loop())
+        self._dispatcher = dispatcher
+        self.id = request.request_id
+        self.prompt = hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest()
+        self.parts: list[Completion] = []
+        self.num_calls = self.num_failures = 0
+        self.avoided_url = ""
+        self.attempt: _Attempt | None = None
+        self.retry: asyncio.TimerHandle | None = None
 
-    @property
-    def id(self) -> int:
-        return self.request.request_id
-
-    def oldest_version(self, current: int) -> int:
-        """The oldest weight version of the parts and the running call; `current` if there are neither."""
-        under_way = self.attempt.version if self.attempt else current
+    def oldest_version(self) -> int:
+        """See `Generation`."""
+        under_way = self.attempt.version if self.attempt else self._dispatcher.newest_version
         return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
+
+    def cancel(self, msg: object = None) -> bool:
+        """See asyncio."""
+        if not super().cancel(msg):
+            return False
+        self._dispatcher.give_up(self)
+        return True
 
 
 @dataclass(eq=False)
@@ -86,7 +91,7 @@ class _Attempt:
 
 
 class Dispatcher:
-    """Owns all requests between `submit` and their answer. Made and used on one running event loop."""
+    """Owns all requests between `generate` and their answer. Made and used on one running event loop."""
 
     def __init__(
         self,
@@ -95,16 +100,15 @@ class Dispatcher:
         requests_per_engine: int,
         request_timeout_s: float,
         max_attempts: int,
-        on_answer: Callable[[Answer], None],
         on_trouble: Callable[[str], None] | None = None,
         on_wrong_weights: Callable[[str, WeightVersion | None], None] | None = None,
         run: str = "",
         backoff_s: float = 0.5,
         seed: int = 0,
     ) -> None:
-        """`run` is the name of this run's weights. Callbacks: `on_answer(answer)`; `on_trouble(url)` when a connection
-        fails; `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where
-        `weights` is None unless they are another run's.
+        """`run` is the name of this run's weights. Callbacks: `on_trouble(url)` when a connection fails;
+        `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where `weights` is
+        None unless they are another run's.
 
         A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
         and with jitter from `seed`, and then goes to another engine if there is one.
@@ -112,7 +116,6 @@ class Dispatcher:
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
         self._max_attempts = max_attempts
-        self._on_answer = on_answer
         self._on_trouble = on_trouble
         self._on_wrong_weights = on_wrong_weights
         self._backoff_s = backoff_s
@@ -123,11 +126,11 @@ class Dispatcher:
         self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
         self._histories: dict[str, LoadHistory] = {}
-        self._newest_version = -1
-        self._works: dict[int, _Request] = {}
+        self.newest_version = -1
+        self._works: set[_Request] = set()
         self._waiting: OrderedDict[int, _Request] = OrderedDict()
         self._attempts: dict[str, _Attempt] = {}
-        self._is_held = False
+        self._is_held = self._is_starting = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._background: set[asyncio.Task[None]] = set()
@@ -141,13 +144,13 @@ class Dispatcher:
         now = self._loop.time()
         history = self._histories.setdefault(client.url, LoadHistory(now))
         self._slots[client.url] = EngineSlot(client, version, EngineLoad(now), history)
-        self._newest_version = max(self._newest_version, version)
+        self.newest_version = max(self.newest_version, version)
         self._start_calls()
 
     def set_version(self, url: str, version: int) -> None:
         """Record the version of the engine's new weights; call before it generates with them."""
         self._slots[url].version = version
-        self._newest_version = max(self._newest_version, version)
+        self.newest_version = max(self.newest_version, version)
 
     def remove_engine(self, url: str, reason: str) -> None:
         """Stop using the engine; its requests go to other engines at once."""
@@ -177,33 +180,26 @@ class Dispatcher:
 
     # ---- requests ----
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue the requests. A request that must not be sent to an engine gets a failure at once."""
-        for request in requests:
-            self.counters.submit(request.request_id)
-            work = _Request(request, hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest())
-            self._works[work.id] = work
-            self._router.enter(work.prompt)
-            if reason := unfit(request, self._vocab_size):
-                self._fail(work, f"the request was not sent: {reason}")
-            else:
-                self._waiting[work.id] = work
-        self._start_calls()
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Queue the request. One that must not be sent to an engine has its failure at once."""
+        self.counters.submit(request.request_id)
+        work = _Request(request, self)
+        self._works.add(work)
+        self._router.enter(work.prompt)
+        if reason := unfit(request, self._vocab_size):
+            self._fail(work, f"the request was not sent: {reason}")
+        else:
+            self._waiting[work.id] = work
+            self._start_calls()
+        return work
 
-    def cancel(self, request_ids: Iterable[int]) -> None:
-        """Give up requests; requests that have ended are ignored."""
-        for request_id in request_ids:
-            if work := self._works.get(request_id):
-                if work.attempt:
-                    self._abandon(work.attempt)
-                self._forget(work)
-                self.counters.close(request_id, "cancelled")
+    def give_up(self, work: _Request) -> None:
+        """End a request that was cancelled."""
+        if work.attempt:
+            self._abandon(work.attempt)
+        self._forget(work)
+        self.counters.close(work.id, "cancelled")
         self._start_calls()
-
-    def oldest_versions(self, request_ids: Iterable[int]) -> dict[int, int]:
-        """The oldest weight version of each unfinished request, by id; see `RolloutEngine`."""
-        works = [work for request_id in request_ids if (work := self._works.get(request_id))]
-        return {work.id: work.oldest_version(self._newest_version) for work in works}
 
     def hold(self) -> None:
         """Start no calls until `resume`. Outputs that engines abort meanwhile are kept and continued afterwards."""
@@ -248,19 +244,28 @@ class Dispatcher:
         return found
 
     async def close(self) -> None:
-        """Drop everything; open requests get no answer."""
+        """Cancel all requests, without a word to the engines."""
         self._is_held = True
-        for work in self._works.values():
-            if work.retry:
-                work.retry.cancel()
-        tasks = [*self._background, *(attempt.task for attempt in self._attempts.values() if attempt.task)]
-        for task in tasks:
+        attempts = list(self._attempts.values())
+        tasks = [*self._background, *(attempt.task for attempt in attempts if attempt.task)]
+        for attempt in attempts:
+            self._close_attempt(attempt)
+        for task in self._background:
             task.cancel()
+        for work in list(self._works):
+            work.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- starting calls ----
 
     def _start_calls(self) -> None:
+        """Start what can be started, once all has happened that is happening now."""
+        if not self._is_starting:
+            self._is_starting = True
+            self._loop.call_soon(self._start_all)
+
+    def _start_all(self) -> None:
+        self._is_starting = False
         while not self._is_held and (chosen := self._next_attempt()):
             self._start_call(*chosen)
 
@@ -297,7 +302,7 @@ class Dispatcher:
         payload = generate_payload(work.request, work.parts, attempt.rid)
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
-            versions = VersionRange(self._own_run, attempt.version, self._newest_version)
+            versions = VersionRange(self._own_run, attempt.version, self.newest_version)
             outcome: Completion | EngineError | MalformedAnswer = parse_answer(
                 body, work.request, work.parts, self._vocab_size, versions, slot.url
             )
@@ -407,10 +412,10 @@ class Dispatcher:
     def _end(self, work: _Request, end: Literal["answered", "failed"], answer: Answer) -> None:
         self._forget(work)
         self.counters.close(work.id, end)
-        self._on_answer(answer)
+        work.answer(answer)
 
     def _forget(self, work: _Request) -> None:
-        del self._works[work.id]
+        self._works.remove(work)
         self._waiting.pop(work.id, None)
         self._router.leave(work.prompt)
         if work.retry:

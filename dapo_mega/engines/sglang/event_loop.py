@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 10.0
+_MEANWHILE_S = 0.5
 
 
 def report_fault(task: asyncio.Task[None]) -> None:
@@ -27,8 +29,16 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
+
+    def _run_forever(self) -> None:
+        """A task that raises SystemExit or KeyboardInterrupt ends with it; the others go on."""
+        is_stopped = False
+        while not is_stopped:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+                is_stopped = True
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start the coroutine; the future's `result()` waits for it."""
@@ -42,6 +52,25 @@ class LoopThread:
         except TimeoutError:
             future.cancel()
             raise
+
+    def drive(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
+        """Run the coroutine to its end, and call `meanwhile` in this thread at least every `_MEANWHILE_S`. What that
+        raises cancels the coroutine, and is raised when it has ended."""
+
+        async def started() -> asyncio.Task[T]:
+            return asyncio.create_task(work)
+
+        task = self.run(started())
+        ended = self.start(asyncio.wait([task]))
+        try:
+            while not ended.done():
+                meanwhile()
+                wait([ended], _MEANWHILE_S)
+        except BaseException:
+            self.loop.call_soon_threadsafe(task.cancel)
+            wait([ended])
+            raise
+        return task.result()
 
     def close(self) -> None:
         """Cancel the remaining tasks and end the thread."""

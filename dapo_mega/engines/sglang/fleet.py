@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
+from dapo_mega.engines.protocol import Generation, ReservedAnswers, RolloutFleet
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.metrics.timeline import Load
-from dapo_mega.types import Answer, GenerationRequest
+from dapo_mega.types import GenerationRequest
 
-_POLL_S = 0.5
+T = TypeVar("T")
 
 
 class SglangFleet(RolloutFleet):
     """SGLang servers behind one `FleetClient`.
 
-    Engines that join or come back while rank 0 waits for answers get the current weights at once. The other ranks wait
-    in `serve` to take part in such updates.
+    Engines that join or come back during `run` get the current weights at once. The other ranks wait in `serve` to take
+    part in such updates.
     """
 
     def __init__(self, processes: Processes, client: FleetClient | None) -> None:
@@ -31,11 +29,6 @@ class SglangFleet(RolloutFleet):
         assert (client is not None) == (processes.rank == 0)
         self._processes = processes
         self._client = client
-        # Answers are read by the thread that feeds the engines and by an evaluation: each finds the other's.
-        self._lock = threading.Lock()
-        self._set_aside: deque[Answer] = deque()
-        self._wanted: set[int] = set()
-        self._found: dict[int, Answer] = {}
         self._others_left = False
         self._update_outdated_engines: Callable[[], object] = lambda: None
 
@@ -48,73 +41,37 @@ class SglangFleet(RolloutFleet):
         """See `RolloutFleet`."""
         self._update_outdated_engines = update
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Start the requests and return at once; rank 0 only."""
-        self.client.submit(requests)
-
-    def next_answer(self) -> Answer:
-        """Wait for the next answer; rank 0 only.
-
-        Raises FleetError when too few engines are reachable for longer than `rollout.fleet.wait_limit_s`.
-        """
-        return self._set_aside.popleft() if self._set_aside else self._wait()
-
-    def poll_answer(self) -> Answer | None:
-        """The next answer if one is ready, else None; rank 0 only, also in another thread while `generate` waits."""
-        with self._lock:
-            while not self._set_aside and (answer := self.client.next_answer(0)):
-                self._sort(answer)
-            return self._set_aside.popleft() if self._set_aside else None
-
-    def _sort(self, answer: Answer) -> None:
-        """Keep the answer for the one who asked."""
-        if answer.request_id in self._wanted:
-            self._found[answer.request_id] = answer
-        else:
-            self._set_aside.append(answer)
-
-    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+    def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`; rank 0 only."""
-        return self.client.oldest_versions(request_ids)
+        return self.client.generate(request)
 
-    def _wait(self) -> Answer:
-        while True:
-            if answer := self._next_of_anyone():
-                return answer
+    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+        """See `RolloutFleet`."""
+        return self.client.run(work, self._tend_engines)
 
-    def _next_of_anyone(self) -> Answer | None:
-        """The next answer that comes within a moment; engines that have joined get the weights first."""
+    def _tend_engines(self) -> None:
+        """Wait for enough engines; those that have joined get the weights."""
         self.client.wait_for_engines()
         if self.client.has_outdated():
             self._command("update")
-            self._update()
-        return self.client.next_answer(_POLL_S)
+            # An error is raised on all ranks, so after it the others have left `serve`.
+            self._others_left = True
+            self._update_outdated_engines()
+            self._others_left = False
 
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """Give up requests in flight; rank 0 only."""
-        self.client.cancel(request_ids)
+    def call(self, function: Callable[[], T]) -> T:
+        """See `RolloutFleet`."""
+        return self.client.call_on_loop(function)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """Answer every request, in the order given; rank 0 only. Answers to other requests wait for `next_answer` or
-        `poll_answer`."""
-        with self._lock:
-            self._wanted, self._found = {request.request_id for request in requests}, {}
-        self.submit(requests)
-        try:
-            while len(self._found) < len(self._wanted):
-                if answer := self._next_of_anyone():
-                    with self._lock:
-                        self._sort(answer)
-            return [self._found[request.request_id] for request in requests]
-        finally:
-            with self._lock:
-                self._wanted, self._found = set(), {}
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """See `RolloutFleet`."""
+        return self.client.start(work)
 
-    def generate_reserved(
+    async def generate_reserved(
         self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> Future[ReservedAnswers]:
-        """See `FleetClient`; rank 0 only."""
-        return self.client.generate_reserved(requests, version=version, num_engines=num_engines, limit_s=limit_s)
+    ) -> ReservedAnswers:
+        """See `FleetClient`."""
+        return await self.client.generate_reserved(requests, version=version, num_engines=num_engines, limit_s=limit_s)
 
     def serve(self) -> None:
         """Take part in updates until rank 0 calls `end_serving`; on the other ranks only."""
@@ -125,12 +82,6 @@ class SglangFleet(RolloutFleet):
         """Make the other ranks return from `serve`; rank 0 only."""
         if not self._others_left:
             self._command("release")
-
-    def _update(self) -> None:
-        # An error is raised on all ranks, so after it the others have left `serve`.
-        self._others_left = True
-        self._update_outdated_engines()
-        self._others_left = False
 
     def sleep(self) -> None:
         """Free the memory of colocated engines for the policy until the next update; rank 0 only."""

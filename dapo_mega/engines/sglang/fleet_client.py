@@ -1,7 +1,7 @@
 """Rank 0's client of a fleet of SGLang engines: sends requests and weight updates, and waits for enough engines.
 
-The public methods are for the main thread, or for one that feeds the engines while the main thread calls none of them.
-They run their coroutines on an event loop in a thread of its own. `membership.py` decides which engines take part.
+Requests are made on an event loop in a thread of its own, by coroutines that `run` and `start` bring there. All other
+methods are for the main thread. `membership.py` decides which engines take part.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.protocol import ReservedAnswers
+from dapo_mega.engines.protocol import Generation, ReservedAnswers
 from dapo_mega.engines.sglang.absences import advise, describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
@@ -28,7 +27,7 @@ from dapo_mega.engines.sglang.reserved_generation import ReservedGeneration
 from dapo_mega.errors import FleetError
 from dapo_mega.metrics.timeline import Load
 from dapo_mega.models import Architecture
-from dapo_mega.types import Answer, GenerationRequest
+from dapo_mega.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -74,52 +73,55 @@ class FleetClient:
         self._config = config
         self._check_stop = check_stop
         self._fleet = config.rollout.fleet
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._registry = EngineRegistry(self._fleet.rendezvous, api_key) if self._fleet.rendezvous else None
         self._thread = LoopThread("rollout-fleet")
 
         async def found() -> Membership:
-            return Membership(config, vocab_size, api_key, self._registry, self._answers.put, run, arch)
+            return Membership(config, vocab_size, api_key, self._registry, run, arch)
 
         self._membership = self._thread.run(found())
         self._members = self._membership.members
         self._dispatcher = self._membership.dispatcher
         self._monitor = self._membership.monitor
         self._spares_until = time.monotonic() + _SPARE_ENGINES_GRACE_S
-        self._reserved: tuple[ReservedGeneration, Future[ReservedAnswers]] | None = None
+        self._reserved: ReservedGeneration | None = None
+        self._reserving = asyncio.Lock()
 
-    # ---- generation, from the main thread ----
+    # ---- generation, on the event loop ----
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Start the requests and return at once."""
-        self._on_loop(lambda: self._dispatcher.submit(requests))
-
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """Give up requests in flight."""
-        self._on_loop(lambda: self._dispatcher.cancel(request_ids))
-
-    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
+    def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`."""
-        return self._on_loop(lambda: self._dispatcher.oldest_versions(request_ids))
+        return self._dispatcher.generate(request)
 
-    def next_answer(self, timeout_s: float) -> Answer | None:
-        """The next answer, or None if none comes within `timeout_s`, which may be 0."""
-        try:
-            return self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def generate_reserved(
+    async def generate_reserved(
         self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> Future[ReservedAnswers]:
-        """See `RolloutFleet`. At least `min_engines` engines are left to training, unless all are asked for. When the
-        future has its result, the reserved engines wait for the current weights."""
+    ) -> ReservedAnswers:
+        """See `RolloutFleet`. At least `min_engines` engines are left to training, unless all are asked for. In the
+        end the reserved engines wait for the current weights."""
         others = 0 if num_engines is None else self._fleet.min_engines
-        assert self._reserved is None or self._reserved[1].done()
-        reserved = self._on_loop(lambda: ReservedGeneration(self._membership, requests, version, num_engines, others))
-        future = self._thread.start(reserved.run(limit_s))
-        self._reserved = reserved, future
-        return future
+        assert not self._reserving.locked()
+        async with self._reserving:
+            self._reserved = ReservedGeneration(self._membership, requests, version, num_engines, others)
+            return await self._reserved.run(limit_s)
+
+    # ---- from the main thread ----
+
+    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
+        """Run the coroutine to its end on the event loop, and call `meanwhile` in this thread again and again. What
+        that raises cancels the coroutine, and is raised when it has ended."""
+        return self._thread.drive(work, meanwhile)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start the coroutine on the event loop."""
+        return self._thread.start(work)
+
+    def call_on_loop(self, function: Callable[[], T]) -> T:
+        """What the function returns, called on the event loop."""
+
+        async def called() -> T:
+            return function()
+
+        return self._thread.run(called(), _CALL_TIMEOUT_S)
 
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
@@ -131,11 +133,11 @@ class FleetClient:
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
-        return self._on_loop(self._pop_metrics)
+        return self.call_on_loop(self._pop_metrics)
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
         """See `RolloutFleet`."""
-        return self._on_loop(self._dispatcher.pop_loads)
+        return self.call_on_loop(self._dispatcher.pop_loads)
 
     def _pop_metrics(self) -> dict[str, float]:
         counts = self._membership.counts
@@ -218,7 +220,7 @@ class FleetClient:
             waited,
             self._fleet.wait_limit_s,
             self._absences(),
-            self._on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
+            self.call_on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
         )
 
     def _raise_on_conflict(self) -> None:
@@ -235,7 +237,7 @@ class FleetClient:
             raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
 
     def _absences(self) -> str:
-        return self._on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
+        return self.call_on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -335,15 +337,15 @@ class FleetClient:
 
     def synced(self, url: str, version: int) -> None:
         """Record that the engine holds weights of this version and serves."""
-        self._on_loop(lambda: self._membership.synced(url, version))
+        self.call_on_loop(lambda: self._membership.synced(url, version))
 
     def failed(self, url: str, reason: str) -> None:
         """Remove an engine whose update failed until it answers probes again."""
-        self._on_loop(lambda: self._membership.failed(url, reason))
+        self.call_on_loop(lambda: self._membership.failed(url, reason))
 
     def disagrees(self, url: str, reason: str) -> None:
         """Record that the updated engine's log-probs are not the trainer's."""
-        self._on_loop(lambda: self._membership.disagrees(url, reason))
+        self.call_on_loop(lambda: self._membership.disagrees(url, reason))
 
     # ---- colocated engines, from the main thread ----
 
@@ -381,25 +383,22 @@ class FleetClient:
         """Disconnect from the engines, which keep running."""
         if self._thread.loop.is_closed():
             return
-        if self._reserved:
-            reserved, future = self._reserved
-            self._on_loop(lambda: reserved.end("the run ends"))
-            with contextlib.suppress(TimeoutError):
-                future.result(_CALL_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):
+            self._thread.run(self._end_reserved(), _CALL_TIMEOUT_S)
         self._thread.run(self._close(), _CALL_TIMEOUT_S)
         self._thread.close()
         if self._registry:
             self._registry.close()
 
+    async def _end_reserved(self) -> None:
+        if self._reserved:
+            self._reserved.end("the run ends")
+        async with self._reserving:
+            pass
+
     async def _close(self) -> None:
         await self._wake(list(self._members), _ALL_MEMORY)
         await self._membership.close()
-
-    def _on_loop(self, function: Callable[[], T]) -> T:
-        async def call() -> T:
-            return function()
-
-        return self._thread.run(call(), _CALL_TIMEOUT_S)
 
 
 async def _fall_asleep(client: EngineClient) -> None:

@@ -41,7 +41,6 @@ from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.engines.sglang.weight_protocol import OTHER_MODEL, PROTOCOL
 from dapo_mega.models import Architecture
-from dapo_mega.types import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,6 @@ class Membership:
         vocab_size: int,
         api_key: str,
         registry: EngineRegistry | None,
-        on_answer: Callable[[Answer], None],
         run: str = "",
         arch: Architecture | None = None,
     ) -> None:
@@ -112,7 +110,7 @@ class Membership:
         self._registry = registry
         self._joins: set[asyncio.Task[None]] = set()
         self.on_departure: Callable[[str, str], None] = lambda url, reason: None
-        self.dispatcher = self.make_dispatcher(on_answer)
+        self.dispatcher = self.make_dispatcher()
         self.monitor = HealthMonitor(
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
@@ -130,14 +128,13 @@ class Membership:
         if not task.cancelled() and (fault := task.exception()):
             self.conflict = f"{task.get_name()} ended with an unexpected exception, so the run ends: {fault!r}"
 
-    def make_dispatcher(self, on_answer: Callable[[Answer], None]) -> Dispatcher:
+    def make_dispatcher(self) -> Dispatcher:
         """A dispatcher that has no engine yet."""
         return Dispatcher(
             vocab_size=self._vocab_size,
             requests_per_engine=self._fleet.requests_per_engine,
             request_timeout_s=self._fleet.request_timeout_s,
             max_attempts=self._config.rollout.max_attempts,
-            on_answer=on_answer,
             on_trouble=lambda url: self.monitor.check_now(url),
             on_wrong_weights=self._answered_with_wrong_weights,
             run=self._run,

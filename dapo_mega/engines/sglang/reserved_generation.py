@@ -14,9 +14,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from dapo_mega.engines.protocol import ReservedAnswers
+from dapo_mega.engines.protocol import Generation, ReservedAnswers
 from dapo_mega.engines.sglang.membership import Membership
-from dapo_mega.types import Answer, GenerationRequest
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 
 class ReservedGeneration:
@@ -40,7 +40,7 @@ class ReservedGeneration:
         self._answers: dict[int, Answer] = {}
         self._ended = asyncio.Event()
         self._reason = ""
-        self._dispatcher = membership.make_dispatcher(self._take)
+        self._dispatcher = membership.make_dispatcher()
 
     async def run(self, limit_s: float) -> ReservedAnswers:
         """Generate until all requests are answered, `limit_s` is over, or `end` is called; then give the engines
@@ -52,7 +52,8 @@ class ReservedGeneration:
             for url in chosen:
                 self._dispatcher.add_engine(self._membership.reserve(url), self._version)
             if chosen:
-                self._dispatcher.submit(self._requests)
+                for request in self._requests:
+                    self._dispatcher.generate(request).add_done_callback(self._take)
                 async with asyncio.timeout(limit_s):
                     await self._ended.wait()
         except TimeoutError:
@@ -83,7 +84,11 @@ class ReservedGeneration:
             : most if self._num_engines is None else min(most, self._num_engines)
         ]
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, generation: Generation) -> None:
+        if generation.cancelled():
+            return
+        failure = generation.exception()
+        answer = failure if isinstance(failure, GenerationFailure) else generation.result()
         self._answers[answer.request_id] = answer
         if len(self._answers) == len(self._requests):
             self.end("")

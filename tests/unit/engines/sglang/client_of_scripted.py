@@ -1,12 +1,40 @@
 """A fleet's client over scripted servers: what its tests ask for, and wait for."""
 
+import queue
 import time
 
 import numpy as np
 
+from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.types import GenerationRequest, SamplingParams
-from tests.unit.engines.sglang.scripted_server import DEADLINE_S
+from tests.unit.engines.sglang.scripted_server import DEADLINE_S, answer_of
+
+
+class Driver(FleetClient):
+    """Asked by a test that is not asynchronous. Answers are in the order in which they came."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.answers = queue.SimpleQueue()
+
+    def submit(self, requests):
+        def start():
+            for request in requests:
+                self.generate(request).add_done_callback(self._take)
+
+        self.call_on_loop(start)
+
+    def _take(self, generation):
+        if answer := answer_of(generation):
+            self.answers.put(answer)
+
+    def next_answer(self, timeout_s):
+        """None if none comes within `timeout_s`."""
+        try:
+            return self.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
 
 def requests(count, first=0, length=8):

@@ -3,7 +3,7 @@
 import pytest
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.sglang.fleet_client import FleetClient
+from tests.unit.engines.sglang.client_of_scripted import Driver
 from tests.unit.engines.sglang.scripted_server import DEADLINE_S, KEY, VOCAB_SIZE, Servers
 
 
@@ -51,7 +51,7 @@ def drive():
                 "evaluation": evaluation or {},
             }
         )
-        drivers.append(FleetClient(config, VOCAB_SIZE, KEY, run, arch, check_stop))
+        drivers.append(Driver(config, VOCAB_SIZE, KEY, run, arch, check_stop))
         return drivers[-1]
 
     yield start

@@ -6,17 +6,18 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
+from dapo_mega.engines.protocol import Generation
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.event_loop import LoopThread
-from dapo_mega.types import Answer, GenerationRequest, Response, SamplingParams
+from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, Response, SamplingParams
 from tools.scripted_engine import ScriptedEngine, logprob_of, next_token
 
 KEY = "secret"
@@ -110,27 +111,40 @@ async def serving(*engines: ScriptedEngine) -> AsyncIterator[list[EngineClient]]
         yield clients
 
 
+def answer_of(generation: Generation) -> Answer | None:
+    """The answer of a generation that has ended; None if it was cancelled."""
+    if generation.cancelled():
+        return None
+    failure = generation.exception()
+    return failure if isinstance(failure, GenerationFailure) else generation.result()
+
+
 @dataclass
 class Fleet:
-    """What a test holds of a dispatcher."""
+    """What a test holds of a dispatcher, and all that it asked, by request id."""
 
     dispatcher: Dispatcher
     clients: list[EngineClient]
-    queue: asyncio.Queue[Answer]
+    asked: dict[int, Generation] = field(default_factory=dict)
 
     async def ask(self, *requests: GenerationRequest) -> list[Answer]:
-        """Submit and wait; answers in the order of the requests."""
-        self.dispatcher.submit(requests)
+        """Start the requests and wait; answers in their order."""
+        self.start(requests)
         return await self.answers(requests)
 
+    def start(self, requests: Iterable[GenerationRequest]) -> None:
+        self.asked |= {request.request_id: self.dispatcher.generate(request) for request in requests}
+
     async def answers(self, requests: Iterable[GenerationRequest]) -> list[Answer]:
-        ids = [request.request_id for request in requests]
-        by_id: dict[int, Answer] = {}
-        while len(by_id) < len(ids):
-            answer = await self.queue.get()
-            assert answer.request_id not in by_id, "answered twice"
-            by_id[answer.request_id] = answer
-        return [by_id[request_id] for request_id in ids]
+        generations = [self.asked[request.request_id] for request in requests]
+        await asyncio.wait(generations)
+        found = [answer_of(generation) for generation in generations]
+        assert None not in found, "cancelled"
+        return [answer for answer in found if answer]
+
+    def answered(self) -> set[int]:
+        """The ids of the requests that have answers."""
+        return {number for number, generation in self.asked.items() if generation.done() and answer_of(generation)}
 
 
 @asynccontextmanager
@@ -145,13 +159,12 @@ async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -
         **options,
     }
     async with serving(*engines) as clients:
-        queue: asyncio.Queue[Answer] = asyncio.Queue()
-        dispatcher = Dispatcher(on_answer=queue.put_nowait, **settings)
+        dispatcher = Dispatcher(**settings)
         for engine, client in zip(engines, clients, strict=True):
             engine.version = str(version)
             dispatcher.add_engine(client, version)
         try:
-            yield Fleet(dispatcher, clients, queue)
+            yield Fleet(dispatcher, clients)
         finally:
             await dispatcher.close()
         dispatcher.counters.check()

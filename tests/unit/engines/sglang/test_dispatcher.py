@@ -127,9 +127,9 @@ def test_a_request_number_in_flight_is_refused_a_second_time():
         (engine,) = engines(1, tokens_per_s=100)
         async with fleet_of(engine) as fleet:
             request = make_request()
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
             with pytest.raises(ValueError, match="in flight already"):
-                fleet.dispatcher.submit([request])
+                fleet.start([request])
             await fleet.answers([request])
 
     within_deadline(body)
@@ -141,9 +141,9 @@ def test_work_waits_without_engines_and_starts_with_the_first():
         async with fleet_of(engine) as fleet:
             fleet.dispatcher.remove_engine(engine.url, "for now")
             request = make_request()
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
             await asyncio.sleep(0.1)
-            assert fleet.queue.empty()
+            assert not fleet.answered()
             assert fleet.dispatcher.pop_metrics()["rollout/requests_waiting"] == 1
             fleet.dispatcher.add_engine(fleet.clients[0], 0)
             assert_exact((await fleet.answers([request]))[0], request)
@@ -159,7 +159,7 @@ def test_an_engine_that_is_not_there_costs_no_attempts():
             fleet.dispatcher.remove_engine(late.url, "for now")
             fleet.dispatcher.add_engine(gone, 0)
             request = make_request()
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
             await until(lambda: len(troubled) >= 4)
             assert set(troubled) == {gone.url}
             fleet.dispatcher.add_engine(fleet.clients[0], 0)
@@ -190,7 +190,8 @@ def test_a_call_that_is_cancelled_as_its_time_runs_out_ends_quietly(caplog):
                 fleet.dispatcher.remove_engine(client.url, "for now")
             fleet.dispatcher.add_engine(Late(fleet.clients[0]), 0)
             request = make_request()
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
+            await until(lambda: fleet.dispatcher.engines()[0].in_flight)
             await asyncio.sleep(0)
             fleet.dispatcher.remove_engine(first.url, "gone")
             fleet.dispatcher.add_engine(fleet.clients[1], 0)
@@ -278,7 +279,7 @@ def test_requests_that_move_start_before_those_that_have_waited_less():
         async with fleet_of(stuck, good, requests_per_engine=3) as fleet:
             fleet.dispatcher.remove_engine(good.url, "for now")
             requests = [make_request([5, i]) for i in range(8)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: stuck.calls["/generate"] == 3)
             fleet.dispatcher.remove_engine(stuck.url, "hung")
             fleet.dispatcher.add_engine(fleet.clients[1], 0)
@@ -293,10 +294,11 @@ def test_answers_come_as_they_finish():
         (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine) as fleet:
             long, short = make_request([5, 1], max_new_tokens=60), make_request([5, 2], max_new_tokens=1)
-            fleet.dispatcher.submit([long, short])
-            assert (await fleet.queue.get()).request_id == short.request_id
+            fleet.start([long, short])
+            await fleet.answers([short])
+            assert fleet.answered() == {short.request_id}
             hurry([engine])
-            assert (await fleet.queue.get()).request_id == long.request_id
+            await fleet.answers([long])
 
     within_deadline(body)
 
@@ -322,7 +324,7 @@ def test_work_of_an_engine_that_leaves_moves_and_costs_no_attempt():
         options = {"max_attempts": 1, "backoff_s": 60.0}
         async with fleet_of(stuck, good, **options) as fleet:
             requests = [make_request([5, i]) for i in range(20)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: len(stuck.payloads) == 10)
             fleet.dispatcher.remove_engine(stuck.url, "hung")
             for request, answer in zip(requests, await fleet.answers(requests), strict=True):
@@ -349,14 +351,16 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
         async with fleet_of(engine, requests_per_engine=2) as fleet:
             requests = [make_request([5, i], max_new_tokens=60) for i in range(6)]
             kept = requests[::3]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: engine.in_flight == 2)
-            fleet.dispatcher.cancel([request.request_id for request in requests if request not in kept] + [-1])
+            given_up = [fleet.asked[request.request_id] for request in requests if request not in kept]
+            assert all(generation.cancel() for generation in given_up)
+            assert not any(generation.cancel() for generation in given_up)
             await until(lambda: engine.calls["/abort_request"])
             hurry([engine])
             for request, answer in zip(kept, await fleet.answers(kept), strict=True):
                 assert_exact(answer, request)
-            assert fleet.queue.empty()
+            assert not any(fleet.asked[request.request_id].cancel() for request in kept), "they have ended"
             assert fleet.dispatcher.counters.count("cancelled") == 4
             assert fleet.dispatcher.counters.num_open == 0
             assert engine.calls["/abort_request"] == 1
@@ -370,12 +374,11 @@ def test_a_request_that_is_cancelled_before_its_call_is_made_is_not_sent():
         (engine,) = engines(1)
         async with fleet_of(engine) as fleet:
             requests = [make_request([5, i]) for i in range(3)]
-            fleet.dispatcher.submit(requests)
-            fleet.dispatcher.cancel([requests[1].request_id])
+            fleet.start(requests)
+            fleet.asked[requests[1].request_id].cancel()
             kept = [requests[0], requests[2]]
             for request, answer in zip(kept, await fleet.answers(kept), strict=True):
                 assert_exact(answer, request)
-            assert fleet.queue.empty()
         assert prompts_of(engine).keys() == {(5, 0), (5, 2)}
 
     within_deadline(body)
@@ -392,12 +395,28 @@ def test_calls_nobody_waits_for_are_hung_up_even_if_aborts_are_lost():
         async with fleet_of(engine, request_timeout_s=600.0) as fleet:
             fleet.clients[0].abort = lost
             requests = [make_request([5, i]) for i in range(3)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: engine.in_flight == 3)
-            fleet.dispatcher.cancel([request.request_id for request in requests])
+            for generation in fleet.asked.values():
+                generation.cancel()
             await until(lambda: engine.in_flight == 0)
             assert sorted(aborted) == sorted(payload["rid"] for payload in engine.payloads)
-            assert fleet.queue.empty()
+
+    within_deadline(body)
+
+
+def test_closing_cancels_what_is_open_without_a_word_to_the_engine():
+    async def body():
+        (engine,) = engines(1, tokens_per_s=SLOW)
+        engine.fault = lambda payload: "error_500" if payload["input_ids"][1] == 0 else None
+        async with fleet_of(engine, requests_per_engine=2, backoff_s=600.0) as fleet:
+            fleet.start(make_request([5, i], max_new_tokens=60) for i in range(6))
+            await until(lambda: engine.in_flight == 2 and engine.calls["/generate"] == 3)
+            await fleet.dispatcher.close()
+            assert all(generation.cancelled() for generation in fleet.asked.values())
+            assert fleet.dispatcher.counters.count("cancelled") == 6
+            await until(lambda: engine.in_flight == 0)
+        assert (engine.calls["/generate"], engine.calls["/abort_request"]) == (3, 0)
 
     within_deadline(body)
 
@@ -408,7 +427,7 @@ def test_a_call_that_fails_makes_room_for_others_at_once():
         engine.fault = lambda payload: "error_500" if payload["input_ids"][1] == 0 else None
         async with fleet_of(engine, requests_per_engine=1, backoff_s=60.0) as fleet:
             requests = [make_request([5, i]) for i in range(2)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             (answer,) = await fleet.answers(requests[1:])
             assert_exact(answer, requests[1])
             assert fleet.dispatcher.pop_metrics()["rollout/failed_calls"] == 1
@@ -421,12 +440,12 @@ def test_held_requests_do_not_start_and_drain_waits_for_those_that_have():
         (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, requests_per_engine=3) as fleet:
             requests = [make_request([5, i], max_new_tokens=60) for i in range(5)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: engine.in_flight == 3)
             fleet.dispatcher.hold()
             hurry([engine])
             await fleet.dispatcher.drain()
-            assert fleet.queue.qsize() == len(engine.payloads) == 3
+            assert len(fleet.answered()) == len(engine.payloads) == 3
             assert engine.in_flight == 0
             fleet.dispatcher.resume()
             await fleet.answers(requests)
@@ -440,7 +459,7 @@ def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
         stop = 77
         async with fleet_of(*two, version=4, max_attempts=1) as fleet:
             requests = [make_request([5, i], max_new_tokens=200, stop_token_ids=(stop,)) for i in range(12)]
-            fleet.dispatcher.submit(requests)
+            fleet.start(requests)
             await until(lambda: sum(engine.in_flight for engine in two) == 12)
             await until(lambda: all(engine.all_have_tokens for engine in two))
             fleet.dispatcher.hold()
@@ -470,23 +489,21 @@ def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
         async with fleet_of(engine, version=4, requests_per_engine=1) as fleet:
             begun, waits = (make_request([5, i], max_new_tokens=200) for i in range(2))
             dispatcher = fleet.dispatcher
-            dispatcher.submit([begun, waits])
+            fleet.start([begun, waits])
             await until(lambda: engine.in_flight == 1 and engine.all_have_tokens)
-            ids = [begun.request_id, waits.request_id, -1]
-            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 4}
+            assert [generation.oldest_version() for generation in fleet.asked.values()] == [4, 4]
             dispatcher.hold()
             await fleet.clients[0].pause("abort")
             await dispatcher.reclaim()
             await fleet.clients[0].update_weights_from_disk("anywhere", "5")
             dispatcher.set_version(engine.url, 5)
-            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
+            assert [generation.oldest_version() for generation in fleet.asked.values()] == [4, 5]
             await fleet.clients[0].resume()
             dispatcher.resume()
-            assert dispatcher.oldest_versions(ids) == {begun.request_id: 4, waits.request_id: 5}
+            assert [generation.oldest_version() for generation in fleet.asked.values()] == [4, 5]
             hurry([engine])
             answers = await fleet.answers([begun, waits])
             assert [answer.weight_version for answer in answers] == [4, 5]
-            assert dispatcher.oldest_versions(ids) == {}
 
     within_deadline(body)
 
@@ -497,7 +514,7 @@ def test_a_call_that_had_not_begun_is_taken_back_without_tokens():
         engine.fault = lambda payload: "hang"
         async with fleet_of(engine, max_attempts=1) as fleet:
             request = make_request()
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
             await until(lambda: engine.calls["/generate"] == 1)
             fleet.dispatcher.hold()
             await fleet.dispatcher.reclaim(grace_s=0.1)
@@ -514,7 +531,7 @@ def test_calls_that_stay_in_a_paused_engine_go_on_with_its_new_weights(mode):
         (engine,) = engines(1, tokens_per_s=SLOW)
         async with fleet_of(engine, version=1) as fleet:
             request = make_request(max_new_tokens=200)
-            fleet.dispatcher.submit([request])
+            fleet.start([request])
             await until(lambda: engine.in_flight == 1 and engine.all_have_tokens)
             fleet.dispatcher.hold()
             await fleet.clients[0].pause(mode)
@@ -605,16 +622,16 @@ def test_the_account_balances_in_a_storm_of_faults(seed):
             requests = [make_request([5, draw.randrange(30)], max_new_tokens=draw.randint(1, 40)) for _ in range(400)]
             disturbing = asyncio.create_task(disturb(fleet, four, draw))
             for i in range(0, 400, 50):
-                fleet.dispatcher.submit(requests[i : i + 50])
+                fleet.start(requests[i : i + 50])
                 await asyncio.sleep(0.03)
-            cancelled = set(draw.sample([request.request_id for request in requests], 40))
-            fleet.dispatcher.cancel(cancelled)
-            cancelled_count = fleet.dispatcher.counters.count("cancelled")
-            answers = [await fleet.queue.get() for _ in range(400 - cancelled_count)]
+            given_up = [request for request in draw.sample(requests, 40) if fleet.asked[request.request_id].cancel()]
+            assert fleet.dispatcher.counters.count("cancelled") == len(given_up)
+            kept = [request for request in requests if request not in given_up]
+            answers = await fleet.answers(kept)
             disturbing.cancel()
             await asyncio.wait([disturbing])
             assert disturbing.cancelled()
-            check(fleet, {request.request_id: request for request in requests}, answers)
+            check(fleet, kept, answers)
 
     within_deadline(body)
 
@@ -644,15 +661,12 @@ async def disturb(fleet, engines, draw):
 
 
 def check(fleet, requests, answers):
-    ids = [answer.request_id for answer in answers]
-    assert len(set(ids)) == len(ids)
-    for answer in answers:
+    for request, answer in zip(requests, answers, strict=True):
         if isinstance(answer, Response):
-            assert_exact(answer, requests[answer.request_id])
+            assert_exact(answer, request)
     counters = fleet.dispatcher.counters
     counters.check()
     assert counters.num_open == 0
-    assert fleet.queue.empty()
     assert counters.count("answered") == sum(isinstance(answer, Response) for answer in answers)
     assert counters.count("failed") == sum(isinstance(answer, GenerationFailure) for answer in answers)
     assert counters.count("answered") > 300
@@ -674,6 +688,4 @@ def test_metrics_are_counted_since_the_last_time():
 
 def test_a_dispatcher_is_made_on_a_running_loop():
     with pytest.raises(RuntimeError, match="no running event loop"):
-        Dispatcher(
-            vocab_size=1, requests_per_engine=1, request_timeout_s=1.0, max_attempts=1, on_answer=lambda answer: None
-        )
+        Dispatcher(vocab_size=1, requests_per_engine=1, request_timeout_s=1.0, max_attempts=1)

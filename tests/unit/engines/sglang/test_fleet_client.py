@@ -575,29 +575,40 @@ def test_waiting_ends_when_the_run_is_to_stop(servers, drive, waits_for):
     class Alone:
         rank = 0
 
-    driver = drive(servers(1).urls if waits_for == "answers" else ["http://127.0.0.1:9"], check_stop=check_stop)
+    driver = drive(servers(1, SLOW).urls if waits_for == "answers" else ["http://127.0.0.1:9"], check_stop=check_stop)
     if waits_for == "answers":
         give_weights(driver)
     timer = threading.Timer(0.3, told.set)
     timer.start()
+
+    async def work():
+        await driver.generate(*requests(1, length=10**4))
+
     with pytest.raises(StopRequested):
-        SglangFleet(Alone(), driver).next_answer()
+        SglangFleet(Alone(), driver).run(work())
+    assert driver.pop_metrics()["rollout/requests_cancelled"] == 1
     timer.join()
 
 
-def test_answers_to_other_requests_wait_while_an_evaluation_is_answered(servers, drive):
-    group = servers(1)
-    driver = drive(group.urls)
-    give_weights(driver)
+def test_engines_that_join_while_work_waits_for_answers_get_the_weights(servers, drive):
+    """And what was started before goes on meanwhile."""
+    driver = drive(servers(1).urls)
 
     class Alone:
         rank = 0
+        control = None
 
     fleet = SglangFleet(Alone(), driver)
-    fleet.submit(requests(5))
-    wait_until(lambda: len(group.engines[0].payloads) == 5)
-    evaluated = fleet.generate(requests(3, first=50))
-    assert [answer.request_id for answer in evaluated] == [50, 51, 52]
-    there = [answer.request_id for _ in range(2) if (answer := fleet.poll_answer())]
-    assert {*there, *(fleet.next_answer().request_id for _ in range(5 - len(there)))} == set(range(5))
-    assert fleet.poll_answer() is None
+    commands = []
+    fleet._command = commands.append
+    fleet.on_outdated_engines(lambda: give_weights(driver, 3))
+
+    async def all_of(asked):
+        return [(await fleet.generate(request)).weight_version for request in asked]
+
+    started = fleet.start(all_of(requests(5)))
+    assert fleet.run(all_of(requests(3, first=50))) == [3] * 3
+    assert started.result(DEADLINE_S) == [3] * 5
+    assert commands == ["update"]
+    fleet.end_serving()
+    assert commands == ["update", "release"]

@@ -36,7 +36,7 @@ def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers
     training, held_out = requests(12, length=LONG), requests(40, first=1 << 62, length=LONG)
     driver.submit(training[:9])  # Partial rollouts leave requests in flight, also on the engine that is reserved.
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
-    future = driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=DEADLINE_S)
+    future = driver.start(driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=DEADLINE_S))
     wait_until(lambda: driver._membership.in_state("reserved"))
     reserved = index_of_reserved(driver, group)
     for version in (8, 9):
@@ -90,9 +90,9 @@ def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, 
     give_first_weights(driver, group, 3)
     asked = [*requests(5, length=4), *requests(5, first=5, length=10**4)]
     limit_s = 1 if disturb is end_by_limit else DEADLINE_S
-    future = driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s)
+    future = driver.start(driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s))
     if disturb is not end_by_limit:
-        wait_until(lambda: len(driver._reserved[0]._answers) == 5)
+        wait_until(lambda: len(driver._reserved._answers) == 5)
     reason = disturb(driver, group)
     result = future.result(DEADLINE_S)
     assert result.ended_early.startswith(reason), result.ended_early
@@ -107,7 +107,7 @@ def test_a_dead_reserved_engines_requests_move_to_one_of_the_same_version_only(s
     driver = drive(group.urls)
     give_first_weights(driver, group, 3)
     held_out = requests(20, length=LONG)
-    future = driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=DEADLINE_S)
+    future = driver.start(driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=DEADLINE_S))
     wait_until(lambda: sum(engine.in_flight for engine in group.engines) == 20)
     (others,) = driver._membership.in_state("serving")
     give_weights(driver, 4)
@@ -132,9 +132,8 @@ def test_training_keeps_its_engines_unless_all_are_asked_for(
     group = servers(2)
     driver = drive(group.urls, min_engines=min_engines)
     give_first_weights(driver, group, 3)
-    result = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=DEADLINE_S).result(
-        DEADLINE_S
-    )
+    work = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=DEADLINE_S)
+    result = driver.start(work).result(DEADLINE_S)
     assert result.num_engines == reserved
     assert len(result.answers) == (3 if reserved else 0)
     assert bool(result.ended_early) == (not reserved)
@@ -157,7 +156,7 @@ def test_closing_the_fleet_ends_what_reserved_engines_do(servers, drive):
     group = servers(2, PACE)
     driver = drive(group.urls)
     give_first_weights(driver, group, 0)
-    future = driver.generate_reserved(requests(3, length=10**6), version=0, num_engines=1, limit_s=600)
+    future = driver.start(driver.generate_reserved(requests(3, length=10**6), version=0, num_engines=1, limit_s=600))
     wait_until(lambda: any(engine.in_flight for engine in group.engines))
     driver.close()
     assert future.result(DEADLINE_S).ended_early == "the run ends"
