@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,14 +14,12 @@ from dapo_mega.evaluation.statistics import pass_at_each_k
 from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
+from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, answers_of
+from dapo_mega.rollout.beside import beside
+from dapo_mega.rollout.environment import Generate
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import label_of, source_labels
 from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
-
-# Evaluation requests have ids apart from training's, and the same ids (so the same seeds) in every evaluation: two
-# evaluations differ by the weights only.
-_FIRST_REQUEST_ID = 1 << 62
-
 
 EvaluatedResponse = tuple[Prompt, Trajectory]
 """One that could not be scored is no `ScoredTrajectory`."""
@@ -36,10 +35,9 @@ def make_evaluator(
     reward: ComposedReward,
     decode: Decode,
     stop_token_ids: tuple[int, ...],
-    check_stop: Callable[[], None] = lambda: None,
 ) -> Evaluator:
-    """The run's evaluator, which scores by `reward`; `check_stop` as of `ResponseScorer`."""
-    scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode, check_stop=check_stop)
+    """The run's evaluator, which scores by `reward`."""
+    scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
     return Evaluator(
         config.evaluation,
         prompts,
@@ -76,25 +74,19 @@ class Evaluator:
         self._prompts = prompts
         self._labels = source_labels(prompts)
         self._scorer = scorer
-        self._seed = seed
         self._results: list[EvaluatedResponse] = []
-        self._sampling = SamplingParams(
-            config.temperature, config.top_p, config.top_k, max_response_tokens, stop_token_ids
-        )
+        sampling = SamplingParams(config.temperature, config.top_p, config.top_k, max_response_tokens, stop_token_ids)
+        # The same in every evaluation: two evaluations differ by the weights only.
+        self._numbering = Numbering(EVALUATION_IDS, config.responses_per_prompt, seed, sampling)
 
     @property
     def requests(self) -> list[GenerationRequest]:
         """k requests per prompt, those of a prompt one after the other. Their seeds depend on the run's seed only."""
-        k = self._config.responses_per_prompt
-        return [
-            GenerationRequest(request_id, prompt.token_ids, (self._seed << 64) | request_id, self._sampling)
-            for i, prompt in enumerate(self._prompts)
-            for request_id in range(_FIRST_REQUEST_ID + i * k, _FIRST_REQUEST_ID + (i + 1) * k)
-        ]
+        return [request for i, prompt in enumerate(self._prompts) for request in self._numbering.of(i, prompt)]
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[EvaluatedResponse]:
         """Answers to any of `requests`, scored, with their prompts, in the order given."""
-        asked = [(self._prompts[self._place(trajectory)], trajectory) for trajectory in trajectories]
+        asked = [(self._prompts[self._numbering.index_of(trajectory.id)], trajectory) for trajectory in trajectories]
         self._scorer.pop_counts()  # Time for slow answers of its own.
         scored = self._scorer.score(asked)
         self._scorer.pop_counts()
@@ -103,34 +95,34 @@ class Evaluator:
             for (prompt, trajectory), result in zip(asked, scored, strict=True)
         ]
 
-    def run(self, generate: Callable[[Sequence[GenerationRequest]], Sequence[Answer]]) -> dict[str, float]:
-        """Returns the metrics. `generate` answers requests in the order given. Where responses could not be generated
-        (`evaluation/failed`) nothing is averaged, as those that are missing are not like the others. Those that could
-        not be scored (`evaluation/unscored`) are left out of every mean. Metrics of correctness are left out where the
-        reward does not judge it."""
-        requests = self.requests
-        answered = [Trajectory.of(answer) for answer in generate(requests) if isinstance(answer, Response)]
+    async def run(self, generate: Generate) -> dict[str, float]:
+        """Ask all `requests`, and return the metrics, scored beside the event loop."""
+        answers = await answers_of(map(generate, self.requests))
+        return await beside(partial(self.measure, answers))
+
+    def measure(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """The metrics, of the answers to `requests`. Where responses could not be generated (`evaluation/failed`)
+        nothing is averaged, as those that are missing are not like the others. Those that could not be scored
+        (`evaluation/unscored`) are left out of every mean. Metrics of correctness are left out where the reward does
+        not judge it."""
+        answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
         self._results = self.score(answered)
         by_prompt: list[list[ScoredTrajectory]] = [[] for _ in self._prompts]
         for _, trajectory in self._results:
             if isinstance(trajectory, ScoredTrajectory):
-                by_prompt[self._place(trajectory)].append(trajectory)
+                by_prompt[self._numbering.index_of(trajectory.id)].append(trajectory)
         self.examples = self._examples(by_prompt)
         metrics = {
             "evaluation/k": float(self._config.responses_per_prompt),
-            "evaluation/failed": float(len(requests) - len(answered)),
+            "evaluation/failed": float(len(answers) - len(answered)),
             "evaluation/unscored": float(len(answered) - sum(map(len, by_prompt))),
         }
-        if len(answered) == len(requests):
+        if len(answered) == len(answers):
             metrics |= self._summary([responses for responses in by_prompt if responses])
             metrics |= self._of_sources(by_prompt)
             metrics["evaluation/response_length_mean"] = float(np.mean([trajectory.length for trajectory in answered]))
             metrics["evaluation/truncated_share"] = float(np.mean([found.is_truncated for found in answered]))
         return metrics
-
-    def _place(self, trajectory: Trajectory) -> int:
-        """The number of the prompt that was asked."""
-        return (trajectory.id - _FIRST_REQUEST_ID) // self._config.responses_per_prompt
 
     def _examples(self, by_prompt: Sequence[Sequence[ScoredTrajectory]]) -> list[Example]:
         """Of prompts all over the data set, the same ones in every evaluation."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
+from dapo_mega.engines.protocol import Generation
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
-from dapo_mega.evaluation.sampling import Parts, Sampler
+from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.models import load_architecture
-from dapo_mega.types import Answer, LogProbs, Prompt, TokenIds
+from dapo_mega.types import GenerationRequest, LogProbs, Prompt, TokenIds
 from dapo_mega.weight_sync.agreement import engine_logprobs, fixed_sequence, mean_difference
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
+T = TypeVar("T")
+
 _TICK_S = 0.1
 _GATHERING_S = 30.0
 _SCORING_TIMEOUT_S = 300.0
@@ -69,32 +71,19 @@ class FleetSampler(Sampler):
         self._run = run_name(config.output_dir)
         self._close_engines = close_engines
         fleet = config.rollout.fleet
-        self._most_open = 2 * fleet.requests_per_engine * len(fleet.urls)
+        self.most_open = 2 * fleet.requests_per_engine * len(fleet.urls)
         self._client = FleetClient(config, arch.vocab_size, api_key, self._run, arch, tend)
         self._gather_until = time.monotonic() + _GATHERING_S
 
-    def sample(self, parts: Parts) -> Iterator[tuple[int, Sequence[Answer]]]:
+    def generate(self, request: GenerationRequest) -> Generation:
+        """See `RolloutEngine`."""
+        return self._client.generate(request)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """See `Sampler`. Raises FleetError when no engine that serves the model can be reached."""
-        self._gather_engines()
-        waiting = iter(parts)
-        part_of: dict[int, int] = {}
-        missing: Counter[int] = Counter()
-        answers: defaultdict[int, list[Answer]] = defaultdict(list)
-        while True:
-            # Engines are kept busy with a part of the requests; there may be millions.
-            while len(part_of) < self._most_open and (part := next(waiting, None)):
-                number, requests = part
-                part_of |= {request.request_id: number for request in requests}
-                missing[number] = len(requests)
-                self._client.submit(requests)
-            if not part_of:
-                return
-            answer = self._next_answer()
-            number = part_of.pop(answer.request_id)
-            answers[number].append(answer)
-            missing[number] -= 1
-            if not missing[number]:
-                yield number, answers.pop(number)
+        with closing(work):
+            self._gather_engines()
+            return self._client.run(work, self._admit)
 
     def close(self) -> None:
         """See `Sampler`. Engines of others keep running."""
@@ -106,12 +95,6 @@ class FleetSampler(Sampler):
         while self._client.has_absent() and time.monotonic() < self._gather_until:
             self._admit()
             time.sleep(_TICK_S)
-
-    def _next_answer(self) -> Answer:
-        while True:
-            self._admit()
-            if answer := self._client.next_answer(_POLL_S):
-                return answer
 
     def _admit(self) -> None:
         """Use the engines that have joined, if they serve the model. Returns when some engine can be used."""

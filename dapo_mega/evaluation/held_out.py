@@ -12,7 +12,7 @@ from dapo_mega.data import load_evaluation_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import make_evaluator
-from dapo_mega.evaluation.sampling import load_engine
+from dapo_mega.evaluation.sampling import EmbeddedSampler
 from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
@@ -35,12 +35,12 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_evaluation_prompts(config.data, tokenizer)
-    engine = load_engine(path, config.model.dtype, config.rollout.max_batch_rows)
+    engine = EmbeddedSampler(path, config.model.dtype, config.rollout.max_batch_rows)
     with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))
         evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
-        metrics = evaluator.run(engine.generate)
+        metrics = engine.run(evaluator.run(engine.generate))
     if samples:
         account = {"settings": evaluation_settings(config)}
         file = SampleFile(0, "evaluation", rows_of_evaluation(evaluator.pop_results()), account)

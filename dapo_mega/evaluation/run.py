@@ -26,7 +26,8 @@ from dapo_mega.evaluation.results import refuse_other_model, result_of, results_
 from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.types import GenerationRequest, Prompt, Response, Trajectory
+from dapo_mega.rollout.asking import ask_in_parts
+from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, Trajectory
 
 SETTINGS_FILE = "settings.json"
 _DECIDING_PACKAGES = ("python", "dapo_mega", "torch", "transformers", "numpy", "math-verify")
@@ -167,7 +168,9 @@ def _ask(
     if known:
         print_once(f"{name}: {known} responses are there, {total} are missing")
     done, next_line = known, time.monotonic() + _SECONDS_BETWEEN_LINES
-    for part, answers in sampler.sample(missing.items()):
+
+    def keep(part: int, answers: Sequence[Answer]) -> None:
+        nonlocal done, next_line
         answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
         if answered:
             store.write(part, evaluator.score(answered), sampler.engines)
@@ -175,6 +178,8 @@ def _ask(
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             print_once(f"{name}: {done} of {known + total} responses")
+
+    sampler.run(ask_in_parts(sampler.generate, missing.items(), keep, sampler.most_open))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,8 +27,9 @@ from dapo_mega.preparation.output import DroppedFormat, check_folder, new_datase
 from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
+from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, ask_in_parts
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
+from dapo_mega.types import Answer, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
     from dapo_mega.evaluation.sampling import Sampler
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MADE_BY: Final = "prepare difficulty"
-
-# Apart from the ids of training and of evaluations, so that no response is drawn with their random numbers.
-_FIRST_REQUEST_ID: Final = 1 << 61
 _REPORT_EVERY_S: Final = 60.0
 
 
@@ -213,9 +211,31 @@ def _measure(
         needs = "a pass rate needs that; give a reward that does"
         try_reward(reward, trial_record(prompts[0]), needs_correctness=needs)
         scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * samples)
-        requests = _Requests(config, samples, stop_tokens(Path(config.model.path), tokenizer))
+        rollout, ends = config.rollout, stop_tokens(Path(config.model.path), tokenizer)
+        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, ends)
+        numbering = Numbering(DIFFICULTY_IDS, samples, config.seed, sampling)
+        parts = ((n, [r for p in batch for r in numbering.of(p.index, p)]) for n, batch in enumerate(todo))
+        failures: dict[int, str] = {}
+        reported = time.monotonic()
+
+        def keep(number: int, answers: Sequence[Answer]) -> None:
+            nonlocal reported
+            for place, prompt in enumerate(todo[number]):
+                row = prompt.index
+                if row in journal.entries:
+                    continue
+                found = _measured(prompt, answers[place * samples : (place + 1) * samples], scorer)
+                if isinstance(found, str):
+                    failures[row] = found
+                else:
+                    journal.add(row, asdict(found))
+            if time.monotonic() - reported > _REPORT_EVERY_S:
+                reported = time.monotonic()
+                logger.info("%d prompts are measured, %d failed", len(journal.entries), len(failures))
+
         with contextlib.closing(_sampler(config, prompts)) as sampler:
-            return _collect(sampler, requests, todo, scorer, journal)
+            sampler.run(ask_in_parts(sampler.generate, parts, keep, sampler.most_open))
+    return failures
 
 
 def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
@@ -235,61 +255,6 @@ def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
     from dapo_mega.evaluation.fleet import FleetSampler, with_engines
 
     return FleetSampler(with_engines(config, **fleet.model_dump()), prompts, require_api_key(fleet.api_key_env))
-
-
-class _Requests:
-    """The requests of prompts. Their ids, and so their seeds, follow from the row."""
-
-    def __init__(self, config: RunConfig, samples: int, stop_token_ids: tuple[int, ...]) -> None:
-        rollout = config.rollout
-        self._seed = config.seed
-        self.samples = samples
-        self._sampling = SamplingParams(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, stop_token_ids
-        )
-
-    def of(self, prompts: Iterable[Prompt]) -> list[GenerationRequest]:
-        """`samples` requests per prompt."""
-        return [
-            GenerationRequest(number, prompt.token_ids, (self._seed << 64) | number, self._sampling)
-            for prompt in prompts
-            for number in range(self._first_id(prompt.index), self._first_id(prompt.index + 1))
-        ]
-
-    def _first_id(self, row: int) -> int:
-        return _FIRST_REQUEST_ID + row * self.samples
-
-    def row_of(self, answer: Answer) -> int:
-        """The row of the prompt that was answered."""
-        return (answer.request_id - _FIRST_REQUEST_ID) // self.samples
-
-
-def _collect(
-    sampler: Sampler,
-    requests: _Requests,
-    batches: Sequence[Sequence[Prompt]],
-    scorer: ResponseScorer,
-    journal: Journal,
-) -> dict[int, str]:
-    failures: dict[int, str] = {}
-    reported = time.monotonic()
-    for number, answers in sampler.sample((number, requests.of(batch)) for number, batch in enumerate(batches)):
-        by_row: defaultdict[int, list[Answer]] = defaultdict(list)
-        for answer in answers:
-            by_row[requests.row_of(answer)].append(answer)
-        for prompt in batches[number]:
-            row = prompt.index
-            if row in journal.entries:
-                continue
-            found = _measured(prompt, by_row[row], scorer)
-            if isinstance(found, str):
-                failures[row] = found
-            else:
-                journal.add(row, asdict(found))
-        if time.monotonic() - reported > _REPORT_EVERY_S:
-            reported = time.monotonic()
-            logger.info("%d prompts are measured, %d failed", len(journal.entries), len(failures))
-    return failures
 
 
 def _measured(prompt: Prompt, answers: Sequence[Answer], scorer: ResponseScorer) -> Measured | str:

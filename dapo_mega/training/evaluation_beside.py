@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dapo_mega.config import EvaluationConfig
@@ -26,6 +26,7 @@ from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
 from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
 from dapo_mega.metrics import Example, read_metrics
 from dapo_mega.metrics.timeline import Activity
+from dapo_mega.rollout.beside import beside
 from dapo_mega.types import Answer, GenerationFailure
 
 logger = logging.getLogger(__name__)
@@ -58,22 +59,13 @@ class BesideTraining:
         self._check_stop = check_stop
         self._activity = activity
         self._future: Future[FinishedEvaluation] | None = None
-        self._is_closed = False
 
     def start(self, fleet: RolloutFleet, step: int, *, is_last: bool) -> None:
         """Begin to evaluate the weights of version `step`, which the engines have just been given. After the last step
         by all engines."""
         assert self.step is None
-        generated = fleet.generate_reserved(
-            self._evaluator.requests,
-            version=step,
-            num_engines=None if is_last else self._config.engines,
-            limit_s=self._config.limit_s,
-        )
-        self.step, self._future = step, Future()
-        threading.Thread(
-            target=self._work, args=(step, generated, self._future), name="evaluation", daemon=True
-        ).start()
+        self._future = fleet.start(self._evaluate(fleet, step, None if is_last else self._config.engines))
+        self.step = step
 
     def result(self, *, wait: bool) -> FinishedEvaluation | None:
         """What came of the evaluation under way; None if there is none or, without `wait`, if it has not ended.
@@ -93,25 +85,23 @@ class BesideTraining:
         self.step = self._future = None
 
     def close(self) -> None:
-        """Score nothing more. The fleet ends the generation when it is closed."""
-        self._is_closed = True
+        """End the evaluation under way."""
+        if self._future:
+            self._future.cancel()
 
-    def _work(self, step: int, generated: Future[ReservedAnswers], future: Future[FinishedEvaluation]) -> None:
-        try:
-            with self._activity.span("evaluation", f"generation for step {step}"):
-                answers = generated.result()
-            if not self._is_closed:
-                with self._activity.span("evaluation", f"scoring for step {step}"):
-                    evaluated = self._evaluated(step, answers)
-                future.set_result(evaluated)
-        except BaseException as error:
-            future.set_exception(error)
+    async def _evaluate(self, fleet: RolloutFleet, step: int, num_engines: int | None) -> FinishedEvaluation:
+        with self._activity.span("evaluation", f"generation for step {step}"):
+            generated = await fleet.generate_reserved(
+                self._evaluator.requests, version=step, num_engines=num_engines, limit_s=self._config.limit_s
+            )
+        with self._activity.span("evaluation", f"scoring for step {step}"):
+            return await beside(partial(self._evaluated, step, generated))
 
     def _evaluated(self, step: int, generated: ReservedAnswers) -> FinishedEvaluation:
         def answer(request_id: int) -> Answer:
             return generated.answers.get(request_id) or GenerationFailure(request_id, generated.ended_early)
 
-        metrics = self._evaluator.run(lambda requests: [answer(request.request_id) for request in requests])
+        metrics = self._evaluator.measure([answer(request.request_id) for request in self._evaluator.requests])
         num_requests = len(self._evaluator.requests)
         num_unfinished = num_requests - len(generated.answers)
         if generated.ended_early:

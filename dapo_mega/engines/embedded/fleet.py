@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.lockstep import LockstepLoop
-from dapo_mega.engines.protocol import Generation, RolloutFleet
+from dapo_mega.engines.protocol import Generation, RolloutEngine, RolloutFleet
 from dapo_mega.errors import StopRequested
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.types import Answer, GenerationRequest, NamedTensors
@@ -24,7 +24,57 @@ from dapo_mega.types import Answer, GenerationRequest, NamedTensors
 T = TypeVar("T")
 
 
-class EmbeddedFleet(RolloutFleet):
+class EmbeddedTurns(RolloutEngine):
+    """Requests that are open at the same time are answered together, in the order in which they were asked."""
+
+    def __init__(self, engine: EmbeddedEngine | None, check_stop: Callable[[], None] = lambda: None) -> None:
+        """Without an engine nothing is asked here. `check_stop` is called while the loop waits for what runs beside it,
+        such as scoring, and may raise StopRequested."""
+        self._engine = engine
+        self._asked: list[Generation] = []
+        self._loop = LockstepLoop(self._step, check_stop)
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version if self._engine else -1
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """See `RolloutEngine`. Nothing is generated yet."""
+        generation = _Embedded(request, self._loop, self)
+        self._asked.append(generation)
+        return generation
+
+    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+        """See `RolloutFleet`."""
+        earlier: list[Generation] = []
+        if alone:
+            earlier, self._asked = self._asked, []
+        try:
+            return self._loop.drive(work)
+        finally:
+            self._asked = [*earlier, *self._asked]
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        self._loop.shut()
+        if self._engine:
+            self._engine.close()
+
+    def _step(self) -> bool:
+        """Answer all that was asked."""
+        asked, self._asked = [generation for generation in self._asked if not generation.done()], []
+        if asked:
+            for generation, answer in zip(asked, self._answered([g.request for g in asked]), strict=True):
+                generation.answer(answer)
+        return bool(asked)
+
+    def _answered(self, requests: Sequence[GenerationRequest]) -> Sequence[Answer]:
+        """One answer per request, in the order given."""
+        assert self._engine
+        return self._engine.generate(requests)
+
+
+class EmbeddedFleet(EmbeddedTurns, RolloutFleet):
     """Every rank constructs one and takes part in `load_weights`; rank 0 submits requests."""
 
     def __init__(
@@ -37,16 +87,10 @@ class EmbeddedFleet(RolloutFleet):
         """`engine` is this rank's engine on the replicas' leaders, None on all other ranks. `check_stop` is called
         while responses are scored and may raise StopRequested."""
         assert (engine is not None) == processes.is_leader
+        super().__init__(engine, check_stop)
         self._processes = processes
-        self._engine = engine
-        self._asked: list[Generation] = []
-        self._loop = LockstepLoop(self._step, check_stop) if processes.rank == 0 else None
         self._clock = clock
         self._load = LoadHistory(clock())
-
-    @property
-    def weight_version(self) -> int:
-        return self._engine.weight_version if self._engine else -1
 
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
         """Collective over all ranks: leaders load their engines, the other ranks only contribute shards."""
@@ -55,32 +99,6 @@ class EmbeddedFleet(RolloutFleet):
         else:
             for _ in buckets:
                 pass
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        """See `RolloutEngine`. Nothing is generated yet."""
-        assert self._loop
-        generation = _Embedded(request, self._loop, self)
-        self._asked.append(generation)
-        return generation
-
-    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
-        """See `RolloutFleet`."""
-        assert self._loop
-        earlier: list[Generation] = []
-        if alone:
-            earlier, self._asked = self._asked, []
-        try:
-            return self._loop.drive(work)
-        finally:
-            self._asked = [*earlier, *self._asked]
-
-    def _step(self) -> bool:
-        """Answer all that was asked."""
-        asked, self._asked = [generation for generation in self._asked if not generation.done()], []
-        if asked:
-            for generation, answer in zip(asked, self._answered([g.request for g in asked]), strict=True):
-                generation.answer(answer)
-        return bool(asked)
 
     def _answered(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """Split the requests over all replicas, groups kept together. Returns answers in the order given. Rank 0 only.
@@ -124,13 +142,6 @@ class EmbeddedFleet(RolloutFleet):
         """See `RolloutFleet`: all engines together, which answer their requests at once."""
         return {"embedded": self._load.pop(self._clock())}
 
-    def close(self) -> None:
-        """Free the engine's memory."""
-        if self._loop:
-            self._loop.shut()
-        if self._engine:
-            self._engine.close()
-
     def _scatter(self, shares: list[Any] | None) -> Any:
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self._processes.leaders)
@@ -140,13 +151,13 @@ class EmbeddedFleet(RolloutFleet):
 class _Embedded(Generation):
     """Its first token is sampled with the weights that the engine has when everybody waits."""
 
-    def __init__(self, request: GenerationRequest, loop: LockstepLoop, fleet: EmbeddedFleet) -> None:
+    def __init__(self, request: GenerationRequest, loop: LockstepLoop, turns: EmbeddedTurns) -> None:
         super().__init__(request, loop)
-        self._fleet = fleet
+        self._turns = turns
 
     def oldest_version(self) -> int:
         """See `Generation`."""
-        return self._fleet.weight_version
+        return self._turns.weight_version
 
 
 def _split(requests: Sequence[GenerationRequest], num_parts: int) -> list[list[GenerationRequest]]:

@@ -14,6 +14,8 @@ import pytest
 from dapo_mega.checkpoints.folders import write_manifest
 from dapo_mega.commands import convert, evaluate, prepare, show_samples
 from dapo_mega.data import load_tokenizer
+from dapo_mega.engines.lockstep import LockstepLoop
+from dapo_mega.engines.protocol import Generation
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import sources
 from dapo_mega.evaluation.choices import Choices
@@ -52,23 +54,35 @@ class Interrupted(Exception):
 
 class ScriptedSampler:
     """Says `says(problem, sample)` as tokens; a response that does not end in ! is cut off. Remembers what it was
-    asked, and stops after `num_parts`."""
+    asked, answers the last part first, and stops after `num_parts`."""
 
     engines = ("scripted",)
+    most_open = NUM_PROBLEMS * K
 
     def __init__(self, model, says, num_parts=None, fails=()):
         self._tokenizer = load_tokenizer(str(model))
         self._says, self._num_parts, self._fails = says, num_parts, fails
         self.asked = []
+        self._open = {}
+        self._loop = LockstepLoop(self._step)
 
-    def sample(self, parts):
-        # Engines finish in any order.
-        for number, requests in sorted(parts, reverse=True):
-            if self._num_parts == 0:
-                raise Interrupted
-            if self._num_parts is not None:
-                self._num_parts -= 1
-            yield number, [self._answer(request) for request in requests]
+    def generate(self, request):
+        generation = self._open[request.request_id] = Generation(request, self._loop)
+        return generation
+
+    def run(self, work):
+        return self._loop.drive(work)
+
+    def _step(self):
+        if self._num_parts == 0:
+            raise Interrupted
+        if self._num_parts is not None:
+            self._num_parts -= 1
+        last = (max(self._open) - (1 << 62)) // PART
+        for number in [number for number in self._open if (number - (1 << 62)) // PART == last]:
+            generation = self._open.pop(number)
+            generation.answer(self._answer(generation.request))
+        return True
 
     def _answer(self, request):
         index = request.request_id - (1 << 62)
@@ -83,7 +97,7 @@ class ScriptedSampler:
         return Response(request.request_id, ids, np.zeros(len(ids), np.float32), finish, 0)
 
     def close(self):
-        pass
+        self._loop.shut()
 
 
 def right_twice(problem, sample):

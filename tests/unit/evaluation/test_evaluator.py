@@ -45,7 +45,7 @@ def metrics_of(sources, lengths, failed=()):
             request.request_id, np.full(length, 7, np.int32), np.zeros(length, np.float32), "stop", weight_version=0
         )
 
-    metrics = evaluator.run(lambda requests: [answer(number, request) for number, request in enumerate(requests)])
+    metrics = evaluator.measure([answer(number, request) for number, request in enumerate(evaluator.requests)])
     assert all(describe(name) for name in metrics), metrics
     return {name.removeprefix("evaluation/"): value for name, value in metrics.items()}
 

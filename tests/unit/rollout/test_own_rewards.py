@@ -221,7 +221,7 @@ def evaluation(rule):
     run = config(reward=FUNCTION, evaluation={"samples_per_prompt": 2})
     reward = ComposedReward([WeightedReward("function", 1.0, Scripted(rule))], "function")
     engine = ScriptedEngine(every_other)
-    return make_evaluator(run, PROMPTS[:8], reward, texts, (2,)).run(lambda asked: [engine.respond(r) for r in asked])
+    return engine.run(make_evaluator(run, PROMPTS[:8], reward, texts, (2,)).run(engine.generate))
 
 
 def test_an_evaluation_reports_rewards_where_nothing_is_correct():

@@ -83,6 +83,6 @@ def test_in_an_evaluation(prompts):
             run.evaluation, prompts, scorer, stop_token_ids=(2,), max_response_tokens=16, seed=run.seed
         )
         engine = ScriptedEngine(every_other)
-        metrics = evaluator.run(lambda requests: [engine.respond(request) for request in requests])
+        metrics = engine.run(evaluator.run(engine.generate))
     assert_own(seen, range(len(RECORDS)))
     assert (metrics["evaluation/avg_at_k"], metrics["evaluation/maj_at_k"]) == (1.0, 1.0)
