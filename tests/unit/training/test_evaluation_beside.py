@@ -1,11 +1,12 @@
 """Evaluations beside training: what is recorded of them, when, and what a resumed run makes of one under way."""
 
+import asyncio
 import contextlib
 import logging
 import re
 import shutil
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.protocol import ReservedAnswers
+from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.metrics import MetricsWriter, read_metrics
@@ -53,10 +55,18 @@ class Fleet:
 
     def __init__(self):
         self.asked = []
+        self.thread = LoopThread("fleet")
+        self.has_asked = threading.Semaphore(0)
 
-    def generate_reserved(self, requests, **given):
+    def start(self, work):
+        future = self.thread.start(work)
+        assert self.has_asked.acquire(timeout=TIMEOUT_S)
+        return future
+
+    async def generate_reserved(self, requests, **given):
         self.asked.append((requests, given, Future()))
-        return self.asked[-1][2]
+        self.has_asked.release()
+        return await asyncio.wrap_future(self.asked[-1][2])
 
     def answer(self, num_missing=0, ended_early=""):
         requests, given, future = self.asked[-1]
@@ -81,7 +91,7 @@ class Recorder:
 def start(tmp_path, monkeypatch):
     """Start a run of ten steps at a step: all that evaluations touch of it. `step` moves it on."""
     monkeypatch.setattr(evaluating, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
-    writers = []
+    writers, fleets = [], []
 
     def make(step=0, interrupted=None, reward=None, check_stop=lambda: None):
         config = RunConfig.model_validate(
@@ -117,19 +127,22 @@ def start(tmp_path, monkeypatch):
             messages=messages,
             reward=reward,
         )
+        fleets.append(Fleet())
         return SimpleNamespace(
             config=config,
             step=step,
             activity=activity,
             unrecorded=None,
             controller=controller,
-            fleet=Fleet(),
+            fleet=fleets[-1],
             policy=SimpleNamespace(processes=SimpleNamespace(control=None)),
         )
 
     yield make
     for writer in writers:
         writer.close()
+    for fleet in fleets:
+        fleet.thread.close()
 
 
 def advance(run, to):
@@ -175,7 +188,7 @@ def test_a_result_is_recorded_at_its_step_when_later_steps_are_done(start, tmp_p
     assert len(lines_of(tmp_path, 2)) == 1
 
 
-def test_scoring_takes_no_time_of_training(start, tmp_path):
+def test_scoring_takes_no_time_of_training_and_of_the_fleet(start, tmp_path):
     run = start()
     run.controller.reward.may_score.clear()
     evaluating.begin_beside(run)
@@ -185,7 +198,7 @@ def test_scoring_takes_no_time_of_training(start, tmp_path):
     run.controller.reward.may_score.set()
     evaluating.settle_beside(run, wait=True)
     assert len(lines_of(tmp_path, 0)) == 1
-    assert threading.current_thread() not in run.controller.reward.threads
+    assert not {thread.name for thread in run.controller.reward.threads} & {"MainThread", "fleet"}
 
 
 @pytest.mark.parametrize("num_missing", [2, 6])
@@ -230,13 +243,12 @@ def test_a_reward_that_cannot_score_ends_the_run_as_in_training(start):
 
 def test_a_closed_evaluation_scores_nothing(start):
     run = start()
-    others = set(threading.enumerate())
     evaluating.begin_beside(run)
-    started = set(threading.enumerate()) - others
+    ((_, _, generated),) = run.fleet.asked
     run.controller.beside.close()
-    run.fleet.answer()
-    for thread in started:
-        thread.join(TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        generated.result(TIMEOUT_S)
+    run.fleet.thread.close()
     assert not run.controller.reward.threads
 
 
