@@ -36,7 +36,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_evaluation_prompts(config.data, tokenizer)
     engine = EmbeddedSampler(path, config.model.dtype, config.rollout.max_batch_rows)
-    with contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
+    with contextlib.closing(engine), contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))
         evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))

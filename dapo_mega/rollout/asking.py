@@ -56,11 +56,11 @@ async def ask_in_parts(
     use: Callable[[int, list[Answer]], None],
     most_open: int,
 ) -> None:
-    """Ask the requests of all parts, which have different numbers. `use` gets each part's number and answers when all
-    of them are there: beside the event loop, one part at a time.
+    """Ask the requests of numbered parts. `use` gets a part's number and answers when all of them are there: beside the
+    event loop, one part at a time.
 
-    The next part is asked, as a whole, when fewer than `most_open` requests are open and no answers are used: there may
-    be millions. What `use` raises is raised, and gives the open requests up.
+    As there may be millions, the next part is asked, as a whole, when fewer than `most_open` requests are open and no
+    answers are in use. What `use` raises is raised, and gives the open requests up.
     """
     waiting = iter(parts)
     open_ones: dict[asyncio.Future[Response], tuple[int, list[Generation]]] = {}

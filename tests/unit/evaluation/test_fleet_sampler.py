@@ -7,6 +7,7 @@ import pytest
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.evaluation.fleet import FleetSampler, with_engines
+from dapo_mega.rollout.asking import ask_in_parts
 from dapo_mega.types import Response
 from tests.distributed.tiny import make_model
 from tests.unit.engines.sglang.scripted_server import KEY, Servers, assert_exact, make_request, serve_model
@@ -55,10 +56,8 @@ def sampler(model, urls, key=KEY, wait_limit_s=120):
         made.close()
 
 
-def noting(parts, taken):
-    for number, requests in parts.items():
-        taken.append(number)
-        yield number, requests
+def ask(asking, parts, use=lambda number, answers: None):
+    asking.run(ask_in_parts(asking.generate, parts, use, asking.most_open))
 
 
 def asked(engine):
@@ -71,15 +70,13 @@ def test_engines_of_the_model_answer_everything_as_they_have_room(models, server
     of_one = {i: [request] for i, request in enumerate(requests)}
     of_five = {i: requests[5 * i : 5 * i + 5] for i in range(10)}
     with sampler(models[0], group.urls) as asking:
+        assert asking.most_open == 2 * ROOM * len(group.urls)
         for parts in (of_one, of_five):
-            answered = asking.sample(noting(parts, taken := []))
-            found = [next(answered)]
-            assert len(taken) <= 2 * ROOM * len(group.urls)
-            found += answered
-            assert sorted(number for number, _ in found) == list(parts)
-            for number, answers in found:
-                by_id = sorted(answers, key=lambda answer: answer.request_id)
-                for answer, request in zip(by_id, parts[number], strict=True):
+            found = {}
+            ask(asking, parts.items(), found.__setitem__)
+            assert found.keys() == parts.keys()
+            for number, answers in found.items():
+                for answer, request in zip(answers, parts[number], strict=True):
                     assert_exact(answer, request, group.engines[0].vocab_size)
         assert asking.engines == ("SGLang 0.5.23",)
     assert [bool(asked(engine)) for engine in group.engines] == [True, False, True]
@@ -90,17 +87,23 @@ def test_an_engine_whose_weights_are_replaced_must_agree_again(models, servers):
     for now in models:
         group = servers(models[0])
         with sampler(models[0], group.urls) as asking:
-            answered = asking.sample(requests)
-            next(answered)
-            serve_model(group.engines[0], now)
-            group.engines[0].version = "other:7"
+            found = []
+
+            def replaced_after_the_first(number, answers, engine=group.engines[0], now=now, found=found):
+                found.extend(answers)
+                if len(found) == 1:
+                    serve_model(engine, now)
+                    engine.version = "other:7"
+
             if now == models[0]:
-                assert all(isinstance(answer, Response) for _, (answer,) in answered)
+                ask(asking, requests, replaced_after_the_first)
+                assert len(found) == len(requests)
+                assert all(isinstance(answer, Response) for answer in found)
             else:
                 with pytest.raises(
                     FleetError, match=r"no engine fits the run: .* it serves another model than the one"
                 ):
-                    list(answered)
+                    ask(asking, requests, replaced_after_the_first)
 
 
 def test_engines_that_cannot_be_asked_are_one_line(models, servers):
@@ -123,5 +126,5 @@ def test_engines_that_cannot_be_asked_are_one_line(models, servers):
             sampler(models[0], [url], key, limit_s) as asking,
             pytest.raises(FleetError, match=message) as error,
         ):
-            list(asking.sample([(0, [make_request()])]))
+            ask(asking, [(0, [make_request()])])
         assert "\n" not in str(error.value)
