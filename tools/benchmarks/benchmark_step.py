@@ -37,7 +37,7 @@ from benchmark_timing import Duration, median_cpu, median_wall, speed_ratio
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.data import load_tokenizer
 from dapo_mega.data.tokenizer import decoder
-from dapo_mega.engines.protocol import RolloutFleet
+from dapo_mega.engines.protocol import Generation, RolloutFleet
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.jsonl import read_metrics
 from dapo_mega.metrics.progress import ProgressDisplay
@@ -61,12 +61,10 @@ class FixedLengths:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fleet, name)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._fleet.submit([self._fixed(request) for request in requests])
-
-    def _fixed(self, request: GenerationRequest) -> GenerationRequest:
+    def generate(self, request: GenerationRequest) -> Generation:
         length = self._lengths[request.request_id % len(self._lengths)]
-        return replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()))
+        sampling = replace(request.sampling, max_new_tokens=length, stop_token_ids=())
+        return self._fleet.generate(replace(request, sampling=sampling))
 
 
 class Peer:
