@@ -12,7 +12,7 @@ from dapo_mega.errors import FleetError, InputError
 from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.metrics import read_metrics
-from dapo_mega.rollout.in_flight import GroupsInFlight
+from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop, run, scoring
 from tests.integration.runs import decisive, prepare
@@ -25,7 +25,7 @@ NAN = {"mismatch/logprob_abs_diff_mean": float("nan")}
 # What is replaced, the calls of a process after which it raises, what, and the step that is saved.
 ENDS = {
     "scoring": (ResponseScorer, "compare", 22, InputError, 2),
-    "engines gone": (GroupsInFlight, "submit_missing", 2, FleetError, 2),
+    "engines gone": (Collector, "_fill_buffer", 2, FleetError, 2),
     "engines with other weights": (scoring, "mismatch_warning", 2, FleetError, 2),
     "a sample that does not fit": (MegatronPolicy, "pack", 2, InputError, 2),
     "evaluation": (Evaluator, "run", 0, InputError, 3),
