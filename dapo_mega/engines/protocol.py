@@ -34,6 +34,7 @@ class Generation(asyncio.Future[Response]):
             return
         if isinstance(answer, GenerationFailure):
             self.set_exception(answer)
+            self.exception()  # It is no fault if nobody waits for it any more.
         else:
             self.set_result(answer)
 
