@@ -24,7 +24,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.build import TrainingRun, build_run
 from dapo_mega.training.run import close
-from dapo_mega.types import Prompt, Trajectory
+from dapo_mega.types import GenerationRequest, Prompt, Trajectory
 
 from .conftest import SharedEngines
 from .sglang_servers import call
@@ -200,27 +200,25 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
 def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Trajectory]]:
     """Change the weights while groups are generated; the prompts and trajectories that old and new ones had part in."""
     assert training_run.controller
-    collector, driver = training_run.controller.collector, training_run.fleet.client
-    pending = collector._in_flight
-    assert pending is not None
-    while len(pending):
-        pending.next_complete()
-    for prompt in collector._next_prompts(8):
-        # Of different lengths, so that those that began together do not end together.
-        pending.start(
-            prompt,
-            [
-                replace(request, sampling=replace(request.sampling, max_new_tokens=40 * number))
-                for number, request in enumerate(collector.new_requests(prompt), 1)
-            ],
-        )
-    wait_until(lambda: not driver._answers.empty())  # The others are in the middle of theirs then.
+    collector, fleet = training_run.controller.collector, training_run.fleet
+
+    async def generated(request: GenerationRequest) -> Trajectory:
+        return Trajectory.of(await fleet.generate(request))
+
+    pending = []
+    prompts = [collector.prompts[index] for index in fleet.call(lambda: collector.sampler.next(8))]
+    for prompt, requests in zip(prompts, fleet.call(lambda: list(map(collector.new_requests, prompts))), strict=True):
+        for number, request in enumerate(requests, 1):
+            # Of different lengths, so that those that began together do not end together.
+            sampling = replace(request.sampling, max_new_tokens=40 * number)
+            pending.append((prompt, fleet.start(generated(replace(request, sampling=sampling)))))
+    wait_until(lambda: any(future.done() for _, future in pending))  # The others are in the middle of theirs then.
     with torch.no_grad():
         for parameter in (parameter for chunk in training_run.policy.chunks for parameter in chunk.parameters()):
             parameter.mul_(1.5)
     training_run.weight_sync.push(training_run.policy, training_run.step + 1)
-    complete = [group for _ in range(len(pending)) if (group := pending.next_complete())]
-    return [(prompt, t) for prompt, trajectories in complete for t in trajectories if len(t.version_spans) > 1]
+    complete = [(prompt, future.result(600)) for prompt, future in pending]
+    return [(prompt, trajectory) for prompt, trajectory in complete if len(trajectory.version_spans) > 1]
 
 
 def engine_logprobs(url: str, tokens: list[int]) -> list[tuple[float, int, Any]]:

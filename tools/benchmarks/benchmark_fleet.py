@@ -3,9 +3,10 @@
 python tools/benchmark.py fleet --requests 10000
 python tools/benchmark.py fleet --url http://127.0.0.1:30000 --vocab-size 200
 
-Without --url scripted engines in a process of their own hold all answers back until every request is in flight. With
---url the requests go through the dispatcher to an SGLang server, and in turn as one list in a single call,
-which no client can be faster than. Start that server with --weight-version 0, and put its key into --api-key-env.
+Without --url scripted engines in a process of their own hold all answers back until every request is in flight; groups
+of 16 are rolled out as training does. With --url the requests go through the dispatcher to an SGLang server, and in
+turn as one list in a single call, which no client can be faster than. Start that server with --weight-version 0, and
+put its key into --api-key-env.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.errors import InputError
-from dapo_mega.types import Answer, GenerationFailure, GenerationRequest, SamplingParams
+from dapo_mega.rollout.environment import Generate, SingleTurn
+from dapo_mega.rollout.groups import OpenGroup
+from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 _TIMEOUT_S = 600.0
 _IDLE_LIMIT_S = 30.0  # A server clears up for a moment after its last answer.
 _PROMPT_TOKENS = 16
 _NUM_ENGINES = 20
+_GROUP_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -69,36 +73,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(lines))
 
 
+class _Noting(SingleTurn):
+    """Notes the order in which the requests are answered."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    async def run(self, request: GenerationRequest, generate: Generate) -> Trajectory:
+        trajectory = await super().run(request, generate)
+        self.order.append(request.request_id)
+        return trajectory
+
+
 async def measure_crowd(num_requests: int) -> Crowd:
     """Two requests for every place, so that one half waits while the other is in flight."""
     per_engine = num_requests // _NUM_ENGINES
     with _scripted_engines(per_engine) as urls:
         clients = [EngineClient(url, "secret") for url in urls]
-        order: list[int] = []
-        finished = asyncio.Event()
-
-        def take(answer: Answer) -> None:
-            if isinstance(answer, GenerationFailure):
-                raise InputError(f"request {answer.request_id} failed: {answer.reason}")
-            order.append(answer.request_id)
-            if len(order) == 2 * num_requests:
-                finished.set()
-
+        environment = _Noting()
         dispatcher = Dispatcher(
-            vocab_size=1000,
-            requests_per_engine=per_engine,
-            request_timeout_s=_TIMEOUT_S,
-            max_attempts=1,
-            on_answer=take,
+            vocab_size=1000, requests_per_engine=per_engine, request_timeout_s=_TIMEOUT_S, max_attempts=1
         )
         requests = _requests(2 * num_requests, 1000, [32] * (2 * num_requests))
         memory, cpu, wall = _peak_memory_mb(), time.process_time(), time.perf_counter()
         for client in clients:
             dispatcher.add_engine(client, 0)
-        dispatcher.submit(requests)
-        in_flight = sum(engine.in_flight for engine in dispatcher.engines())
+        groups = [_group(requests[i : i + _GROUP_SIZE]) for i in range(0, len(requests), _GROUP_SIZE)]
+        tasks = [asyncio.create_task(group.roll_out(environment, dispatcher.generate)) for group in groups]
+        while not (in_flight := sum(engine.in_flight for engine in dispatcher.engines())):
+            await asyncio.sleep(0)
         async with asyncio.timeout(_TIMEOUT_S):
-            await finished.wait()
+            await _all_answered(tasks)
         dispatcher.counters.check()
         crowd = Crowd(
             num_requests=2 * num_requests,
@@ -106,11 +111,22 @@ async def measure_crowd(num_requests: int) -> Crowd:
             peak_growth_mb=_peak_memory_mb() - memory,
             cpu_s=time.process_time() - cpu,
             wall_s=time.perf_counter() - wall,
-            most_overtaken=max(place - request_id for place, request_id in enumerate(order)),
+            most_overtaken=max(place - request_id for place, request_id in enumerate(environment.order)),
         )
         await dispatcher.close()
         await asyncio.gather(*(client.close() for client in clients))
     return crowd
+
+
+def _group(requests: Sequence[GenerationRequest]) -> OpenGroup:
+    return OpenGroup(Prompt(0, "", requests[0].prompt_token_ids, ""), tuple(requests))
+
+
+async def _all_answered(awaited: Sequence[Awaitable[object]]) -> None:
+    try:
+        await asyncio.gather(*awaited)
+    except GenerationFailure as failure:
+        raise InputError(f"request {failure.request_id} failed: {failure.reason}") from None
 
 
 @contextmanager
@@ -192,20 +208,15 @@ def _sides(
     requests: Sequence[GenerationRequest],
 ) -> dict[str, Callable[[], Duration]]:
     async def through_dispatcher(client: EngineClient) -> None:
-        finished: asyncio.Queue[Answer] = asyncio.Queue()
         dispatcher = Dispatcher(
             vocab_size=options.vocab_size,
             requests_per_engine=len(requests),
             request_timeout_s=_TIMEOUT_S,
             max_attempts=1,
-            on_answer=finished.put_nowait,
             run=version.run,
         )
         dispatcher.add_engine(client, version.step)
-        dispatcher.submit(requests)
-        for _ in requests:
-            if isinstance(answer := await finished.get(), GenerationFailure):
-                raise InputError(f"the server did not answer: {answer.reason}")
+        await _all_answered([dispatcher.generate(request) for request in requests])
         await dispatcher.close()
 
     async def as_one_batch(client: EngineClient) -> None:

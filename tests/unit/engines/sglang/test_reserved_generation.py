@@ -92,7 +92,7 @@ def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, 
     limit_s = 1 if disturb is end_by_limit else DEADLINE_S
     future = driver.start(driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s))
     if disturb is not end_by_limit:
-        wait_until(lambda: len(driver._reserved._answers) == 5)
+        wait_until(lambda: driver._reserved and len(driver._reserved._answers) == 5)
     reason = disturb(driver, group)
     result = future.result(DEADLINE_S)
     assert result.ended_early.startswith(reason), result.ended_early
