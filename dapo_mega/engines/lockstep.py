@@ -83,9 +83,8 @@ class _Selector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See selectors."""
-        if timeout is None or timeout > 0:
-            timeout = self._when_all_wait(timeout)
-        return super().select(timeout)
+        wait_s = 0.0 if timeout == 0 else self._when_all_wait(timeout)
+        return super().select(wait_s) if wait_s else []
 
 
 async def _ended(tasks: set[asyncio.Task[Any]]) -> None:

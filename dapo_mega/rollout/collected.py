@@ -139,6 +139,9 @@ def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
     weights of `version`."""
     tokens: Counter[int] = Counter()
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        versions, counts = np.unique(trajectory.versions[trajectory.sampled], return_counts=True)
-        tokens.update(dict(zip((version - versions).tolist(), counts.tolist(), strict=True)))
+        start = 0
+        for sampled_with, end in trajectory.version_spans:
+            if number := int(np.count_nonzero(trajectory.sampled[start:end])):
+                tokens[version - sampled_with] += number
+            start = end
     return tokens

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.engines.protocol import Generation, RolloutEngine
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.failures import FailureTimes
-from dapo_mega.types import Answer, GenerationRequest, Response
+from dapo_mega.types import GenerationRequest, Response
 
 _MOST_FAILURES = 200
 """Of an engine on average, without a response that ends on any."""
 
 
-@dataclass(eq=False)
-class _Work:
+class _Work(Generation):
     """A response, waiting or being decoded by the engine `number`, which had decoded `began` tokens of each response
     when this one's first was to come; `spans` are (version, end) of the tokens before the last update."""
 
-    request: GenerationRequest
-    length: int
-    number: int | None = None
-    began: float = 0.0
-    version: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    is_cancelled: bool = False
+    def __init__(self, request: GenerationRequest, length: int, engines: SimulatedEngines) -> None:
+        super().__init__(request, asyncio.get_running_loop())
+        self.length = length
+        self.number: int | None = None
+        self.began = 0.0
+        self.version = 0
+        self.spans: list[tuple[int, int]] = []
+        self._engines = engines
 
     @property
     def num_kept(self) -> int:
         """The tokens before the last update."""
         return self.spans[-1][1] if self.spans else 0
+
+    def oldest_version(self) -> int:
+        """See `Generation`."""
+        if self.spans:
+            return self.spans[0][0]
+        return self._engines.version if self.number is None else self.version
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Give its place to the next."""
+        if is_cancelled := super().cancel(msg):
+            self._engines.give_up(self)
+        return is_cancelled
 
 
 @dataclass(eq=False)
@@ -73,7 +87,7 @@ class _Engine:
 
     def next_end(self) -> float:
         """When the next response ends, in seconds."""
-        while self.ends and self.ends[0][2].is_cancelled:
+        while self.ends and self.ends[0][2].cancelled():
             heapq.heappop(self.ends)
         if not self.ends:
             return math.inf
@@ -87,9 +101,9 @@ class _Engine:
 
 
 class SimulatedEngines(RolloutEngine):
-    """Engines of one speed. A request goes to the least loaded engine, in the order of submission; `length_of` says how
-    many tokens its response will have. `clock` is in seconds; it moves while answers are waited for, and by `advance`
-    and `update`. With `failures` engines die and come back; `num_failures` and `num_lost` tokens are counted."""
+    """Engines of one speed. A request goes to the least loaded engine, in the order of `generate`; `length_of` says how
+    many tokens its response will have. `clock` is in seconds; it moves by `go_on` and `update`. With `failures` engines
+    die and come back; `num_failures` and `num_lost` tokens are counted."""
 
     def __init__(
         self,
@@ -109,63 +123,50 @@ class SimulatedEngines(RolloutEngine):
         self._failures = failures or FailureTimes(None, num_engines)
         self._open: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
-        self._answers: deque[Answer] = deque()
+        self._is_training = False
+        self._fruitless = 0
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`."""
-        for request in requests:
-            work = self._open[request.request_id] = _Work(request, self._length_of(request))
-            self._waiting.append(work)
+        work = self._open[request.request_id] = _Work(request, self._length_of(request), self)
+        self._waiting.append(work)
+        self._start()
+        return work
+
+    def give_up(self, work: Generation) -> None:
+        """The request was cancelled."""
+        assert isinstance(work, _Work)
+        del self._open[work.request.request_id]
+        if work.number is not None:
+            self._leave(work.number)
         self._start()
 
-    def next_answer(self) -> Answer:
-        """See `RolloutEngine`. Engines that have come back get weights meanwhile. Raises InputError if they die too
-        often for any response to end."""
-        most = self.num_failures + _MOST_FAILURES * len(self._engines)
-        while not self._answers:
-            assert self._open, "nothing is asked"
-            if self.num_failures > most:
+    async def train(self, seconds: float) -> None:
+        """Decode while the trainer trains: engines that come back wait for the next update, and otherwise get weights
+        at once."""
+        self._is_training, end = True, self.clock + seconds
+        await asyncio.sleep(seconds)
+        self.clock = end  # The timer's end is rounded.
+        self._is_training, self._fruitless = False, 0
+
+    def go_on(self, until: float) -> bool:
+        """Move to the end of the next response, to the next failure or return of an engine, or to `until`, whichever is
+        first. Returns whether there is any of these to wait for. Raises InputError if engines die too often for any
+        response to end."""
+        if not self._is_training:
+            if self._fruitless > _MOST_FAILURES * len(self._engines):
                 raise InputError(
                     f"each engine failed {_MOST_FAILURES} times and no response ended; give a lower "
                     "--engine-failures-per-hour, or a shorter --engine-restart-s"
                 )
             self._send_to_outdated()
+        if min(*self._next_ends, self._failures.next_at) <= until and (self._open or until < math.inf):
             self._next()
-        return self._answers.popleft()
-
-    def poll_answer(self) -> Answer | None:
-        """See `RolloutEngine`."""
-        return self._answers.popleft() if self._answers else None
-
-    def oldest_versions(self, request_ids: Sequence[int]) -> dict[int, int]:
-        """See `RolloutEngine`."""
-        found = {}
-        for request_id in request_ids:
-            work = self._open.get(request_id)
-            if work and work.spans:
-                found[request_id] = work.spans[0][0]
-            else:
-                found[request_id] = self.version if work is None or work.number is None else work.version
-        return found
-
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """See `RolloutEngine`."""
-        for request_id in request_ids:
-            if work := self._open.pop(request_id, None):
-                work.is_cancelled = True
-                if work.number is not None:
-                    self._leave(work.number)
-        self._start()
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """See `RolloutEngine`."""
-        raise NotImplementedError("evaluations are not simulated")
-
-    def advance(self, clock: float) -> None:
-        """Decode until `clock`, while the trainer trains: engines that have come back wait for the next update."""
-        while min(self._next_ends) <= clock or self._failures.next_at <= clock:
-            self._next()
-        self.clock = max(clock, self.clock)
+        elif until < math.inf:
+            self.clock = max(self.clock, until)
+        else:
+            return False
+        return True
 
     def update(self, version: int, seconds: float) -> None:
         """Send weights, which takes so long and stops all decoding; responses go on with them."""
@@ -215,7 +216,7 @@ class SimulatedEngines(RolloutEngine):
             if room >= 0:
                 return
             work = self._waiting.popleft()
-            if work.is_cancelled:
+            if work.cancelled():
                 continue
             number = self._room.index(room)
             engine = self._engines[number]
@@ -243,6 +244,7 @@ class SimulatedEngines(RolloutEngine):
         clock, number, fails = self._failures.pop(self.clock)
         self.clock = max(clock, self.clock)
         self.num_failures += fails
+        self._fruitless += fails
         engine = self._engines[number]
         if fails and not engine.away:
             self._fail(number)
@@ -256,16 +258,15 @@ class SimulatedEngines(RolloutEngine):
         _, request_id, work = heapq.heappop(engine.ends)
         self._leave(number)
         del self._open[request_id]
-        self._answers.append(_response(work))
+        work.answer(_response(work))
+        self._fruitless = 0
         self._start()
 
     def _fail(self, number: int) -> None:
         """The engine dies: what it decoded since the last update is lost, and its responses go first to others."""
         engine = self._engines[number]
         engine.advance(self.clock)
-        lost = sorted(
-            (work for _, _, work in engine.ends if not work.is_cancelled), key=lambda w: -w.request.request_id
-        )
+        lost = sorted((work for _, _, work in engine.ends if not work.cancelled()), key=lambda w: -w.request.request_id)
         for work in lost:
             if not self._failures.keeps_parts:
                 work.spans.clear()

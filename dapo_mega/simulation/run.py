@@ -17,11 +17,11 @@ from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
 from dapo_mega.simulation.engines import SimulatedEngines
 from dapo_mega.simulation.failures import Failures, FailureTimes
+from dapo_mega.simulation.loop import VirtualTimeLoop
 from dapo_mega.types import GenerationRequest, Prompt, ScoredTrajectory, Trajectory
 
 _NUM_DRAWS = 1 << 16
 _NUM_PROMPTS = 10_000
-_FEED_EVERY_S = 1.0
 _MEAN_PIECES = 64
 
 
@@ -95,26 +95,32 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     timeline: list[StepTimeline] = []
     started, waited, age, before_all = 0.0, 0.0, 0.0, _Engines()
     totals: Counter[str] = Counter()
-    for step in range(warmup_steps + num_steps):
-        if step == warmup_steps:
-            started, before_all = engines.clock, _Engines.so_far(engines)
-            totals.clear()
-            timeline.clear()
-            waited, age = 0.0, 0.0
-        before = engines.clock
-        with activity.span("trainer", "rollout"):
-            _, metrics = collector.collect(step)
-        waited += engines.clock - before
-        totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
-        totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
-        totals["offered"] += round(metrics["groups/offered"])
-        ages = [(int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name]
-        age += sum(steps * share for steps, share in ages)
-        with activity.span("trainer", "update"):
-            _train(collector, engines, step, costs.training_s)
-        with activity.span("trainer", "weight_sync"):
-            engines.update(step + 1, costs.weights_s)
-        timeline.append(activity.pop(step + 1, engines.pop_loads()))
+    loop = VirtualTimeLoop(engines)
+    try:
+        for step in range(warmup_steps + num_steps):
+            if step == warmup_steps:
+                started, before_all = engines.clock, _Engines.so_far(engines)
+                totals.clear()
+                timeline.clear()
+                waited, age = 0.0, 0.0
+            before = engines.clock
+            with activity.span("trainer", "rollout"):
+                metrics = loop.drive(collector.collect(step)).metrics()
+            waited += engines.clock - before
+            totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
+            totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
+            totals["offered"] += round(metrics["groups/offered"])
+            ages = [
+                (int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name
+            ]
+            age += sum(steps * share for steps, share in ages)
+            with activity.span("trainer", "update"):
+                loop.drive(engines.train(costs.training_s))
+            with activity.span("trainer", "weight_sync"):
+                engines.update(step + 1, costs.weights_s)
+            timeline.append(activity.pop(step + 1, engines.pop_loads()))
+    finally:
+        loop.shut()
     seconds = engines.clock - started
     pieces_per_s = costs.num_engines * speed.tokens_per_s
     found = _Engines.so_far(engines)
@@ -156,14 +162,6 @@ def _failures(config: RunConfig, costs: Costs, seed: int) -> FailureTimes | None
     keeps_parts = config.weight_sync.pause == "abort"
     failures = Failures(costs.failures_per_hour, costs.restart_s, costs.weights_s, keeps_parts, seed)
     return FailureTimes(failures, costs.num_engines)
-
-
-def _train(collector: Collector, engines: SimulatedEngines, step: int, seconds: float) -> None:
-    end = engines.clock + seconds
-    while collector.feeds and engines.clock < end:
-        collector.feed(step + 1)
-        engines.advance(min(end, engines.clock + _FEED_EVERY_S))
-    engines.advance(end)
 
 
 class _Lengths:

@@ -2,17 +2,14 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.planning.step_time import DecodingSpeed
-from dapo_mega.simulation.engines import SimulatedEngines
 from dapo_mega.simulation.failures import Failures, FailureTimes
 from dapo_mega.simulation.run import Costs, Workload, simulate
-from dapo_mega.types import GenerationRequest, SamplingParams
 
-from .test_simulation import SPEED, config, ends
+from .test_simulation import config
 
 
 class Planned(FailureTimes):
@@ -26,55 +23,51 @@ class Planned(FailureTimes):
         return next(self._works_s, math.inf)
 
 
-def engines_with(lengths, failures, num_engines=1):
-    engines = SimulatedEngines(num_engines, SPEED, lambda request: lengths[request.request_id], failures)
-    sampling = SamplingParams(max_new_tokens=99)
-    engines.submit([GenerationRequest(i, np.array([1], np.int32), i, sampling) for i in range(len(lengths))])
-    return engines
-
-
-def test_what_a_dead_engine_decoded_is_decoded_again_after_its_return():
-    engines = engines_with([4, 10], Planned([9.0], 1))
+def test_what_a_dead_engine_decoded_is_decoded_again_after_its_return(asked):
+    simulation = asked([4, 10], Planned([9.0], 1))
+    engines = simulation.engines
     # Three tokens of each are lost at 9 s; the engine answers at 14 s and has weights at 16 s.
-    assert ends(engines, 2) == [(0, 16 + 12.0), (1, 28 + 12.0)]
+    assert simulation.ends(2) == [(0, 16 + 12.0), (1, 28 + 12.0)]
     assert (engines.num_failures, engines.num_lost) == (1, 6)
     assert engines.away_share() == pytest.approx(5 / 40)
     assert engines.idle_share() == pytest.approx(2 / 40)
 
 
-def test_responses_of_a_dead_engine_go_on_at_the_others_before_those_that_wait():
+def test_responses_of_a_dead_engine_go_on_at_the_others_before_those_that_wait(asked):
     # Each has an engine, whose token takes 2 s; at 5 s the first has lost 2 tokens, and a token of two takes 3 s.
-    engines = engines_with([4, 10, 1], Planned([5.0], 2), num_engines=2)
-    engines.cancel([2])
-    assert ends(engines, 2) == [(0, 5 + 12.0), (1, 17 + 7.0)]
-    full = engines_with([4, 10, 9, 9, 1], Planned([2.5], 2), num_engines=2)
+    simulation = asked([4, 10, 1], Planned([5.0], 2), num_engines=2)
+    simulation.generations[2].cancel()
+    assert simulation.ends(2) == [(0, 5 + 12.0), (1, 17 + 7.0)]
+    full = asked([4, 10, 9, 9, 1], Planned([2.5], 2), num_engines=2)
     # The second engine has no place; the first has weights again at 9.5 s, and the fifth response still waits.
-    assert ends(full, 3) == [(0, 9.5 + 12.0), (4, 21.5 + 3.0), (3, 27.0)]
+    assert full.ends(3) == [(0, 9.5 + 12.0), (4, 21.5 + 3.0), (3, 27.0)]
 
 
 @pytest.mark.parametrize(("keeps_parts", "num_lost", "end"), [(True, 2, 119 + 3), (False, 8, 119 + 12)])
-def test_parts_from_before_the_last_update_are_kept_where_calls_end_with_it(keeps_parts, num_lost, end):
-    engines = engines_with([4, 10], Planned([112.0], 1, keeps_parts))
-    engines.advance(9.0)
+def test_parts_from_before_the_last_update_are_kept_where_calls_end_with_it(asked, keeps_parts, num_lost, end):
+    simulation = asked([4, 10], Planned([112.0], 1, keeps_parts))
+    simulation.train(9.0)
+    engines = simulation.engines
     engines.update(version=1, seconds=100.0)
-    assert engines.oldest_versions([0]) == {0: 0}
-    answer = engines.next_answer()
+    assert simulation.generations[0].oldest_version() == 0
+    answer = simulation.next()
     assert (engines.clock, engines.num_lost) == (end, num_lost)
     assert answer.version_spans == (((0, 3), (1, 4)) if keeps_parts else ((1, 4),))
 
 
-def test_engines_that_die_before_any_response_ends_are_refused():
-    engines = engines_with([10], Planned([5.0] * 1000, 1))
+def test_engines_that_die_before_any_response_ends_are_refused(asked):
+    simulation = asked([10], Planned([5.0] * 1000, 1))
     with pytest.raises(InputError, match=r"each engine failed 200 times and no response ended; give a lower --engine-"):
-        engines.next_answer()
+        simulation.next()
 
 
-def test_an_engine_that_returns_during_training_waits_for_the_next_update():
-    engines = engines_with([4, 10], Planned([9.0, 30.0], 1))
-    engines.advance(50.0)  # Back at 14 s, it dies again at 44 s and is back at 49 s.
+def test_an_engine_that_returns_during_training_waits_for_the_next_update(asked):
+    simulation = asked([4, 10], Planned([9.0, 30.0], 1))
+    engines = simulation.engines
+    simulation.train(50.0)  # Back at 14 s, it dies again at 44 s and is back at 49 s.
     assert (engines.num_failures, engines.num_lost) == (2, 6)
     engines.update(version=1, seconds=10.0)
-    assert ends(engines, 1) == [(0, 60 + 12.0)]
+    assert simulation.ends(1) == [(0, 60 + 12.0)]
     assert engines.away_share() == pytest.approx((50 - 9) / 72)
 
 

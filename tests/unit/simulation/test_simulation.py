@@ -1,8 +1,8 @@
 """Engines and schedules in simulated time, against what a pencil finds."""
 
+import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dapo_mega.commands import plan
@@ -10,58 +10,60 @@ from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.timeline.excerpt import load_excerpt
 from dapo_mega.planning.step_time import DecodingSpeed
-from dapo_mega.simulation.engines import SimulatedEngines
+from dapo_mega.rollout.beside import beside
 from dapo_mega.simulation.run import Costs, Workload, simulate
-from dapo_mega.types import GenerationRequest, SamplingParams
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CONFIG = str(CONFIGS / "qwen2.5-32b-dapo-128gpu.yaml")
 ARCHITECTURE = f"model.architecture={CONFIGS / 'architectures' / 'qwen2.5-32b.json'}"
-# 2 s for one token of one response, 3 s for one of each of two.
-SPEED = DecodingSpeed(base_s=1.0, per_response_s=1.0, places=2)
 
 
-def engines_with(lengths, num_engines=1):
-    engines = SimulatedEngines(num_engines, SPEED, lambda request: lengths[request.request_id])
-    engines.submit(
-        [
-            GenerationRequest(i, np.array([1], np.int32), i, SamplingParams(max_new_tokens=99))
-            for i in range(len(lengths))
-        ]
-    )
-    return engines
-
-
-def ends(engines, number):
-    return [(engines.next_answer().request_id, engines.clock) for _ in range(number)]
-
-
-def test_responses_share_an_engines_time_and_wait_for_places():
+def test_responses_share_an_engines_time_and_wait_for_places(asked):
     # Two decode 4 tokens in 12 s; then the third takes the place of the first for the 6 tokens left of the second,
     # 18 s; its own last 2 tokens take 2 s each.
-    assert ends(engines_with([4, 10, 8]), 3) == [(0, 12.0), (1, 30.0), (2, 34.0)]
-    assert ends(engines_with([4, 10, 8], num_engines=3), 3) == [(0, 8.0), (2, 16.0), (1, 20.0)]
+    assert asked([4, 10, 8]).ends(3) == [(0, 12.0), (1, 30.0), (2, 34.0)]
+    assert asked([4, 10, 8], num_engines=3).ends(3) == [(0, 8.0), (2, 16.0), (1, 20.0)]
 
 
-def test_an_update_stops_all_and_responses_go_on_with_new_weights():
-    engines = engines_with([4, 10])
-    engines.advance(9.0)
+def test_an_update_stops_all_and_responses_go_on_with_new_weights(asked):
+    simulation = asked([4, 10, 1])
+    simulation.train(9.0)
+    engines = simulation.engines
     engines.update(version=1, seconds=100.0)
-    assert engines.oldest_versions([0, 1, 7]) == {0: 0, 1: 0, 7: 1}
-    answers = [engines.next_answer() for _ in range(2)]
+    assert [simulation.generations[i].oldest_version() for i in range(3)] == [0, 0, 1]
+    simulation.generations[2].cancel()
+    answers = [simulation.next() for _ in range(2)]
     assert engines.clock == 100 + 12 + 12
     assert [answer.version_spans for answer in answers] == [((0, 3), (1, 4)), ((0, 3), (1, 10))]
     assert [answer.weight_version for answer in answers] == [0, 0]
     assert engines.idle_share() == pytest.approx(100 / 124)
 
 
-def test_a_cancelled_response_gives_its_place_to_the_next():
-    engines = engines_with([4, 10, 8, 1])
-    engines.advance(3.0)
-    engines.cancel([0, 3])
-    assert ends(engines, 2) == [(2, 3 + 24.0), (1, 27 + 2.0)]
-    assert engines.poll_answer() is None
-    assert engines.oldest_versions([3]) == {3: 0}
+def test_a_cancelled_response_gives_its_place_to_the_next(asked):
+    simulation = asked([4, 10, 8, 1])
+    simulation.train(3.0)
+    assert simulation.generations[3].cancel()
+    assert simulation.generations[0].cancel()
+    assert not simulation.generations[0].cancel()
+    assert simulation.ends(2) == [(2, 3 + 24.0), (1, 27 + 2.0)]
+    with pytest.raises(RuntimeError, match="every task waits, and no request is open"):
+        simulation.loop.drive(asyncio.Event().wait())
+
+
+def test_a_timer_ends_in_simulated_time_however_late_it_is(asked):
+    simulation = asked([])
+    for clock, seconds in ((0.0, 0.1), (1e5, 2e5), (1e9, 0.1), (1e12, 1e5)):
+        simulation.engines.clock = clock
+        simulation.loop.drive(asyncio.sleep(seconds))
+        assert simulation.engines.clock == pytest.approx(clock + seconds, rel=1e-14)
+
+
+def test_what_runs_beside_takes_no_simulated_time(asked):
+    simulation = asked([4])
+    assert simulation.loop.drive(beside(lambda: 7)) == 7
+    with pytest.raises(ZeroDivisionError):
+        simulation.loop.drive(beside(lambda: 1 // 0))
+    assert simulation.ends(1) == [(0, 8.0)]
 
 
 def config(schedule, max_staleness=1, **batch):
