@@ -26,10 +26,11 @@ def test_what_is_raised_meanwhile_cancels_the_work_and_waits_for_its_end(thread)
     async def work():
         begun.set()
         try:
-            await asyncio.Event().wait()
-        finally:
+            await asyncio.sleep(DEADLINE_S)
+        except asyncio.CancelledError:
             await asyncio.sleep(0.2)
-            ended.append(True)
+            ended.append("cancelled")
+            raise
 
     def meanwhile():
         if begun.is_set():
@@ -37,7 +38,7 @@ def test_what_is_raised_meanwhile_cancels_the_work_and_waits_for_its_end(thread)
 
     with pytest.raises(Told):
         thread.drive(work(), meanwhile)
-    assert ended == [True]
+    assert ended == ["cancelled"]
 
 
 def test_what_is_raised_before_the_work_begins_leaves_nothing_behind(thread):
@@ -50,18 +51,24 @@ def test_what_is_raised_before_the_work_begins_leaves_nothing_behind(thread):
     assert not asyncio.all_tasks(thread.loop)
 
 
-@pytest.mark.parametrize("error", [TimeoutError, KeyError, SystemExit, KeyboardInterrupt])
-def test_what_the_work_raises_is_raised_and_the_loop_goes_on(thread, error):
-    other = thread.start(asyncio.sleep(0.3, "others go on"))
+async def fails(error):
+    await asyncio.sleep(0)
+    raise error("scripted")
 
-    async def work():
-        await asyncio.sleep(0)
-        raise error("scripted")
 
+@pytest.mark.parametrize("error", [TimeoutError, KeyError])
+def test_what_the_work_raises_is_raised(thread, error):
     with pytest.raises(error, match="scripted"):
-        thread.drive(work(), lambda: None)
+        thread.drive(fails(error), lambda: None)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_the_loop_outlives_what_would_end_its_thread(thread, error):
+    other = thread.start(asyncio.sleep(0.3, "others go on"))
+    with pytest.raises(error, match="scripted"):
+        thread.run(fails(error), DEADLINE_S)
     assert other.result(DEADLINE_S) == "others go on"
-    assert thread.drive(asyncio.sleep(0, "later"), lambda: None) == "later"
+    assert thread.run(asyncio.sleep(0, "later"), DEADLINE_S) == "later"
 
 
 def test_meanwhile_is_called_again_and_again_and_the_end_is_noticed_at_once(thread):

@@ -3,6 +3,7 @@
 The engines are scripted servers; tests/integration has real ones.
 """
 
+import asyncio
 import json
 import threading
 import time
@@ -604,7 +605,8 @@ def test_engines_that_join_while_work_waits_for_answers_get_the_weights(servers,
     fleet.on_outdated_engines(lambda: give_weights(driver, 3))
 
     async def all_of(asked):
-        return [(await fleet.generate(request)).weight_version for request in asked]
+        async with asyncio.timeout(DEADLINE_S):
+            return [(await fleet.generate(request)).weight_version for request in asked]
 
     started = fleet.start(all_of(requests(5)))
     assert fleet.run(all_of(requests(3, first=50))) == [3] * 3
