@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,14 +14,6 @@ from dapo_mega.rollout.scoring import ScoringCounts, parts_of
 from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The groups of one step. `metrics` computes its metrics, at most once, beside whatever goes on."""
-
-    groups: list[Group]
-    metrics: Callable[[], dict[str, float]]
 
 
 @dataclass

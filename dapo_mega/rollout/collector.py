@@ -21,7 +21,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dapo_mega.config import RunConfig
@@ -33,8 +32,8 @@ from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.admission import Admission, Counts
-from dapo_mega.rollout.buffer import GroupBuffer, GroupCounts
-from dapo_mega.rollout.collected import Collected, RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
+from dapo_mega.rollout.buffer import GroupBuffer
+from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
 from dapo_mega.rollout.environment import SingleTurn
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
@@ -141,8 +140,8 @@ class Collector:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
 
-    async def collect(self, version: int) -> Collected:
-        """N groups for the step that starts from weights of `version`, which the engines have.
+    async def collect(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        """N groups for the step that starts from weights of `version`, which the engines have, and its metrics.
 
         Raises StarvedError with the acceptance rate when the allowed rounds did not yield N groups. Then, and when it
         is cancelled or scoring ends the run, the step counts nothing.
@@ -157,7 +156,10 @@ class Collector:
             await self._fill_buffer(stats)
             stats.seconds = self._clock() - (stats.started or 0.0)
             self.sampler.end_step()
-            collected = self._take(stats)
+            groups = list(self.buffer.take(self._config.batch.groups_per_step))
+            self._last_scored, self._last_staleness = stats.scored, [version - g.weight_version for g in groups]
+            metrics = self._metrics(stats, groups)
+            self._latency.keep_only(_ids(self.buffer.groups, self._found, self._open.values()))
         except (StarvedError, InputError, asyncio.CancelledError):
             if self._schedule == "synchronous":
                 self._give_up(list(self._open.values()))
@@ -169,7 +171,7 @@ class Collector:
         self._version, self._counts_nothing = version + 1, False
         self._is_training, self._engines_have_weights = self._asks_ahead, False
         self._ask_ahead()
-        return collected
+        return groups, metrics
 
     async def _fill_buffer(self, stats: RolloutStats) -> None:
         """One loop for all schedules.
@@ -317,32 +319,18 @@ class Collector:
         self._counts_nothing = self._is_given_back = True
         self._is_training = False
 
-    def _take(self, stats: RolloutStats) -> Collected:
-        """The step's groups, with what its metrics are made of."""
-        version = self._version
-        groups = list(self.buffer.take(self._config.batch.groups_per_step))
-        self._last_scored, self._last_staleness = stats.scored, [version - group.weight_version for group in groups]
-        now = {
+    def _metrics(self, stats: RolloutStats, groups: Sequence[Group]) -> dict[str, float]:
+        """Of the step that trains on `groups`."""
+        return {
             "rollout/generation_rounds": float(self._admission.num_rounds(stats.asked_prompts)),
             "rollout/groups_in_flight": float(len(self._open)),
             "buffer/size": float(len(self.buffer)),
             **self.sampler.metrics(),
-            **scoring_metrics(self._scorer.pop_counts()),
-            **self._latency.metrics(groups),
-        }
-        self._latency.keep_only(_ids(self.buffer.groups, self._found, self._open.values()))
-        counts = self.buffer.pop_counts()
-        return Collected(groups, partial(self._metrics, now, stats, groups, version, counts))
-
-    def _metrics(
-        self, now: dict[str, float], stats: RolloutStats, groups: Sequence[Group], version: int, counts: GroupCounts
-    ) -> dict[str, float]:
-        """Of a step that starts from weights of `version` and trains on `groups`."""
-        return {
-            **now,
             **metrics_of_sources(stats.groups, self._source_labels),
             **stats.metrics(),
-            **group_metrics(groups, version, counts),
+            **scoring_metrics(self._scorer.pop_counts()),
+            **group_metrics(groups, self._version, self.buffer.pop_counts()),
+            **self._latency.metrics(groups),
         }
 
     def pop_fates(self) -> list[GroupFate]:
@@ -350,10 +338,6 @@ class Collector:
         order. Empty at a second call."""
         fates, self._fates = self._fates, []
         return fates
-
-    def num_in_flight(self) -> int:
-        """Groups that lack responses or scores."""
-        return len(self._open)
 
     def histograms(self) -> dict[str, Histogram]:
         """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it

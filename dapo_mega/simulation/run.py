@@ -105,7 +105,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
                 waited, age = 0.0, 0.0
             before = engines.clock
             with activity.span("trainer", "rollout"):
-                metrics = loop.drive(collector.collect(step)).metrics()
+                _, metrics = loop.drive(collector.collect(step))
             waited += engines.clock - before
             totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
             totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])

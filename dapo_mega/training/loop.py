@@ -165,7 +165,7 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     def work(controller: Controller) -> tuple[Sequence[Group], Metrics]:
         collected = run.fleet.run(controller.collector.collect(run.step))
         run.fleet.sleep()
-        return collected.groups, collected.metrics()
+        return collected
 
     try:
         return drive(run, work) or ([], {})

@@ -147,8 +147,7 @@ class DrivenCollector(Collector):
 
     def collect(self, version):
         self.settle()
-        collected = self._engine.run(super().collect(version))
-        return collected.groups, collected.metrics()
+        return self._engine.run(super().collect(version))
 
     def settle(self):
         if hasattr(self._engine, "settle"):

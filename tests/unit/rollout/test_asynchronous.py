@@ -50,7 +50,7 @@ def test_groups_start_and_are_scored_beside_training():
         subject.settle()
     assert len(engine.submitted) > submitted, "new groups start in place of those without a signal"
     engine.version = 1
-    assert subject.num_in_flight() == 0
+    assert len(subject._open) == 0
     second, metrics = subject.collect(1)
     assert {group.weight_version for group in second} == {0}, "the next step needs nothing else"
     assert metrics["buffer/token_share_age_1"] == 1
