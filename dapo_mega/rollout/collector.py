@@ -445,30 +445,28 @@ class Collector:
         self.sampler.observe(GroupTally(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
-        counts, num_failed = self.buffer.counts, stats.num_given_up("dropped") + len(stats.unscored)
+        algorithm, counts = self._config.algorithm, self.buffer.counts
+        outcomes = f"{counts.all_right} all right, {counts.all_wrong} all wrong"
+        other = ""
+        if algorithm.dynamic_sampling_on == "unequal_scores":
+            outcomes = f"{counts.offered - counts.kept} with equal scores"
+        elif algorithm.dynamic_sampling_on == "correctness":
+            other = "algorithm.dynamic_sampling_on=unequal_scores if your rewards are graded, or "
+        advice = (
+            "Use prompts of another difficulty, raise batch.group_size, batch.generation_groups or "
+            f"algorithm.max_generation_rounds, or set {other}algorithm.dynamic_sampling=false"
+        )
+        if not algorithm.dynamic_sampling:
+            advice = (
+                "Look for what made groups fail, or raise batch.generation_groups or algorithm.max_generation_rounds"
+            )
+        num_failed = stats.num_given_up("dropped") + len(stats.unscored)
         return (
             f"dynamic sampling is starved: after {self._admission.num_rounds(stats.asked_prompts)} generation rounds "
             f"of up to {self._config.generation_groups} prompts only {len(self.buffer)} of "
             f"{self._config.batch.groups_per_step} groups are held; acceptance rate {counts.kept_share():.1%} "
-            f"({self._outcomes()}, {num_failed} failed of {counts.offered + num_failed}). {self._advice()}"
+            f"({outcomes}, {num_failed} failed of {counts.offered + num_failed}). {advice}"
         )
-
-    def _advice(self) -> str:
-        algorithm = self._config.algorithm
-        if not algorithm.dynamic_sampling:
-            return "Look for what made groups fail, or raise batch.generation_groups or algorithm.max_generation_rounds"
-        by_correctness = algorithm.dynamic_sampling_on == "correctness"
-        other = "algorithm.dynamic_sampling_on=unequal_scores if your rewards are graded, or " if by_correctness else ""
-        return (
-            "Use prompts of another difficulty, raise batch.group_size, batch.generation_groups or "
-            f"algorithm.max_generation_rounds, or set {other}algorithm.dynamic_sampling=false"
-        )
-
-    def _outcomes(self) -> str:
-        counts = self.buffer.counts
-        if self._config.algorithm.dynamic_sampling_on == "unequal_scores":
-            return f"{counts.offered - counts.kept} with equal scores"
-        return f"{counts.all_right} all right, {counts.all_wrong} all wrong"
 
 
 def _asked_again(group: OpenGroup) -> OpenGroup:
