@@ -69,9 +69,9 @@ class RolloutFleet(RolloutEngine):
         """Set the collective that sends the current weights to engines that join or come back during generation."""
 
     @abstractmethod
-    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that awaits `generate` to its end, on the engines' event loop; rank 0 only. Tasks of others
-        go on there meanwhile; with `alone`, engines that answer everything at once leave earlier requests for later.
+        go on there meanwhile.
 
         Raises FleetError when lost engines do not come back in time, and StopRequested when the run is to stop; then
         `work` is cancelled.

@@ -301,7 +301,7 @@ def evaluate(run: TrainingRun) -> Metrics:
 
     def work(controller: Controller) -> Metrics:
         assert controller.evaluator
-        metrics = run.fleet.run(controller.evaluator.run(run.fleet.generate), alone=True)
+        metrics = run.fleet.run(controller.evaluator.run(run.fleet.generate))
         record_evaluation(run, run.step, controller.evaluator.pop_results())
         return metrics
 

@@ -44,15 +44,9 @@ class EmbeddedTurns(RolloutEngine):
         self._asked.append(generation)
         return generation
 
-    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """See `RolloutFleet`."""
-        earlier: list[Generation] = []
-        if alone:
-            earlier, self._asked = self._asked, []
-        try:
-            return self._loop.drive(work)
-        finally:
-            self._asked = [*earlier, *self._asked]
+        return self._loop.drive(work)
 
     def close(self) -> None:
         """Free the engine's memory."""

@@ -45,7 +45,7 @@ class SglangFleet(RolloutFleet):
         """See `RolloutEngine`; rank 0 only."""
         return self.client.generate(request)
 
-    def run(self, work: Coroutine[Any, Any, T], *, alone: bool = False) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """See `RolloutFleet`."""
         return self.client.run(work, self._tend_engines)
 

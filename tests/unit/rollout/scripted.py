@@ -85,7 +85,7 @@ class ScriptedEngine:
     def check_stop(self):
         """As of `LockstepLoop`."""
 
-    def run(self, work, *, alone=False):
+    def run(self, work):
         LOOP.engine = self
         return LOOP.drive(work)
 

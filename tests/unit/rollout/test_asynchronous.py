@@ -263,7 +263,7 @@ class EngineBeside(ScriptedEngine):
         self.thread = LoopThread("engine")
         self.loop = self.thread.loop
 
-    def run(self, work, *, alone=False):
+    def run(self, work):
         return self.thread.run(work, WAIT_S)
 
     def settle(self):

@@ -84,13 +84,6 @@ def test_an_engine_waits_for_what_runs_beside_the_loop(fleet, engine):
     assert fleet.run(scored()) == 0
 
 
-def test_what_is_asked_alone_is_generated_apart_from_what_was_asked_before(fleet, engine):
-    earlier = fleet.call(lambda: asked(fleet, 1))
-    fleet.run(answers_of(fleet, 2), alone=True)
-    fleet.run(answers(earlier))
-    assert engine.batches == [[2], [1]]
-
-
 def test_what_is_cancelled_is_not_generated(fleet, engine):
     async def two_of_three():
         first, second, third = asked(fleet, 1, 2, 3)
