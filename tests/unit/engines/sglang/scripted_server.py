@@ -22,6 +22,19 @@ from tools.scripted_engine import ScriptedEngine, logprob_of, next_token
 
 KEY = "secret"
 VOCAB_SIZE = 1000
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 DEADLINE_S = 120.0
 """For everything that is waited for; only what is wrong takes as long, on a busy machine too."""
 SLOW = 5.0

@@ -24,6 +24,7 @@ from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.engines.sglang.weight_protocol import MODEL_FIELD, PROTOCOL_FIELD
 from dapo_mega.models.families import find_family
 from tests.unit.engines.sglang.scripted_server import (
+    QWEN2,
     VOCAB_SIZE,
     make_request,
     serve,
@@ -33,16 +34,6 @@ from tests.unit.engines.sglang.scripted_server import (
 )
 from tools.scripted_engine import ScriptedEngine
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 1024,
-}
 COMMANDS = [
     ("/pause_generation", lambda c: c.pause("retract"), {"mode": "retract"}),
     ("/continue_generation", lambda c: c.resume(), {}),

@@ -24,7 +24,15 @@ from dapo_mega.models.families import find_family
 from dapo_mega.types import Response
 from tests.distributed.launching import free_port
 from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
-from tests.unit.engines.sglang.scripted_server import DEADLINE_S, KEY, SLOW, VOCAB_SIZE, assert_exact, hurry, serve
+from tests.unit.engines.sglang.scripted_server import (
+    DEADLINE_S,
+    KEY,
+    QWEN2,
+    SLOW,
+    assert_exact,
+    hurry,
+    serve,
+)
 
 
 def num_serving(driver):
@@ -68,21 +76,6 @@ def test_a_task_that_ends_with_an_unexpected_exception_ends_the_run_at_once(serv
     monkeypatch.setattr(HealthMonitor, "_judge", judge)
     with pytest.raises(FleetError, match=r"probing http.* unexpected exception, so the run ends: KeyError"):
         drive(servers(1).urls).targets(only_outdated=False)
-
-
-QWEN2 = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.mark.parametrize(
