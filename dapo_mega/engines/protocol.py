@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from dapo_mega.metrics.timeline import Load
@@ -47,15 +47,12 @@ class RolloutEngine(Protocol):
         """Start the request and return at once. To be called on the engine's event loop."""
 
 
-@dataclass(frozen=True)
-class ReservedAnswers:
-    """What `num_engines` reserved engines answered within `seconds`, by request id. Some answers are missing where they
-    had to stop, for the reason `ended_early`; it is empty if all requests have their answers."""
+class ReservedEngines(RolloutEngine, Protocol):
+    """`num_engines` engines that hold one version of the weights. Where they had to stop, `ended_early` says why, and
+    is the reason why open and later requests fail."""
 
-    answers: Mapping[int, Answer]
-    ended_early: str
     num_engines: int
-    seconds: float
+    ended_early: str
 
 
 class RolloutFleet(RolloutEngine):
@@ -101,12 +98,12 @@ class RolloutFleet(RolloutEngine):
     def sleep(self) -> None:
         """Free the GPU memory that colocated engines share with the policy; rank 0 only."""
 
-    async def generate_reserved(
-        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> ReservedAnswers:
-        """Let up to `num_engines` engines (None: all) that hold weights of `version` answer these requests within
-        `limit_s`, wholly by these weights, while the others go on; one such call at a time. Engines inside the trainer
-        or on its GPUs cannot do that."""
+    def reserved(
+        self, *, version: int, num_engines: int | None, limit_s: float
+    ) -> AbstractAsyncContextManager[ReservedEngines]:
+        """Let up to `num_engines` engines (None: all) that hold weights of `version` answer requests of their own for
+        `limit_s` at most, wholly by these weights, while the others go on; one such call at a time. Engines inside the
+        trainer or on its GPUs cannot do that."""
         raise NotImplementedError
 
     def pop_metrics(self) -> dict[str, float]:
@@ -115,7 +112,7 @@ class RolloutFleet(RolloutEngine):
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
         """How many requests each engine has had open since the last call, by the engine's name, in seconds of the
-        monotonic clock. Those of `generate_reserved` do not count; rank 0 only."""
+        monotonic clock. Those of `reserved` engines do not count; rank 0 only."""
         return {}
 
     @abstractmethod

@@ -14,12 +14,12 @@ from dapo_mega.evaluation.statistics import pass_at_each_k
 from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
-from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, answers_of
+from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, Rollout, roll_out
 from dapo_mega.rollout.beside import beside
 from dapo_mega.rollout.environment import Generate
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import label_of, source_labels
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
+from dapo_mega.types import GenerationRequest, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EvaluatedResponse = tuple[Prompt, Trajectory]
 """One that could not be scored is no `ScoredTrajectory`."""
@@ -97,15 +97,14 @@ class Evaluator:
 
     async def run(self, generate: Generate) -> dict[str, float]:
         """Ask all `requests`, and return the metrics, scored beside the event loop."""
-        answers = await answers_of(map(generate, self.requests))
-        return await beside(partial(self.measure, answers))
+        return await beside(partial(self.measure, await roll_out(self.requests, generate)))
 
-    def measure(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """The metrics, of the answers to `requests`. Where responses could not be generated (`evaluation/failed`)
+    def measure(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The metrics, of what came of `requests`. Where responses could not be generated (`evaluation/failed`)
         nothing is averaged, as those that are missing are not like the others. Those that could not be scored
         (`evaluation/unscored`) are left out of every mean. Metrics of correctness are left out where the reward does
         not judge it."""
-        answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
+        answered = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
         self._results = self.score(answered)
         by_prompt: list[list[ScoredTrajectory]] = [[] for _ in self._prompts]
         for _, trajectory in self._results:
@@ -114,10 +113,10 @@ class Evaluator:
         self.examples = self._examples(by_prompt)
         metrics = {
             "evaluation/k": float(self._config.responses_per_prompt),
-            "evaluation/failed": float(len(answers) - len(answered)),
+            "evaluation/failed": float(len(rollouts) - len(answered)),
             "evaluation/unscored": float(len(answered) - sum(map(len, by_prompt))),
         }
-        if len(answered) == len(answers):
+        if len(answered) == len(rollouts):
             metrics |= self._summary([responses for responses in by_prompt if responses])
             metrics |= self._of_sources(by_prompt)
             metrics["evaluation/response_length_mean"] = float(np.mean([trajectory.length for trajectory in answered]))

@@ -26,8 +26,8 @@ from dapo_mega.evaluation.results import refuse_other_model, result_of, results_
 from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.rollout.asking import ask_in_parts
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, Trajectory
+from dapo_mega.rollout.asking import Rollout, ask_in_parts
+from dapo_mega.types import GenerationRequest, Prompt, Trajectory
 
 SETTINGS_FILE = "settings.json"
 _DECIDING_PACKAGES = ("python", "dapo_mega", "torch", "transformers", "numpy", "math-verify")
@@ -169,12 +169,12 @@ def _ask(
         print_once(f"{name}: {known} responses are there, {total} are missing")
     done, next_line = known, time.monotonic() + _SECONDS_BETWEEN_LINES
 
-    def keep(part: int, answers: Sequence[Answer]) -> None:
+    def keep(part: int, rollouts: Sequence[Rollout]) -> None:
         nonlocal done, next_line
-        answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
+        answered = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
         if answered:
             store.write(part, evaluator.score(answered), sampler.engines)
-        done += len(answers)
+        done += len(rollouts)
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             print_once(f"{name}: {done} of {known + total} responses")

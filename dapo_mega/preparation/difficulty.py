@@ -27,9 +27,9 @@ from dapo_mega.preparation.output import DroppedFormat, check_folder, new_datase
 from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
-from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, ask_in_parts
+from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, Rollout, ask_in_parts
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
-from dapo_mega.types import Answer, Prompt, Response, SamplingParams, ScoredTrajectory, Trajectory
+from dapo_mega.types import GenerationFailure, Prompt, SamplingParams, ScoredTrajectory
 
 if TYPE_CHECKING:
     from dapo_mega.evaluation.sampling import Sampler
@@ -218,13 +218,13 @@ def _measure(
         failures: dict[int, str] = {}
         reported = time.monotonic()
 
-        def keep(number: int, answers: Sequence[Answer]) -> None:
+        def keep(number: int, rollouts: Sequence[Rollout]) -> None:
             nonlocal reported
             for place, prompt in enumerate(todo[number]):
                 row = prompt.index
                 if row in journal.entries:
                     continue
-                found = _measured(prompt, answers[place * samples : (place + 1) * samples], scorer)
+                found = _measured(prompt, rollouts[place * samples : (place + 1) * samples], scorer)
                 if isinstance(found, str):
                     failures[row] = found
                 else:
@@ -257,11 +257,13 @@ def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
     return FleetSampler(with_engines(config, **fleet.model_dump()), prompts, require_api_key(fleet.api_key_env))
 
 
-def _measured(prompt: Prompt, answers: Sequence[Answer], scorer: ResponseScorer) -> Measured | str:
-    """The result of one prompt's answers, or why there is none."""
-    answered = [Trajectory.of(answer) for answer in answers if isinstance(answer, Response)]
-    if len(answered) < len(answers):
-        return next(answer.reason for answer in answers if not isinstance(answer, Response))
+def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScorer) -> Measured | str:
+    """The result of one prompt's rollouts, or why there is none."""
+    answered = []
+    for rollout in rollouts:
+        if isinstance(rollout, GenerationFailure):
+            return rollout.reason
+        answered.append(rollout)
     verdicts = []
     for result in scorer.score([(prompt, trajectory) for trajectory in answered]):
         if not isinstance(result, ScoredTrajectory):

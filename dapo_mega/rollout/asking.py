@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from dapo_mega.engines.protocol import Generation
 from dapo_mega.rollout.beside import beside
-from dapo_mega.rollout.environment import Generate
-from dapo_mega.types import Answer, GenerationRequest, Prompt, Response, SamplingParams
+from dapo_mega.rollout.environment import Generate, SingleTurn
+from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # Apart from training's, which begin at 0, so that no response is drawn with the random numbers of another purpose.
 EVALUATION_IDS: Final = 1 << 62
 DIFFICULTY_IDS: Final = 1 << 61
+
+Rollout = Trajectory | GenerationFailure
 
 
 @dataclass(frozen=True)
@@ -41,43 +42,46 @@ class Numbering:
         return (request_id - self.first_id) // self.k
 
 
-async def answers_of(generations: Iterable[Generation]) -> list[Answer]:
-    """The responses and failures, in the order given. To cancel it gives all requests up."""
-    found = await asyncio.gather(*generations, return_exceptions=True)
-    answers = [answer for answer in found if isinstance(answer, Answer)]
-    if len(answers) < len(found):
-        raise next(error for error in found if not isinstance(error, Answer))
-    return answers
+async def _rollout(request: GenerationRequest, generate: Generate) -> Rollout:
+    try:
+        return await SingleTurn().run(request, generate)
+    except GenerationFailure as failure:
+        return failure
+
+
+async def roll_out(requests: Sequence[GenerationRequest], generate: Generate) -> list[Rollout]:
+    """A trajectory for each request, or why there is none, in the order given. To cancel it gives all requests up."""
+    return await asyncio.gather(*(_rollout(request, generate) for request in requests))
 
 
 async def ask_in_parts(
     generate: Generate,
     parts: Iterable[tuple[int, Sequence[GenerationRequest]]],
-    use: Callable[[int, list[Answer]], None],
+    use: Callable[[int, list[Rollout]], None],
     most_open: int,
 ) -> None:
-    """Ask the requests of numbered parts. `use` gets a part's number and answers when all of them are there: beside the
-    event loop, one part at a time.
+    """Roll numbered parts of requests out. `use` gets a part's number and what `roll_out` gives when all of it is
+    there: beside the event loop, one part at a time.
 
     As there may be millions, the next part is asked, as a whole, when fewer than `most_open` requests are open and no
-    answers are in use. What `use` raises is raised, and gives the open requests up.
+    part is in use. What `use` raises is raised, and gives the open requests up.
     """
     waiting = iter(parts)
-    open_ones: dict[asyncio.Future[Response], tuple[int, list[Generation]]] = {}
-    ended: asyncio.Queue[asyncio.Future[Response]] = asyncio.Queue()
+    open_ones: dict[asyncio.Task[Rollout], tuple[int, list[asyncio.Task[Rollout]]]] = {}
+    ended: asyncio.Queue[asyncio.Task[Rollout]] = asyncio.Queue()
     try:
         while True:
             while len(open_ones) < most_open and (part := next(waiting, None)):
                 number, requests = part
-                generations = [generate(request) for request in requests]
-                for generation in generations:
-                    open_ones[generation] = number, generations
-                    generation.add_done_callback(ended.put_nowait)
+                tasks = [asyncio.create_task(_rollout(request, generate)) for request in requests]
+                for task in tasks:
+                    open_ones[task] = number, tasks
+                    task.add_done_callback(ended.put_nowait)
             if not open_ones:
                 return
-            number, generations = open_ones.pop(await ended.get())
-            if open_ones.keys().isdisjoint(generations):
-                await beside(partial(use, number, await answers_of(generations)))
+            number, tasks = open_ones.pop(await ended.get())
+            if open_ones.keys().isdisjoint(tasks):
+                await beside(partial(use, number, [task.result() for task in tasks]))
     finally:
         for still_open in open_ones:
             still_open.cancel()

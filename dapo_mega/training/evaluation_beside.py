@@ -1,7 +1,7 @@
 """Evaluations beside training: reserved engines answer while the steps go on, and a thread scores.
 
 The result of step s is of the weights of version s alone. Weight updates do not wait for an evaluation, so its engines
-are left out of them until it ends (`RolloutFleet.generate_reserved`); a response that other weights had a part in is
+are left out of them until it ends (`RolloutFleet.reserved`); a response that other weights had a part in is
 refused where it arrives. Training waits for an evaluation in two places only, and there at most until
 `evaluation.limit_s` after the evaluation's start, and for its scoring: before the next evaluation begins, as there is
 one at a time, and after the last step.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from functools import partial
 from pathlib import Path
 
 from dapo_mega.config import EvaluationConfig
-from dapo_mega.engines.protocol import ReservedAnswers, RolloutFleet
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
 from dapo_mega.metrics import Example, read_metrics
 from dapo_mega.metrics.timeline import Activity
+from dapo_mega.rollout.asking import Rollout, roll_out
 from dapo_mega.rollout.beside import beside
-from dapo_mega.types import Answer, GenerationFailure
+from dapo_mega.types import GenerationFailure
 
 logger = logging.getLogger(__name__)
 
@@ -90,29 +92,34 @@ class BesideTraining:
             self._future.cancel()
 
     async def _evaluate(self, fleet: RolloutFleet, step: int, num_engines: int | None) -> FinishedEvaluation:
+        started = time.monotonic()
         with self._activity.span("evaluation", f"generation for step {step}"):
-            generated = await fleet.generate_reserved(
-                self._evaluator.requests, version=step, num_engines=num_engines, limit_s=self._config.limit_s
-            )
+            async with fleet.reserved(version=step, num_engines=num_engines, limit_s=self._config.limit_s) as engines:
+                rollouts = await roll_out(self._evaluator.requests, engines.generate)
+        metrics = {
+            "evaluation/engines": float(engines.num_engines),
+            "evaluation/generation_s": time.monotonic() - started,
+        }
         with self._activity.span("evaluation", f"scoring for step {step}"):
-            return await beside(partial(self._evaluated, step, generated))
+            return await beside(partial(self._evaluated, step, rollouts, engines.ended_early, metrics))
 
-    def _evaluated(self, step: int, generated: ReservedAnswers) -> FinishedEvaluation:
-        def answer(request_id: int) -> Answer:
-            return generated.answers.get(request_id) or GenerationFailure(request_id, generated.ended_early)
-
-        metrics = self._evaluator.measure([answer(request.request_id) for request in self._evaluator.requests])
-        num_requests = len(self._evaluator.requests)
-        num_unfinished = num_requests - len(generated.answers)
-        if generated.ended_early:
+    def _evaluated(
+        self, step: int, rollouts: Sequence[Rollout], ended_early: str, metrics: dict[str, float]
+    ) -> FinishedEvaluation:
+        """`metrics` are those of the generation, which `ended_early` for this reason, if for any."""
+        metrics |= self._evaluator.measure(rollouts)
+        reasons = [rollout.reason for rollout in rollouts if isinstance(rollout, GenerationFailure)]
+        failures = [reason for reason in reasons if reason != ended_early]
+        num_unfinished = len(reasons) - len(failures)
+        metrics["evaluation/unfinished"] = float(num_unfinished)
+        if num_unfinished:
             logger.warning(
                 "the evaluation of step %d ended early (%s): %d of %d responses are missing, so it has no score",
                 step,
-                generated.ended_early,
+                ended_early,
                 num_unfinished,
-                num_requests,
+                len(rollouts),
             )
-        failures = [answer.reason for answer in generated.answers.values() if isinstance(answer, GenerationFailure)]
         if failures:
             logger.warning(
                 "%d responses of the evaluation of step %d could not be generated, so it has no score; the first: %s",
@@ -120,9 +127,6 @@ class BesideTraining:
                 step,
                 failures[0],
             )
-        metrics["evaluation/unfinished"] = float(num_unfinished)
-        metrics["evaluation/engines"] = float(generated.num_engines)
-        metrics["evaluation/generation_s"] = generated.seconds
         return FinishedEvaluation(step, metrics, self._evaluator.pop_results(), self._evaluator.examples)
 
 

@@ -201,6 +201,13 @@ class Dispatcher:
         self.counters.close(work.id, "cancelled")
         self._start_calls()
 
+    def fail_all(self, reason: str) -> None:
+        """End all requests."""
+        for work in list(self._works):
+            if work.attempt:
+                self._close_attempt(work.attempt)
+            self._fail(work, reason)
+
     def hold(self) -> None:
         """Start no calls until `resume`. Outputs that engines abort meanwhile are kept and continued afterwards."""
         self._is_held = True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.protocol import Generation, ReservedAnswers, RolloutFleet
+from dapo_mega.engines.protocol import Generation, ReservedEngines, RolloutFleet
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.metrics.timeline import Load
 from dapo_mega.types import GenerationRequest
@@ -67,11 +68,11 @@ class SglangFleet(RolloutFleet):
         """See `RolloutFleet`."""
         return self.client.start(work)
 
-    async def generate_reserved(
-        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> ReservedAnswers:
+    def reserved(
+        self, *, version: int, num_engines: int | None, limit_s: float
+    ) -> AbstractAsyncContextManager[ReservedEngines]:
         """See `FleetClient`."""
-        return await self.client.generate_reserved(requests, version=version, num_engines=num_engines, limit_s=limit_s)
+        return self.client.reserved(version=version, num_engines=num_engines, limit_s=limit_s)
 
     def serve(self) -> None:
         """Take part in updates until rank 0 calls `end_serving`; on the other ranks only."""

@@ -11,19 +11,19 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.protocol import Generation, ReservedAnswers
+from dapo_mega.engines.protocol import Generation, ReservedEngines
 from dapo_mega.engines.sglang.absences import advise, describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.membership import Membership, State
 from dapo_mega.engines.sglang.registry import EngineRegistry
-from dapo_mega.engines.sglang.reserved_generation import ReservedGeneration
+from dapo_mega.engines.sglang.reserved_engines import ReservedOfFleet
 from dapo_mega.errors import FleetError
 from dapo_mega.metrics.timeline import Load
 from dapo_mega.models import Architecture
@@ -84,7 +84,7 @@ class FleetClient:
         self._dispatcher = self._membership.dispatcher
         self._monitor = self._membership.monitor
         self._spares_until = time.monotonic() + _SPARE_ENGINES_GRACE_S
-        self._reserved: ReservedGeneration | None = None
+        self._reserved: ReservedOfFleet | None = None
         self._reserving = asyncio.Lock()
 
     # ---- generation, on the event loop ----
@@ -93,16 +93,17 @@ class FleetClient:
         """See `RolloutEngine`."""
         return self._dispatcher.generate(request)
 
-    async def generate_reserved(
-        self, requests: Sequence[GenerationRequest], *, version: int, num_engines: int | None, limit_s: float
-    ) -> ReservedAnswers:
+    @contextlib.asynccontextmanager
+    async def reserved(
+        self, *, version: int, num_engines: int | None, limit_s: float
+    ) -> AsyncIterator[ReservedEngines]:
         """See `RolloutFleet`. At least `min_engines` engines are left to training, unless all are asked for. In the
         end the reserved engines wait for the current weights."""
         others = 0 if num_engines is None else self._fleet.min_engines
         assert not self._reserving.locked()
-        async with self._reserving:
-            self._reserved = ReservedGeneration(self._membership, requests, version, num_engines, others)
-            return await self._reserved.run(limit_s)
+        async with self._reserving, ReservedOfFleet(self._membership, version, num_engines, others, limit_s) as engines:
+            self._reserved = engines
+            yield engines
 
     # ---- from the main thread ----
 

@@ -8,7 +8,7 @@ from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.rewards.composed import ComposedScore
 from dapo_mega.rollout.scoring import ResponseScorer
-from dapo_mega.types import GenerationFailure, Prompt, Response
+from dapo_mega.types import GenerationFailure, Prompt, Response, Trajectory
 
 K = 2
 
@@ -41,9 +41,8 @@ def metrics_of(sources, lengths, failed=()):
         if number in failed:
             return GenerationFailure(request.request_id, "no engine")
         length = lengths[number // K][number % K]
-        return Response(
-            request.request_id, np.full(length, 7, np.int32), np.zeros(length, np.float32), "stop", weight_version=0
-        )
+        tokens = np.full(length, 7, np.int32)
+        return Trajectory.of(Response(request.request_id, tokens, np.zeros(length, np.float32), "stop", 0))
 
     metrics = evaluator.measure([answer(number, request) for number, request in enumerate(evaluator.requests)])
     assert all(describe(name) for name in metrics), metrics

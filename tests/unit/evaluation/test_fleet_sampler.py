@@ -8,9 +8,9 @@ from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.evaluation.fleet import FleetSampler, with_engines
 from dapo_mega.rollout.asking import ask_in_parts
-from dapo_mega.types import Response
+from dapo_mega.types import Trajectory
 from tests.distributed.tiny import make_model
-from tests.unit.engines.sglang.scripted_server import KEY, Servers, assert_exact, make_request, serve_model
+from tests.unit.engines.sglang.scripted_server import KEY, Servers, expected_tokens, make_request, serve_model
 
 ROOM = 4
 
@@ -77,7 +77,7 @@ def test_engines_of_the_model_answer_everything_as_they_have_room(models, server
             assert found.keys() == parts.keys()
             for number, answers in found.items():
                 for answer, request in zip(answers, parts[number], strict=True):
-                    assert_exact(answer, request, group.engines[0].vocab_size)
+                    assert answer.token_ids.tolist() == expected_tokens(request, group.engines[0].vocab_size)
         assert asking.engines == ("SGLang 0.5.23",)
     assert [bool(asked(engine)) for engine in group.engines] == [True, False, True]
 
@@ -98,7 +98,7 @@ def test_an_engine_whose_weights_are_replaced_must_agree_again(models, servers):
             if now == models[0]:
                 ask(asking, requests, replaced_after_the_first)
                 assert len(found) == len(requests)
-                assert all(isinstance(answer, Response) for answer in found)
+                assert all(isinstance(answer, Trajectory) for answer in found)
             else:
                 with pytest.raises(
                     FleetError, match=r"no engine fits the run: .* it serves another model than the one"

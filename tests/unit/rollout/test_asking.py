@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from dapo_mega.rollout.asking import DIFFICULTY_IDS, EVALUATION_IDS, Numbering, answers_of, ask_in_parts
-from dapo_mega.types import GenerationFailure, Prompt, Response, SamplingParams
+from dapo_mega.rollout.asking import DIFFICULTY_IDS, EVALUATION_IDS, Numbering, ask_in_parts, roll_out
+from dapo_mega.types import GenerationFailure, Prompt, SamplingParams, Trajectory
 
 from .scripted import ScriptedEngine
 
@@ -51,7 +51,7 @@ def test_parts_are_asked_while_there_is_room_and_used_one_at_a_time(num_prompts,
         assert is_used.acquire(blocking=False)
         threads.add(threading.current_thread())
         time.sleep(0.001)
-        used[number] = [answer.request_id for answer in answers]
+        used[number] = [answer.id for answer in answers]
         is_used.release()
 
     ask(engine, parts(num_prompts), most_open, use)
@@ -64,9 +64,9 @@ def test_parts_are_asked_while_there_is_room_and_used_one_at_a_time(num_prompts,
 def test_a_failed_request_is_an_answer_among_the_others():
     engine, used = Counting(fails=lambda request: request.request_id % 5 == 0), []
     ask(engine, parts(), 7, lambda _, answers: used.extend(answers))
-    assert {type(answer) for answer in used} == {Response, GenerationFailure}
-    for answer in used:
-        assert isinstance(answer, GenerationFailure) is (answer.request_id % 5 == 0)
+    assert {type(found) for found in used} == {Trajectory, GenerationFailure}
+    assert all(found.request_id % 5 == 0 for found in used if isinstance(found, GenerationFailure))
+    assert all(found.id % 5 for found in used if isinstance(found, Trajectory))
     assert len(used) == K * NUM_PARTS
 
 
@@ -83,7 +83,7 @@ def test_what_goes_wrong_is_raised_and_gives_open_requests_up():
     broken.answer = lambda request, version: broken.generations[request.request_id].set_exception(KeyError("broken"))
     broken.finish = lambda number: broken.answer(broken.in_flight.pop(number)[0], 0)
     with pytest.raises(KeyError):
-        broken.run(answers_of(map(broken.generate, parts()[0][1])))
+        broken.run(roll_out(parts()[0][1], broken.generate))
 
 
 def test_requests_are_numbered_by_prompt_and_seeded_by_number():

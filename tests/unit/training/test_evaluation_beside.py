@@ -1,19 +1,17 @@
 """Evaluations beside training: what is recorded of them, when, and what a resumed run makes of one under way."""
 
-import asyncio
 import contextlib
 import logging
 import re
 import shutil
 import threading
-from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.protocol import ReservedAnswers
+from dapo_mega.engines.protocol import Generation
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation.evaluator import Evaluator
@@ -24,7 +22,7 @@ from dapo_mega.rewards.composed import ComposedScore
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import evaluating
 from dapo_mega.training.evaluation_beside import BesideTraining, is_recorded
-from dapo_mega.types import Prompt, Response
+from dapo_mega.types import GenerationFailure, Prompt, Response
 
 TIMEOUT_S = 20
 
@@ -50,6 +48,9 @@ class Reward:
         return [ComposedScore(float(v), float(v), v, {}, str(v)) for v in verdicts]
 
 
+NUM_REQUESTS = 6
+
+
 class Fleet:
     """Answers when it is told to."""
 
@@ -63,20 +64,33 @@ class Fleet:
         assert self.has_asked.acquire(timeout=TIMEOUT_S)
         return future
 
-    async def generate_reserved(self, requests, **given):
-        self.asked.append((requests, given, Future()))
-        self.has_asked.release()
-        return await asyncio.wrap_future(self.asked[-1][2])
+    @contextlib.asynccontextmanager
+    async def reserved(self, **given):
+        self.asked.append(([], given))
+        self.engines = SimpleNamespace(generate=self._generate, num_engines=1, ended_early="")
+        yield self.engines
+
+    def _generate(self, request):
+        generations, _ = self.asked[-1]
+        generations.append(Generation(request, self.thread.loop))
+        if len(generations) == NUM_REQUESTS:
+            self.has_asked.release()
+        return generations[-1]
 
     def answer(self, num_missing=0, ended_early=""):
-        requests, given, future = self.asked[-1]
-        answered = requests[: len(requests) - num_missing]
+        self.thread.run(self._answer(num_missing, ended_early))
+
+    async def _answer(self, num_missing, ended_early):
+        generations, given = self.asked[-1]
+        self.engines.ended_early = ended_early
         tokens = np.zeros(3, np.int32)
-        answers = {
-            r.request_id: Response(r.request_id, tokens + i, tokens.astype(np.float32), "stop", given["version"])
-            for i, r in enumerate(answered)
-        }
-        future.set_result(ReservedAnswers(answers, ended_early, 1, 2.5))
+        for i, generation in enumerate(generations):
+            request_id = generation.request.request_id
+            if i < NUM_REQUESTS - num_missing:
+                logprobs = tokens.astype(np.float32)
+                generation.answer(Response(request_id, tokens + i, logprobs, "stop", given["version"]))
+            else:
+                generation.answer(GenerationFailure(request_id, ended_early))
 
 
 class Recorder:
@@ -165,7 +179,7 @@ def test_a_result_is_recorded_at_its_step_when_later_steps_are_done(start, tmp_p
     run = start()
     advance(run, 2)
     evaluating.begin_beside(run)
-    ((_, given, _),) = run.fleet.asked
+    ((_, given),) = run.fleet.asked
     assert given == {"version": 2, "num_engines": 3, "limit_s": 77.0}
     advance(run, 4)
     evaluating.settle_beside(run, wait=False)
@@ -244,11 +258,10 @@ def test_a_reward_that_cannot_score_ends_the_run_as_in_training(start):
 def test_a_closed_evaluation_scores_nothing(start):
     run = start()
     evaluating.begin_beside(run)
-    ((_, _, generated),) = run.fleet.asked
+    ((generations, _),) = run.fleet.asked
     run.controller.beside.close()
-    with pytest.raises(CancelledError):
-        generated.result(TIMEOUT_S)
     run.fleet.thread.close()
+    assert all(generation.cancelled() for generation in generations)
     assert not run.controller.reward.threads
 
 

@@ -1,16 +1,30 @@
 """Reserved engines answer by one version of the weights, while the others are updated and serve training."""
 
+import asyncio
 import threading
 
 import pytest
 
-from dapo_mega.types import Response
+from dapo_mega.types import GenerationFailure, Response
 from tests.unit.engines.sglang.client_of_scripted import answers, give_weights, requests, wait_until
 from tests.unit.engines.sglang.scripted_server import DEADLINE_S, SLOW, assert_exact, hurry
 
 LONG = 64
 PACE = 200.0
 """Tokens per second, so that a long response takes a third of a second."""
+
+
+async def asked(driver, requests, **how):
+    """The engines that were reserved, with the responses that they gave, by id, and the reasons of the others."""
+    async with driver.reserved(**how) as engines:
+        generations = [engines.generate(request) for request in requests]
+        found = await asyncio.gather(*generations, return_exceptions=True)
+    responses = {answer.request_id: answer for answer in found if isinstance(answer, Response)}
+    return engines, responses, {answer.reason for answer in found if isinstance(answer, GenerationFailure)}
+
+
+def start(driver, requests, *, num_engines=1, limit_s=DEADLINE_S, **how):
+    return driver.start(asked(driver, requests, num_engines=num_engines, limit_s=limit_s, **how))
 
 
 def index_of_reserved(driver, group):
@@ -36,7 +50,7 @@ def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers
     training, held_out = requests(12, length=LONG), requests(40, first=1 << 62, length=LONG)
     driver.submit(training[:9])  # Partial rollouts leave requests in flight, also on the engine that is reserved.
     wait_until(lambda: all(engine.in_flight for engine in group.engines))
-    future = driver.start(driver.generate_reserved(held_out, version=7, num_engines=1, limit_s=DEADLINE_S))
+    future = start(driver, held_out, version=7)
     wait_until(lambda: driver._membership.in_state("reserved"))
     reserved = index_of_reserved(driver, group)
     for version in (8, 9):
@@ -49,13 +63,14 @@ def test_all_answers_are_of_the_version_asked_for_while_training_goes_on(servers
     for request in training:
         assert_exact(of_training[request.request_id], request)
     assert {of_training[request.request_id].weight_version for request in training[9:]} == {9}
-    result = future.result(DEADLINE_S)
-    assert (result.ended_early, result.num_engines) == ("", 1)
+    engines, responses, _ = future.result(DEADLINE_S)
+    assert (engines.ended_early, engines.num_engines) == ("", 1)
     for request in held_out:
-        assert_exact(result.answers[request.request_id], request)
-        assert result.answers[request.request_id].weight_version == 7
-        assert not result.answers[request.request_id].version_spans
-        assert result.answers[request.request_id].engine_spans == ((group.urls[reserved], LONG),)
+        response = responses[request.request_id]
+        assert_exact(response, request)
+        assert response.weight_version == 7
+        assert not response.version_spans
+        assert response.engine_spans == ((group.urls[reserved], LONG),)
     assert outdated(driver) == {group.urls[reserved]}
     assert len(give_weights(driver, 10)) == 3
     metrics = driver.pop_metrics()
@@ -88,17 +103,18 @@ def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, 
     group = servers(2, PACE)
     driver = drive(group.urls, min_engines=1)
     give_first_weights(driver, group, 3)
-    asked = [*requests(5, length=4), *requests(5, first=5, length=10**4)]
+    wanted = [*requests(5, length=4), *requests(5, first=5, length=10**4)]
     limit_s = 1 if disturb is end_by_limit else DEADLINE_S
-    future = driver.start(driver.generate_reserved(asked, version=3, num_engines=1, limit_s=limit_s))
+    future = start(driver, wanted, version=3, limit_s=limit_s)
     if disturb is not end_by_limit:
-        wait_until(lambda: driver._reserved and len(driver._reserved._answers) == 5)
+        wait_until(lambda: driver._reserved and driver._reserved._dispatcher.counters.num_open == 5)
     reason = disturb(driver, group)
-    result = future.result(DEADLINE_S)
-    assert result.ended_early.startswith(reason), result.ended_early
-    assert result.answers.keys() == set(range(5)) or disturb is end_by_limit
-    assert result.answers.keys() <= set(range(5))
-    assert all(isinstance(answer, Response) and answer.weight_version == 3 for answer in result.answers.values())
+    engines, responses, reasons = future.result(DEADLINE_S)
+    assert engines.ended_early.startswith(reason), engines.ended_early
+    assert reasons == {engines.ended_early}
+    assert responses.keys() == set(range(5)) or disturb is end_by_limit
+    assert responses.keys() <= set(range(5))
+    assert {response.weight_version for response in responses.values()} <= {3}
     assert driver._membership.in_state("reserved") == []
 
 
@@ -107,18 +123,17 @@ def test_a_dead_reserved_engines_requests_move_to_one_of_the_same_version_only(s
     driver = drive(group.urls)
     give_first_weights(driver, group, 3)
     held_out = requests(20, length=LONG)
-    future = driver.start(driver.generate_reserved(held_out, version=3, num_engines=2, limit_s=DEADLINE_S))
+    future = start(driver, held_out, version=3, num_engines=2)
     wait_until(lambda: sum(engine.in_flight for engine in group.engines) == 20)
     (others,) = driver._membership.in_state("serving")
     give_weights(driver, 4)
     dies = next(i for i, url in enumerate(group.urls) if url != others)
     group.stop(dies)
     hurry(group.engines)
-    result = future.result(DEADLINE_S)
-    assert result.ended_early == ""
-    assert len(result.answers) == 20
+    engines, responses, _ = future.result(DEADLINE_S)
+    assert engines.ended_early == ""
     for request in held_out:
-        assert_exact(result.answers[request.request_id], request)
+        assert_exact(responses[request.request_id], request)
     assert not group.engines[group.urls.index(others)].payloads
 
 
@@ -132,11 +147,11 @@ def test_training_keeps_its_engines_unless_all_are_asked_for(
     group = servers(2)
     driver = drive(group.urls, min_engines=min_engines)
     give_first_weights(driver, group, 3)
-    work = driver.generate_reserved(requests(3), version=version, num_engines=num_engines, limit_s=DEADLINE_S)
-    result = driver.start(work).result(DEADLINE_S)
-    assert result.num_engines == reserved
-    assert len(result.answers) == (3 if reserved else 0)
-    assert bool(result.ended_early) == (not reserved)
+    future = start(driver, requests(3), version=version, num_engines=num_engines)
+    engines, responses, reasons = future.result(DEADLINE_S)
+    assert engines.num_engines == reserved
+    assert len(responses) == (3 if reserved else 0)
+    assert reasons == ({engines.ended_early} if not reserved else set())
 
 
 def test_a_run_that_starts_waits_for_the_engines_of_its_first_evaluation(servers, drive):
@@ -156,7 +171,7 @@ def test_closing_the_fleet_ends_what_reserved_engines_do(servers, drive):
     group = servers(2, PACE)
     driver = drive(group.urls)
     give_first_weights(driver, group, 0)
-    future = driver.start(driver.generate_reserved(requests(3, length=10**6), version=0, num_engines=1, limit_s=600))
+    future = start(driver, requests(3, length=10**6), version=0, limit_s=600)
     wait_until(lambda: any(engine.in_flight for engine in group.engines))
     driver.close()
-    assert future.result(DEADLINE_S).ended_early == "the run ends"
+    assert future.result(DEADLINE_S)[2] == {"the run ends"}
