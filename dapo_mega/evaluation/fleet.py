@@ -102,13 +102,13 @@ class FleetSampler(Sampler):
         if not self._client.has_outdated():
             return
         targets = self._client.pause_generation(self._client.targets(only_outdated=True))
-        named = self._client.call(targets, self._name_weights, _SCORING_TIMEOUT_S)
+        named = self._client.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
         self._client.resume_generation(targets)
         for url, result in named.items():
             if isinstance(result, EngineError):
                 self._client.failed(url, f"its weights could not be named: {result.reason}")
         ready = [target for target in targets if not isinstance(named[target.url], EngineError)]
-        scores = self._client.call(ready, self._score, _SCORING_TIMEOUT_S)
+        scores = self._client.start_call(ready, self._score, _SCORING_TIMEOUT_S).result()
         for url, found in scores.items():
             if isinstance(found, EngineError):
                 self._client.failed(url, f"it did not score a sequence: {found.reason}")

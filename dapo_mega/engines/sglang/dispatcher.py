@@ -7,7 +7,8 @@
                    +-------------+      the call failed, the engine left, or its weights are being replaced
                                  +----> GenerationFailure, after `max_attempts` failed calls
 
-Everything runs on one event loop. Only calls in attempt are tasks; waiting requests are entries of a queue.
+Everything runs on one event loop. Waiting requests are entries of a queue. One that gets a place at an engine is a task
+until it has its answer or waits again.
 """
 
 from __future__ import annotations
@@ -18,30 +19,15 @@ import logging
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
 
 from dapo_mega.engines.protocol import Generation
-from dapo_mega.engines.sglang.api import (
-    Completion,
-    MalformedAnswer,
-    generate_payload,
-    joined,
-    parse_answer,
-    unfit,
-)
-from dapo_mega.engines.sglang.engine_client import (
-    EngineClient,
-    EngineDisconnected,
-    EngineError,
-    EngineRefused,
-    EngineTimeout,
-    EngineUnreachable,
-)
+from dapo_mega.engines.sglang.api import Completion, MalformedAnswer, generate_payload, joined, parse_answer, unfit
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.engine_load import EngineLoad, load_metrics
-from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, EngineSnapshot
-from dapo_mega.engines.sglang.request_counters import Cause, RequestCounters
+from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot
+from dapo_mega.engines.sglang.request_counters import Cause, End, RequestCounters
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
@@ -53,22 +39,23 @@ _WITHDRAWAL_S = 10.0
 
 
 class _Request(Generation):
-    """A request until it has its answer. `parts` are the partial outputs of its aborted calls."""
+    """A request until it has its answer. `parts` are the partial outputs of its aborted calls. `task` makes its call
+    and waits after one that failed; `version` is the engine's weight version when the call began, while there is one.
+    """
 
     def __init__(self, request: GenerationRequest, dispatcher: Dispatcher) -> None:
         super().__init__(request, asyncio.get_running_loop())
         self._dispatcher = dispatcher
-        self.id = request.request_id
         self.prompt = hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16).digest()
         self.parts: list[Completion] = []
         self.num_calls = self.num_failures = 0
-        self.avoided_url = ""
-        self.attempt: _Attempt | None = None
-        self.retry: asyncio.TimerHandle | None = None
+        self.avoided_url = self.rid = ""
+        self.version: int | None = None
+        self.task: asyncio.Task[None] | None = None
 
     def oldest_version(self) -> int:
         """See `Generation`."""
-        under_way = self.attempt.version if self.attempt else self._dispatcher.newest_version
+        under_way = self._dispatcher.newest_version if self.version is None else self.version
         return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
 
     def cancel(self, msg: object = None) -> bool:
@@ -77,17 +64,6 @@ class _Request(Generation):
             return False
         self._dispatcher.give_up(self)
         return True
-
-
-@dataclass(eq=False)
-class _Attempt:
-    """One call of an engine for a request. `version` is the engine's weight version when the call began."""
-
-    rid: str
-    work: _Request
-    slot: EngineSlot
-    version: int
-    task: asyncio.Task[None] | None = None
 
 
 class Dispatcher:
@@ -100,8 +76,8 @@ class Dispatcher:
         requests_per_engine: int,
         request_timeout_s: float,
         max_attempts: int,
-        on_trouble: Callable[[str], None] | None = None,
-        on_wrong_weights: Callable[[str, WeightVersion | None], None] | None = None,
+        on_trouble: Callable[[str], None] = lambda url: None,
+        on_wrong_weights: Callable[[str, WeightVersion | None], None] = lambda url, weights: None,
         run: str = "",
         backoff_s: float = 0.5,
         seed: int = 0,
@@ -127,14 +103,13 @@ class Dispatcher:
         self._slots: dict[str, EngineSlot] = {}
         self._histories: dict[str, LoadHistory] = {}
         self.newest_version = -1
-        self._works: set[_Request] = set()
-        self._waiting: OrderedDict[int, _Request] = OrderedDict()
-        self._attempts: dict[str, _Attempt] = {}
+        self._waiting: OrderedDict[_Request, None] = OrderedDict()
+        self._calls: dict[_Request, EngineSlot] = {}
         self._is_held = self._is_starting = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._background: set[asyncio.Task[None]] = set()
-        self.counters = RequestCounters()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self.counters = RequestCounters[_Request]()
 
     # ---- engines ----
 
@@ -155,57 +130,51 @@ class Dispatcher:
     def remove_engine(self, url: str, reason: str) -> None:
         """Stop using the engine; its requests go to other engines at once."""
         slot = self._slots.pop(url)
-        attempts = [attempt for attempt in self._attempts.values() if attempt.slot is slot]
-        for attempt in reversed(attempts):
-            self._close_attempt(attempt)
-            self.counters.moved()
-            self._wait_first(attempt.work)
-        if attempts:
-            logger.debug("%d requests move away from %s: %s", len(attempts), url, reason)
-            self._start_background(slot.client.abort(all=True))
+        if num_moved := self._take_back(slot, has_left=True):
+            logger.debug("%d requests move away from %s: %s", num_moved, url, reason)
+            self._abort(slot)
         self._start_calls()
 
     def withdraw_engine(self, url: str) -> None:
         """Send nothing more to an engine that stays up. Its calls are ended early and go on elsewhere after what they
         have generated; one that does not return within `_WITHDRAWAL_S` is sent again."""
         slot = self._slots.pop(url)
-        for attempt in self._attempts.values():
-            if attempt.slot is slot:
-                self._start_background(slot.client.abort(attempt.rid))
+        for work, at in self._calls.items():
+            if at is slot:
+                self._abort(slot, work.rid)
         self._loop.call_later(_WITHDRAWAL_S, self._take_back, slot)
         self._start_calls()
 
-    def engines(self) -> list[EngineSnapshot]:
-        return [slot.snapshot() for slot in self._slots.values()]
+    def engines(self) -> list[EngineSlot]:
+        """The engines in use, to be looked at."""
+        return list(self._slots.values())
 
     # ---- requests ----
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Queue the request. One that must not be sent to an engine has its failure at once."""
-        self.counters.submit(request.request_id)
         work = _Request(request, self)
-        self._works.add(work)
+        self.counters.submit(work)
         self._router.enter(work.prompt)
         if reason := unfit(request, self._vocab_size):
             self._fail(work, f"the request was not sent: {reason}")
         else:
-            self._waiting[work.id] = work
+            self._waiting[work] = None
             self._start_calls()
         return work
 
     def give_up(self, work: _Request) -> None:
         """End a request that was cancelled."""
-        if work.attempt:
-            self._abandon(work.attempt)
-        self._forget(work)
-        self.counters.close(work.id, "cancelled")
-        self._start_calls()
+        slot = self._calls.get(work)
+        self._interrupt(work)
+        if slot:
+            self._abort(slot, work.rid)
+        self._end(work, "cancelled")
 
     def fail_all(self, reason: str) -> None:
         """End all requests."""
-        for work in list(self._works):
-            if work.attempt:
-                self._close_attempt(work.attempt)
+        for work in list(self.counters.open.values()):
+            self._interrupt(work)
             self._fail(work, reason)
 
     def hold(self) -> None:
@@ -238,8 +207,8 @@ class Dispatcher:
         return {
             **self.counters.pop_metrics(),
             **load_metrics((slot.load for slot in self._slots.values()), self._loop.time()),
-            "rollout/requests_in_flight": float(len(self._attempts)),
-            "rollout/requests_waiting": float(self.counters.num_open - len(self._attempts)),
+            "rollout/requests_in_flight": float(len(self._calls)),
+            "rollout/requests_waiting": float(len(self.counters.open) - len(self._calls)),
         }
 
     def pop_loads(self) -> dict[str, list[Load]]:
@@ -253,17 +222,16 @@ class Dispatcher:
     async def close(self) -> None:
         """Cancel all requests, without a word to the engines."""
         self._is_held = True
-        attempts = list(self._attempts.values())
-        tasks = [*self._background, *(attempt.task for attempt in attempts if attempt.task)]
-        for attempt in attempts:
-            self._close_attempt(attempt)
-        for task in self._background:
+        works = list(self.counters.open.values())
+        tasks = [*self._aborts, *(work.task for work in works if work.task)]
+        for task in self._aborts:
             task.cancel()
-        for work in list(self._works):
+        for work in works:
+            self._interrupt(work)
             work.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- starting calls ----
+    # ---- calls ----
 
     def _start_calls(self) -> None:
         """Start what can be started, once all has happened that is happening now."""
@@ -273,186 +241,150 @@ class Dispatcher:
 
     def _start_all(self) -> None:
         self._is_starting = False
-        while not self._is_held and (chosen := self._next_attempt()):
-            self._start_call(*chosen)
+        while not self._is_held and (chosen := self._next_call()):
+            work, slot = chosen
+            del self._waiting[work]
+            self._calls[work] = slot
+            self._idle.clear()
+            self._router.assign(work.prompt, slot)
+            slot.change_calls(1, self._loop.time())
+            work.num_calls += 1
+            # Engines abort every call whose rid has the given prefix: the dot ends the prefix.
+            work.rid = f"{self._call_prefix}-{work.request.request_id}-{work.num_calls}."
+            work.version = slot.version
+            work.task = self._loop.create_task(self._serve(work, slot, slot.version))
+            work.task.add_done_callback(partial(self._end_with_fault, work, slot.url))
 
-    def _next_attempt(self) -> tuple[_Request, EngineSlot] | None:
+    def _next_call(self) -> tuple[_Request, EngineSlot] | None:
         """The first waiting request that an engine has room for, with that engine."""
         now = self._loop.time()
         free = [slot for slot in self._slots.values() if self._router.has_room(slot, now)]
         if free:
-            for work in self._waiting.values():
+            for work in self._waiting:
                 # With several engines, a request avoids the engine that failed it last.
                 allowed = free if len(self._slots) == 1 else [slot for slot in free if slot.url != work.avoided_url]
                 if slot := self._router.choose(allowed, work.prompt):
                     return work, slot
         return None
 
-    def _start_call(self, work: _Request, slot: EngineSlot) -> None:
-        del self._waiting[work.id]
-        self._router.assign(work.prompt, slot)
-        work.num_calls += 1
-        # Engines abort every call whose rid has the given prefix: the dot ends the prefix.
-        rid = f"{self._call_prefix}-{work.id}-{work.num_calls}."
-        attempt = _Attempt(rid, work, slot, slot.version)
-        self._attempts[rid] = work.attempt = attempt
-        slot.change_calls(1, self._loop.time())
-        self._idle.clear()
-        attempt.task = self._loop.create_task(self._run(attempt))
-        attempt.task.add_done_callback(lambda task: self._end_with_fault(attempt, task))
-
-    # ---- ending calls ----
-
-    async def _run(self, attempt: _Attempt) -> None:
-        """Make the call; afterwards the request has its answer or waits for another call."""
-        work, slot = attempt.work, attempt.slot
-        payload = generate_payload(work.request, work.parts, attempt.rid)
+    async def _serve(self, work: _Request, slot: EngineSlot, version: int) -> None:
+        """Call the engine. Afterwards the request has its answer, or waits again, after a delay if the call failed."""
+        task = work.task
+        cause: Cause
+        payload = generate_payload(work.request, work.parts, work.rid)
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
-            versions = VersionRange(self._own_run, attempt.version, self.newest_version)
+            versions = VersionRange(self._own_run, version, self.newest_version)
             outcome: Completion | EngineError | MalformedAnswer = parse_answer(
                 body, work.request, work.parts, self._vocab_size, versions, slot.url
             )
         except (EngineError, MalformedAnswer) as error:
             outcome = error
-        if attempt.rid not in self._attempts:
-            return  # It was closed, and what cancels it came as its time ran out.
+        if work.task is not task:
+            return  # It was interrupted, and what cancels it came as its time ran out.
+        self._end_call(work)
         if isinstance(outcome, Completion):
-            self._close_attempt(attempt)
-            self._accept(attempt, outcome)
+            if len(outcome.token_ids):
+                work.parts.append(outcome)
+            if outcome.finish != "abort":
+                slot.succeeded()
+                self._end(work, "answered", joined(work.request.request_id, work.parts))
+                return
+            if self._is_held or self._slots.get(slot.url) is not slot:
+                self.counters.given_up("taken_back")
+                self._wait_first(work)
+                return
+            cause, reason = "aborted", f"{slot.url}: the engine aborted it"
         else:
-            self._failed(attempt, outcome)
-        self._start_calls()
-
-    def _accept(self, attempt: _Attempt, completion: Completion) -> None:
-        """Answer the request, or keep the partial output of an aborted call."""
-        work = attempt.work
-        if len(completion.token_ids):
-            work.parts.append(completion)
-        if completion.finish != "abort":
-            attempt.slot.succeeded()
-            self._end(work, "answered", joined(work.id, work.parts))
-        elif self._is_held or self._slots.get(attempt.slot.url) is not attempt.slot:
-            self.counters.taken_back()
-            self._wait_first(work)
-        else:
-            work.avoided_url = attempt.slot.url
-            self._retry(work, "aborted", f"{attempt.slot.url}: the engine aborted it")
-
-    def _failed(self, attempt: _Attempt, error: EngineError | MalformedAnswer) -> None:
-        """Handle a call without a usable answer."""
-        work, slot = attempt.work, attempt.slot
-        is_unreachable = isinstance(error, EngineUnreachable)
-        if pause := slot.failed(self._loop.time(), self._backoff_s, is_unreachable):
-            self._loop.call_later(pause, self._start_calls)
-        if self._on_trouble and isinstance(error, EngineUnreachable | EngineDisconnected):
-            self._on_trouble(slot.url)
-        self._close_attempt(attempt)
-        work.avoided_url = slot.url
-        if is_unreachable:  # Nothing was sent, so this does not count as an attempt.
-            self.counters.call_failed("unreachable")
-            self._wait_first(work)
-        elif isinstance(error, MalformedAnswer):
-            self._retry(work, error.fault, f"{slot.url}: unusable answer: {error}")
-        else:
-            self._retry(work, _cause(error), str(error))
-        if isinstance(error, EngineTimeout):
-            self._start_background(slot.client.abort(attempt.rid))
-        if not isinstance(error, MalformedAnswer) or error.fault != "version":
-            return
-        if self._on_wrong_weights and slot.url in self._slots:
-            self._on_wrong_weights(slot.url, error.foreign)
-
-    def _retry(self, work: _Request, cause: Cause, reason: str) -> None:
-        """Call again after a delay, or fail the request after its last attempt."""
+            self._learn(slot, work.rid, outcome)
+            cause, reason = outcome.fault, str(outcome)
+            if isinstance(outcome, MalformedAnswer):
+                reason = f"{slot.url}: unusable answer: {reason}"
         self.counters.call_failed(cause)
-        work.num_failures += 1
-        if work.num_failures >= self._max_attempts:
-            self._fail(work, f"{work.num_failures} attempts failed, lastly {reason}")
-            return
-        delay = self._backoff_s * 2.0 ** (work.num_failures - 1) * self._random.uniform(0.5, 1.5)
-        work.retry = self._loop.call_later(delay, self._try_again, work)
-
-    def _try_again(self, work: _Request) -> None:
-        work.retry = None
+        work.avoided_url = slot.url
+        if cause != "unreachable":  # Nothing was sent then, so it does not count as an attempt.
+            work.num_failures += 1
+            if work.num_failures >= self._max_attempts:
+                self._fail(work, f"{work.num_failures} attempts failed, lastly {reason}")
+                return
+            await asyncio.sleep(self._backoff_s * 2.0 ** (work.num_failures - 1) * self._random.uniform(0.5, 1.5))
         self._wait_first(work)
-        self._start_calls()
 
-    def _close_attempt(self, attempt: _Attempt) -> None:
-        """Remove the attempt, and cancel its task unless that task calls this."""
-        del self._attempts[attempt.rid]
-        attempt.slot.change_calls(-1, self._loop.time())
-        attempt.work.attempt = None
-        if not self._attempts:
+    def _learn(self, slot: EngineSlot, rid: str, failure: EngineError | MalformedAnswer) -> None:
+        """Do what a failed call asks for at its engine."""
+        if pause := slot.failed(self._loop.time(), self._backoff_s, failure.fault == "unreachable"):
+            self._loop.call_later(pause, self._start_calls)
+        if failure.fault in ("unreachable", "disconnected"):
+            self._on_trouble(slot.url)
+        if failure.fault == "timeout":
+            self._abort(slot, rid)
+        if isinstance(failure, MalformedAnswer) and failure.fault == "version" and slot.url in self._slots:
+            self._on_wrong_weights(slot.url, failure.foreign)
+
+    def _end_call(self, work: _Request) -> None:
+        """Free the call's place."""
+        self._calls.pop(work).change_calls(-1, self._loop.time())
+        work.version = None
+        if not self._calls:
             self._idle.set()
-        if attempt.task and attempt.task is not asyncio.current_task(self._loop):
-            attempt.task.cancel()
-
-    def _abandon(self, attempt: _Attempt) -> None:
-        """Abort an attempt on an engine that stays in use."""
-        self._close_attempt(attempt)
-        self._start_background(attempt.slot.client.abort(attempt.rid))
-
-    def _take_back(self, slot: EngineSlot | None = None) -> None:
-        """Abandon the attempts on this engine, or all; their requests wait for other calls."""
-        attempts = [attempt for attempt in self._attempts.values() if slot in (None, attempt.slot)]
-        for attempt in reversed(attempts):
-            self._abandon(attempt)
-            self.counters.taken_back()
-            self._wait_first(attempt.work)
         self._start_calls()
 
-    def _end_with_fault(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
-        """Fail the request of a call that ended with an unexpected exception, so that nothing waits for ever."""
-        if task.cancelled() or not (fault := task.exception()):
-            return
-        logger.critical("a call of %s failed: %r", attempt.slot.url, fault, exc_info=fault)
-        if attempt.rid in self._attempts:
-            self._close_attempt(attempt)
-            self._fail(attempt.work, f"unexpected exception: {fault!r}")
+    def _interrupt(self, work: _Request) -> None:
+        """Cancel the request's call or its delay, if it does not wait for a place."""
+        if work.task:
+            work.task.cancel()
+            work.task = None
+        if work in self._calls:
+            self._end_call(work)
 
-    # ---- ending requests ----
-
-    def _fail(self, work: _Request, reason: str) -> None:
-        self._end(work, "failed", GenerationFailure(work.id, reason))
-
-    def _end(self, work: _Request, end: Literal["answered", "failed"], answer: Answer) -> None:
-        self._forget(work)
-        self.counters.close(work.id, end)
-        work.answer(answer)
-
-    def _forget(self, work: _Request) -> None:
-        self._works.remove(work)
-        self._waiting.pop(work.id, None)
-        self._router.leave(work.prompt)
-        if work.retry:
-            work.retry.cancel()
+    def _take_back(self, slot: EngineSlot | None = None, *, has_left: bool = False) -> int:
+        """Interrupt the calls of this engine, or all; their requests wait for other calls. Returns how many."""
+        calls = [(work, at) for work, at in self._calls.items() if slot in (None, at)]
+        for work, at in reversed(calls):
+            self._interrupt(work)
+            if not has_left:
+                self._abort(at, work.rid)
+            self.counters.given_up("moved" if has_left else "taken_back")
+            self._wait_first(work)
+        return len(calls)
 
     def _wait_first(self, work: _Request) -> None:
         """Put the request at the head of the queue, as it has waited already."""
-        self._waiting[work.id] = work
-        self._waiting.move_to_end(work.id, last=False)
+        work.task = None
+        self._waiting[work] = None
+        self._waiting.move_to_end(work, last=False)
+        self._start_calls()
 
-    def _start_background(self, call: Coroutine[Any, Any, None]) -> None:
-        """Start a call whose failure does not matter."""
-        task = self._loop.create_task(_ignore_failure(call))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _abort(self, slot: EngineSlot, rid: str | None = None) -> None:
+        """Let the engine abort this call, or all, in the background; that this fails does not matter."""
 
+        async def abort() -> None:
+            try:
+                await slot.client.abort(rid, all=rid is None)
+            except EngineError as error:
+                logger.debug("%s", error)
 
-async def _ignore_failure(call: Coroutine[Any, Any, None]) -> None:
-    try:
-        await call
-    except EngineError as error:
-        logger.debug("%s", error)
+        task = self._loop.create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
+    # ---- ending requests ----
 
-def _cause(error: EngineError) -> Cause:
-    match error:
-        case EngineTimeout():
-            return "timeout"
-        case EngineDisconnected():
-            return "disconnected"
-        case EngineRefused():
-            return "refused"
-    return "malformed"
+    def _end_with_fault(self, work: _Request, url: str, task: asyncio.Task[None]) -> None:
+        """Fail the request of a task that ended with an unexpected exception, so that nothing waits for ever."""
+        if task.cancelled() or not (fault := task.exception()):
+            return
+        logger.critical("a call of %s failed: %r", url, fault, exc_info=fault)
+        if work.task is task:
+            self._interrupt(work)
+            self._fail(work, f"unexpected exception: {fault!r}")
+
+    def _fail(self, work: _Request, reason: str) -> None:
+        self._end(work, "failed", GenerationFailure(work.request.request_id, reason))
+
+    def _end(self, work: _Request, end: End, answer: Answer | None = None) -> None:
+        self.counters.close(work, end)
+        self._waiting.pop(work, None)
+        self._router.leave(work.prompt)
+        if answer:
+            work.answer(answer)

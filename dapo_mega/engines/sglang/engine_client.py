@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import aiohttp
 
@@ -27,9 +27,13 @@ _PAGE = "a page for browsers"
 _RESERVED_POSITIONS = 6  # SGLang's max_req_input_len is this much below its limit for prompt and response together.
 _MOST_RANKS, _MOST_TOKENS = 2**10, 2**31  # Of an engine, and of its context or vocabulary.
 
+CallFault = Literal["unreachable", "disconnected", "timeout", "refused", "malformed"]
+
 
 class EngineError(Exception):
     """A call of one engine failed. The reason is one printable line, whatever the server wrote."""
+
+    fault: ClassVar[CallFault] = "malformed"
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
@@ -40,17 +44,25 @@ class EngineError(Exception):
 class EngineUnreachable(EngineError):
     """No connection: nothing was sent."""
 
+    fault = "unreachable"
+
 
 class EngineDisconnected(EngineError):
     """The connection broke before the answer was complete."""
+
+    fault = "disconnected"
 
 
 class EngineTimeout(EngineError):
     """The answer was not complete in time."""
 
+    fault = "timeout"
+
 
 class EngineRefused(EngineError):
     """The engine answered with an error."""
+
+    fault = "refused"
 
     def __init__(self, url: str, status: int, message: str) -> None:
         super().__init__(url, f"HTTP {status}: {message}")

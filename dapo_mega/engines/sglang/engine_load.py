@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Load:
-    """An engine's seconds in use, those of them without a call, and the sum of the calls' own seconds."""
-
-    seconds: float
-    idle_s: float
-    call_s: float
 
 
 class EngineLoad:
@@ -30,10 +20,10 @@ class EngineLoad:
         self._idle_s += passed if self._num_calls == 0 else 0.0
         self._changed, self._num_calls = now, num_calls
 
-    def pop(self, now: float) -> Load:
-        """What was counted since the last call."""
+    def pop(self, now: float) -> tuple[float, float, float]:
+        """Since the last call: the seconds in use, those of them without a call, and the sum of the calls' seconds."""
         self.change(self._num_calls, now)
-        found = Load(now - self._counted_since, self._idle_s, self._call_s)
+        found = now - self._counted_since, self._idle_s, self._call_s
         self._idle_s, self._call_s, self._counted_since = 0.0, 0.0, now
         return found
 
@@ -41,9 +31,8 @@ class EngineLoad:
 def load_metrics(engines: Iterable[EngineLoad], now: float) -> dict[str, float]:
     """Of the engines' time since the last call: the share in which they were idle, and the mean number of calls of an
     engine in the rest. Without engines there are none, without any call there is no mean."""
-    popped = [engine.pop(now) for engine in engines]
-    total, idle = sum(load.seconds for load in popped), sum(load.idle_s for load in popped)
+    total, idle, in_calls = map(sum, zip((0.0,) * 3, *(engine.pop(now) for engine in engines), strict=True))
     metrics = {"fleet/idle_share": idle / total} if total else {}
     if total > idle:
-        metrics["fleet/requests_at_work"] = sum(load.call_s for load in popped) / (total - idle)
+        metrics["fleet/requests_at_work"] = in_calls / (total - idle)
     return metrics

@@ -246,12 +246,6 @@ class FleetClient:
         """Start a call on all targets at once; the future gives the result or error by URL."""
         return self._thread.start(self._call(targets, method, timeout_s))
 
-    def call(
-        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
-    ) -> dict[str, T | EngineError]:
-        """`start_call` and wait."""
-        return self.start_call(targets, method, timeout_s).result()
-
     async def _call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
     ) -> dict[str, T | EngineError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,6 @@ from dapo_mega.metrics.timeline import LoadHistory
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class EngineSnapshot:
-    """An engine in use: the weights that it has and its load."""
-
-    url: str
-    version: int
-    in_flight: int
 
 
 @dataclass(eq=False)
@@ -39,9 +31,6 @@ class EngineSlot:
     @property
     def url(self) -> str:
         return self.client.url
-
-    def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(self.url, self.version, self.in_flight)
 
     def change_calls(self, by: int, now: float) -> None:
         """Calls begin or end."""
@@ -65,14 +54,6 @@ class EngineSlot:
         return pause
 
 
-@dataclass(eq=False)
-class _PrefixEngine:
-    """The engine whose cache has a prompt, and the number of open requests with that prompt."""
-
-    url: str = ""
-    num_requests: int = 0
-
-
 class EngineRouter:
     """Sends requests with the same prompt to the same engine unless that engine is clearly fuller."""
 
@@ -81,22 +62,23 @@ class EngineRouter:
         self._capacity = requests_per_engine
         # The engine with the prefix may have this many calls more than the least loaded engine.
         self._slack = max(1, requests_per_engine // 8)
-        self._prefix_engines: dict[bytes, _PrefixEngine] = {}
+        self._num_open: Counter[bytes] = Counter()
+        self._holders: dict[bytes, str] = {}  # The URL of the engine whose cache has the prompt.
 
     def enter(self, prompt: bytes) -> None:
         """Count a new open request with this prompt."""
-        self._prefix_engines.setdefault(prompt, _PrefixEngine()).num_requests += 1
+        self._num_open[prompt] += 1
 
     def leave(self, prompt: bytes) -> None:
         """Count the end of a request with this prompt."""
-        holder = self._prefix_engines[prompt]
-        holder.num_requests -= 1
-        if not holder.num_requests:
-            del self._prefix_engines[prompt]
+        self._num_open[prompt] -= 1
+        if not self._num_open[prompt]:
+            del self._num_open[prompt]
+            self._holders.pop(prompt, None)
 
     def assign(self, prompt: bytes, slot: EngineSlot) -> None:
         """Record that a request with this prompt goes to this engine."""
-        self._prefix_engines[prompt].url = slot.url
+        self._holders[prompt] = slot.url
 
     def has_room(self, slot: EngineSlot, now: float) -> bool:
         return slot.in_flight < self._capacity and slot.paused_until <= now
@@ -106,7 +88,7 @@ class EngineRouter:
         if not slots:
             return None
         least = min(slots, key=lambda slot: slot.in_flight)
-        holder = self._prefix_engines[prompt].url
+        holder = self._holders.get(prompt)
         for slot in slots:
             if slot.url == holder and slot.in_flight <= least.in_flight + self._slack:
                 return slot

@@ -46,13 +46,13 @@ def give_weights(driver, version=0, run=""):
     """What a push does, without weights."""
     targets = driver.pause_generation(driver.targets(only_outdated=False))
     set_version = str(WeightVersion(run, version))
-    driver.call(
+    driver.start_call(
         targets,
         lambda client: client.update_weights_from_distributed(
             names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
         ),
         DEADLINE_S,
-    )
+    ).result()
     for target in targets:
         driver.synced(target.url, version)
     driver.resume_generation(targets)

@@ -89,7 +89,7 @@ def test_a_request_that_fails_everywhere_ends_with_the_reason(fault):
             assert answer.request_id == request.request_id
             assert "3 attempts failed, lastly http://127.0.0.1" in answer.reason
             assert fleet.dispatcher.counters.count("failed") == 1
-            assert fleet.dispatcher.counters.num_open == 0
+            assert not fleet.dispatcher.counters.open
         assert sorted(engine.calls["/generate"] for engine in bad) == [1, 2]
 
     within_deadline(body)
@@ -362,7 +362,7 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
                 assert_exact(answer, request)
             assert not any(fleet.asked[request.request_id].cancel() for request in kept), "they have ended"
             assert fleet.dispatcher.counters.count("cancelled") == 4
-            assert fleet.dispatcher.counters.num_open == 0
+            assert not fleet.dispatcher.counters.open
             assert engine.calls["/abort_request"] == 1
             assert prompts_of(engine).keys() == {(5, 0), (5, 1), (5, 3)}
 
@@ -666,7 +666,7 @@ def check(fleet, requests, answers):
             assert_exact(answer, request)
     counters = fleet.dispatcher.counters
     counters.check()
-    assert counters.num_open == 0
+    assert not counters.open
     assert counters.count("answered") == sum(isinstance(answer, Response) for answer in answers)
     assert counters.count("failed") == sum(isinstance(answer, GenerationFailure) for answer in answers)
     assert counters.count("answered") > 300
