@@ -20,6 +20,7 @@ from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.config import RunConfig, SftConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.metrics.run_text import EXAMPLES_TAG
 from dapo_mega.metrics.timeline.file import FILE_NAME, read_timeline
@@ -177,3 +178,4 @@ def test_each_changed_key_of_what_is_kept_and_shown_takes_effect(files, tmp_path
     for key, (value, message) in REFUSED_IN_FINE_TUNING.items() if kind == "fine-tuning" else ():
         with pytest.raises(InputError, match=message):
             train(load_config(section, files[kind], [*after, "num_steps=6", f"{key}={value}"]), accept_changes=True)
+        stop_processes()  # Which a process that ends with the error does not.
