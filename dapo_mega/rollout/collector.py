@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dapo_mega.config import RunConfig
@@ -351,6 +352,10 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
+        return self.noted_state()()
+
+    def noted_state(self) -> Callable[[], tuple[dict[str, Any], Arrays]]:
+        """What makes `state` as it is now, in any thread: to copy all tokens takes long, and requests would wait."""
         sampler, sampler_arrays = self.sampler.state()
         next_request_id, held = self.next_request_id, self.buffer.groups
         found, waiting = self._found, list(self._open.values())
@@ -363,16 +368,12 @@ class Collector:
                 counted = map(_asked_again, self._counted) if self._is_given_back else self._counted
                 found = [*counted, *found]
                 sampler |= {name: begun.sampler[name] for name in ("pending",) if name in sampler}  # Their outcomes.
-        records, arrays = pack_groups(held, "buffer")
-        fed, fed_arrays = pack_groups([g.result for g in found if isinstance(g.result, Group)], "fed")
-        unscored = [group for group in found if not isinstance(group.result, Group)]
-        in_flight, in_flight_arrays = pack_open([*unscored, *waiting])
         numbers = {"cursor": sampler, "next_request_id": next_request_id, "made_with": self._made_with}
-        latency = self._latency.state(_ids(held, found, waiting))
-        values = {"collector": numbers, "buffer": records, "in_flight": in_flight, "group_seconds": latency}
-        if fed:
-            values, arrays = {**values, "fed": fed}, {**arrays, **fed_arrays}
-        return values, {**arrays, **in_flight_arrays, **sampler_arrays}
+        values = {"collector": numbers, "group_seconds": self._latency.state(_ids(held, found, waiting))}
+        fed = [group.result for group in found if isinstance(group.result, Group)]
+        unscored = [group for group in found if not isinstance(group.result, Group)]
+        open_now = [OpenGroup(g.prompt, g.requests, dict(g.trajectories)) for g in (*unscored, *waiting)]
+        return partial(_packed, values, sampler_arrays, list(held), fed, open_now)
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Continue from `state`, but for groups that other settings would not have made. Raises InputError for groups
@@ -477,3 +478,18 @@ def _asked_again(group: OpenGroup) -> OpenGroup:
 def _ids(held: Iterable[Group], *others: Iterable[OpenGroup]) -> list[int]:
     """The first request of every group."""
     return [*(group.trajectories[0].id for group in held), *(group.id for groups in others for group in groups)]
+
+
+def _packed(
+    values: dict[str, Any], arrays: Arrays, held: Sequence[Group], fed: Sequence[Group], waiting: Sequence[OpenGroup]
+) -> tuple[dict[str, Any], Arrays]:
+    records, held_arrays = pack_groups(held, "buffer")
+    in_flight, in_flight_arrays = pack_open(waiting)
+    values, arrays = (
+        {**values, "buffer": records, "in_flight": in_flight},
+        {**held_arrays, **in_flight_arrays, **arrays},
+    )
+    if fed:
+        values["fed"], fed_arrays = pack_groups(fed, "fed")
+        arrays |= fed_arrays
+    return values, arrays

@@ -344,7 +344,7 @@ def loop_state(run: TrainingRun) -> LoopState:
     assert controller
     if controller.recorder:
         controller.recorder.flush()  # A run that continues from this state does not write them again.
-    values, arrays = run.fleet.call(controller.collector.state)
+    values, arrays = run.fleet.call(controller.collector.noted_state)()
     under_way = controller.beside.step if controller.beside else None
     own = {
         "dataset_fingerprint": controller.dataset_fingerprint,
