@@ -51,6 +51,11 @@ def install() -> None:
     global _torch_for_megatron
     if accelerator.device().type == "cuda":
         return
+    if not accelerator.has_gpu():
+        # Megatron takes their optimizers, norms and gradient clipping wherever they can be imported, and these need a
+        # GPU: on a cluster's login node, say. What is None here cannot be imported.
+        for kernels in ("transformer_engine", "apex", "amp_C"):
+            sys.modules.setdefault(kernels, None)  # type: ignore[arg-type]
     with _fusions_left_as_they_are():
         for part in _USED_PARTS:
             importlib.import_module(f"megatron.core.{part}")

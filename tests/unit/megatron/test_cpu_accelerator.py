@@ -1,0 +1,28 @@
+"""Megatron-Core without a GPU, beside packages that need one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.launching import REPOSITORY
+
+PROGRAM = """
+from dapo_mega.megatron.repairs import cpu_accelerator
+cpu_accelerator.install()
+import megatron.core.optimizer
+print(megatron.core.optimizer.Adam.__module__.split(".")[0])
+"""
+
+
+@pytest.mark.parametrize("package", ["transformer_engine.pytorch", "apex"])
+def test_optimizers_for_gpus_are_not_taken_without_one(tmp_path, package):
+    """Both can be imported without a driver, on a cluster's login node, and fail as soon as they are used."""
+    folder = tmp_path.joinpath(*package.split("."), "optimizers")
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    paths = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "torch", done.stderr
