@@ -62,7 +62,7 @@ def update(policy, samples):
 
 
 def biases(named):
-    return {name: tensor.clone() for name, tensor in named if name.endswith("e_score_correction_bias")}
+    return {name: tensor.cpu().clone() for name, tensor in named if name.endswith("e_score_correction_bias")}
 
 
 def exported(policy):
