@@ -33,7 +33,7 @@ MIN_CHUNK_POSITIONS = 16
 MAX_CHUNK_POSITIONS = 4096
 # On a GPU rows of logits begin at multiples of this many elements, as matrix products need them.
 CUDA_ROW_ALIGNMENT = 64
-# Partial products in the model's dtype on their way into a float32 gradient.
+# Partial products in the model's dtype on their way into a float32 gradient, where no GPU adds them as it multiplies.
 PARTIAL_BYTES = 1 << 26
 
 
@@ -182,13 +182,13 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if total.dtype is hidden.dtype:
         total.addmm_(gradient.t(), hidden)
         return
+    if hidden.is_cuda:
+        # Only CUDA multiplies bf16 into float32, and adds it there without a copy of the product.
+        torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
+        return
     num_rows = max(1, PARTIAL_BYTES // (4 * hidden.shape[1]))
     for part in (slice(i, i + num_rows) for i in range(0, len(total), num_rows)):
-        # Only CUDA returns a bf16 product in float32; elsewhere each chunk's part is rounded once.
-        turned = gradient[:, part].t()
-        total[part].add_(
-            torch.mm(turned, hidden, out_dtype=total.dtype) if hidden.is_cuda else torch.mm(turned, hidden)
-        )
+        total[part].add_(torch.mm(gradient[:, part].t(), hidden))  # Each chunk's part is rounded once.
 
 
 def _returned_weight_gradient(weight: Any, total: Tensor, settings: _Settings) -> Tensor | None:

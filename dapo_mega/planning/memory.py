@@ -20,7 +20,6 @@ GIB = float(2**30)
 CHUNK_BYTES = 1 << 30
 MIN_CHUNK_POSITIONS = 16
 MAX_CHUNK_POSITIONS = 4096
-PARTIAL_BYTES = 1 << 26
 UNFUSED_POSITIONS = 1024
 # Assumed, not measured: what a colocated engine's process keeps on a GPU asleep (CUDA context, workspaces, NCCL).
 ASLEEP_BYTES = 2 * GIB
@@ -171,7 +170,7 @@ def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: i
         return responses * vocabulary * element + min(UNFUSED_POSITIONS, responses) * vocabulary * (4 + element)
     positions = min(max(MIN_CHUNK_POSITIONS, CHUNK_BYTES // (4 * vocabulary)), MAX_CHUNK_POSITIONS, responses)
     weight = 4 * vocabulary * hidden if placement.arch.tied_embeddings else 0
-    return positions * vocabulary * element + responses * hidden * element + PARTIAL_BYTES + weight
+    return positions * vocabulary * element + responses * hidden * element + weight
 
 
 def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:

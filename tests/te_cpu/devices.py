@@ -305,6 +305,14 @@ def _multiply(func: Any, tensor: Tensor, other: Tensor, *, out_dtype: Any = None
     return func(tensor.to(out_dtype), other.to(out_dtype), **kwargs)
 
 
+def _multiply_and_add(
+    func: Any, tensor: Tensor, left: Tensor, right: Tensor, *, out_dtype: Any = None, **kwargs: Any
+) -> Tensor:
+    if out_dtype is not None:  # Which only CUDA has.
+        left, right = left.to(out_dtype), right.to(out_dtype)
+    return func(tensor, left, right, **kwargs)
+
+
 def _count(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch.histc counts whole numbers on CUDA only."""
     if tensor.is_floating_point():
@@ -338,6 +346,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "numpy": _to_numpy,
     "__array__": _to_numpy,
     "mm": _multiply,
+    "addmm": _multiply_and_add,
     "histc": _count,
     "pin_memory": _pin,
     "type": _type,
