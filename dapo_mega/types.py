@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -231,20 +232,29 @@ class ScoredTrajectory(Trajectory):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All trajectories of one prompt. `weight_version` is the oldest version among them.
+    """All trajectories of one prompt.
 
     `greedy` is one more, sampled greedily, where its reward is the baseline (ReMax); it is never trained on.
     """
 
     prompt: Prompt
     trajectories: tuple[ScoredTrajectory, ...]
-    weight_version: int
     greedy: ScoredTrajectory | None = None
+
+    @property
+    def id(self) -> int:
+        """That of its first trajectory."""
+        return self.trajectories[0].id
 
     @property
     def members(self) -> tuple[ScoredTrajectory, ...]:
         """The trajectories, the greedy one last."""
         return (*self.trajectories, self.greedy) if self.greedy else self.trajectories
+
+    @cached_property
+    def weight_version(self) -> int:
+        """The oldest version of the weights that sampled any of it."""
+        return min(member.weight_version for member in self.members)
 
 
 GroupOutcome = Literal["trained", "surplus", "all_right", "all_wrong", "no_signal", "stale", "dropped", "expired"]

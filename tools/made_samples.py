@@ -104,7 +104,7 @@ class _MadeRun:
         text = f"Anna has {x} apples and {y} pears. How many fruits does she have?\n{ATTACKS[index % len(ATTACKS)]}"
         prompt = Prompt(index, text, np.arange(5, dtype=np.int32), str(x + y))
         members = tuple(self._response(first + k, step, bool(self.rng.random() < chance)) for k in range(size))
-        return Group(prompt, members, max(step - 1, 0))
+        return Group(prompt, members)
 
     def _response(self, request_id: int, step: int, is_correct: bool) -> ScoredTrajectory:
         rng, tokenizer = self.rng, self.tokenizer

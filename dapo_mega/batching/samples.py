@@ -6,7 +6,7 @@ fields of `Sample` or of a class derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -221,9 +221,10 @@ def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) 
     return _join([(group.prompt, group.trajectories) for group in groups], version, verdicts)
 
 
-def samples_to_score(members: Sequence[tuple[Prompt, Trajectory]], version: int) -> FlatSamples:
-    """The samples of these trajectories, none in the loss; for `version` see `samples_of_groups`."""
-    return _join([(prompt, [trajectory]) for prompt, trajectory in members], version, [(0.0, False)] * len(members))
+def samples_to_score(members: Iterable[tuple[Prompt, Trajectory]], version: int) -> FlatSamples | None:
+    """The samples of those trajectories that weights of `version` or newer ones sampled any of, none in the loss."""
+    fresh = [(prompt, [trajectory]) for prompt, trajectory in members if (trajectory.versions >= version).any()]
+    return _join(fresh, version, [(0.0, False)] * len(fresh)) if fresh else None
 
 
 def _join(

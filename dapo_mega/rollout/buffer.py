@@ -105,10 +105,10 @@ class GroupBuffer:
         in which engines answer does not matter. Raises ValueError when fewer groups are held."""
         if num_groups > len(self.groups):
             raise ValueError(f"asked for {num_groups} groups, the buffer holds {len(self.groups)}")
-        by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.trajectories[0].id))
+        by_age = sorted(self.groups, key=lambda g: (g.weight_version, g.id))
         taken, self.groups = by_age[:num_groups], by_age[num_groups:]
         for group in taken:
-            self._fates.pop(_id_of(group), None)  # Notes of taken groups come last, in their order.
+            self._fates.pop(group.id, None)  # Notes of taken groups come last, in their order.
             self._note(group, "trained")
         return taken
 
@@ -121,7 +121,7 @@ class GroupBuffer:
         return [*taken, *(fates[key] for key in sorted(others))]
 
     def _note(self, group: Group, outcome: GroupOutcome) -> None:
-        self._fates[_id_of(group)] = GroupFate(outcome, group.prompt, group)
+        self._fates[group.id] = GroupFate(outcome, group.prompt, group)
 
     def pop_counts(self) -> GroupCounts:
         """Counts since the last call."""
@@ -134,10 +134,6 @@ class GroupBuffer:
         """The share of recently offered groups that was kept; 1 before the first offer."""
         kept = self._recent_kept + self.counts.kept
         return (kept + 1) / (self._recent_offered + self.counts.offered + 1)
-
-
-def _id_of(group: Group) -> int:
-    return group.trajectories[0].id
 
 
 def _reason(passed: Sequence[bool | None]) -> GroupOutcome:

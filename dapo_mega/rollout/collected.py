@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupCounts
-from dapo_mega.rollout.scoring import ScoringCounts, parts_of
+from dapo_mega.rollout.scoring import ScoringCounts, lengths_of, parts_of, verdicts_of
 from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
 
 logger = logging.getLogger(__name__)
@@ -57,15 +58,24 @@ class RolloutStats:
             metrics["rollout/greedy_reward_mean"] = float(np.mean([s.reward for s in self.greedy]))
         return {**metrics, **self._response_metrics()} if self.scored else metrics
 
+    def histograms(self, groups: Sequence[Group], version: int) -> dict[str, Histogram]:
+        """Lengths and rewards of all scored responses, and how old the groups are on which a step that starts from
+        weights of `version` trains."""
+        values: dict[str, Sequence[float]] = {
+            "rollout/response_length": lengths_of(self.scored),
+            "rollout/reward": [s.reward for s in self.scored],
+            "buffer/staleness": [version - group.weight_version for group in groups],
+        }
+        return {name: found for name in values if (found := Histogram.of_values(values[name]))}
+
     def _response_metrics(self) -> dict[str, float]:
         # In the order of requests, because sums of floats depend on the order.
         scored = sorted(self.scored, key=lambda s: s.id)
-        lengths = np.array([s.length for s in scored])
+        lengths = np.array(lengths_of(scored))
         logprobs = np.concatenate([s.logprobs[s.sampled] for s in scored])
-        num_tokens = lengths.sum() + sum(s.length for s in self.greedy)
+        num_tokens = lengths.sum() + sum(lengths_of(self.greedy))
         metrics = {f"reward/part_{name}": float(np.mean(values)) for name, values in parts_of(scored).items()}
-        verdicts = [s.correct for s in scored if s.correct is not None]
-        if verdicts:
+        if verdicts := verdicts_of(scored):
             metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
         return {
             **metrics,

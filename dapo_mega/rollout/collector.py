@@ -39,7 +39,7 @@ from dapo_mega.rollout.environment import SingleTurn
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
 from dapo_mega.rollout.latency import GroupLatency
-from dapo_mega.rollout.scoring import ResponseScorer, ScoringQueue
+from dapo_mega.rollout.scoring import ResponseScorer, ScoringQueue, lengths_of
 from dapo_mega.rollout.sources import metrics_of_sources, source_labels
 from dapo_mega.types import (
     GenerationFailure,
@@ -117,8 +117,7 @@ class Collector:
         )
         self.next_request_id = 0
         self.recent: deque[tuple[Prompt, Trajectory]] = deque(maxlen=_NUM_RECENT)
-        self._last_scored: list[ScoredTrajectory] = []
-        self._last_staleness: list[int] = []
+        self.histograms: dict[str, Histogram] = {}
         self._stats = RolloutStats()
         self._fates: list[GroupFate] = []
         self.left_over: dict[str, int] = {}
@@ -158,7 +157,7 @@ class Collector:
             stats.seconds = self._clock() - (stats.started or 0.0)
             self.sampler.end_step()
             groups = list(self.buffer.take(self._config.batch.groups_per_step))
-            self._last_scored, self._last_staleness = stats.scored, [version - g.weight_version for g in groups]
+            self.histograms = stats.histograms(groups, version)
             metrics = self._metrics(stats, groups)
             self._latency.keep_only(_ids(self.buffer.groups, self._found, self._open.values()))
         except (StarvedError, InputError, asyncio.CancelledError):
@@ -287,7 +286,7 @@ class Collector:
             return GroupFate("dropped", group.prompt, unscored=members)
         greedy = scored.pop() if self._has_greedy else None
         scored = self._scorer.compare(scored, step=self._version + 1)
-        return Group(group.prompt, tuple(scored), min(t.weight_version for t in members), greedy)
+        return Group(group.prompt, tuple(scored), greedy)
 
     def _places_are_free(self) -> None:
         """Groups are complete whose scoring takes long: the engines work on others meanwhile."""
@@ -339,16 +338,6 @@ class Collector:
         order. Empty at a second call."""
         fates, self._fates = self._fates, []
         return fates
-
-    def histograms(self) -> dict[str, Histogram]:
-        """Of the last `collect`: lengths and rewards of all responses that it scored, staleness of the groups that it
-        returned."""
-        found = {
-            "rollout/response_length": Histogram.of_values([s.length for s in self._last_scored]),
-            "rollout/reward": Histogram.of_values([s.reward for s in self._last_scored]),
-            "buffer/staleness": Histogram.of_values(self._last_staleness),
-        }
-        return {name: histogram for name, histogram in found.items() if histogram is not None}
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """JSON values and arrays for a checkpoint: the state that decides which groups come next."""
@@ -409,11 +398,10 @@ class Collector:
 
     def _fits(self, group: Group) -> bool:
         """Whether a held group is one that this run could have made."""
-        longest = max(scored.length for scored in group.trajectories)
         is_of_size = len(group.trajectories) == self._config.batch.group_size and not (
             self._has_greedy and group.greedy is None
         )
-        return is_of_size and longest <= self._config.rollout.max_response_tokens
+        return is_of_size and max(lengths_of(group.trajectories)) <= self._config.rollout.max_response_tokens
 
     def new_requests(self, prompt: Prompt) -> list[GenerationRequest]:
         """The requests of one group, with new ids."""
@@ -442,8 +430,7 @@ class Collector:
                 f"data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
                 f"correct, and the reward did not say so of every response; {OTHER_FILTERS}"
             )
-        first = group.trajectories[0].id
-        self.sampler.observe(GroupTally(first, group.prompt.index, sum(map(bool, passed)), len(passed)))
+        self.sampler.observe(GroupTally(group.id, group.prompt.index, sum(map(bool, passed)), len(passed)))
 
     def _starvation(self, stats: RolloutStats) -> str:
         algorithm, counts = self._config.algorithm, self.buffer.counts
@@ -477,7 +464,7 @@ def _asked_again(group: OpenGroup) -> OpenGroup:
 
 def _ids(held: Iterable[Group], *others: Iterable[OpenGroup]) -> list[int]:
     """The first request of every group."""
-    return [*(group.trajectories[0].id for group in held), *(group.id for groups in others for group in groups)]
+    return [*(group.id for group in held), *(group.id for groups in others for group in groups)]
 
 
 def _packed(

@@ -41,7 +41,7 @@ def unpack_groups(
     for record in records:
         members = [next(trajectories) for _ in record["responses"]]
         greedy = members.pop() if record.get("last_is_greedy") else None
-        groups.append(Group(prompts[record["prompt"]], tuple(members), record["weight_version"], greedy))
+        groups.append(Group(prompts[record["prompt"]], tuple(members), greedy))
     return groups
 
 

@@ -27,8 +27,7 @@ class GroupLatency:
     def metrics(self, used: Sequence[Group]) -> dict[str, float]:
         """Mean and maximum over the groups that a step uses now, without those whose start is not known."""
         now = self._clock()
-        ids = [group.trajectories[0].id for group in used]
-        seconds = [now - self._started[first] for first in ids if first in self._started]
+        seconds = [now - self._started[group.id] for group in used if group.id in self._started]
         if not seconds:
             return {}
         return {"time/group_latency_mean_s": float(np.mean(seconds)), "time/group_latency_max_s": max(seconds)}

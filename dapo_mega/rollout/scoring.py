@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -97,13 +97,13 @@ class ResponseScorer:
         if not weight:
             return list(members)
         assert self._comparison
-        verdicts = [member.correct for member in members if member.correct is not None]
+        verdicts = verdicts_of(members)
         if len(verdicts) < len(members):
             raise InputError(
                 "the length reward (reward.length_weight, kind length_kimi) needs to know which responses are correct, "
                 "but the reward did not say so of all; leave the length reward out, or return correct=True or False"
             )
-        rewards = length_rewards([member.length for member in members], verdicts)
+        rewards = length_rewards(lengths_of(members), verdicts)
         name = self._comparison.label
         return [
             replace(member, reward=member.reward + weight * reward, parts={**member.parts, name: reward})
@@ -200,6 +200,16 @@ def trial_record(prompt: Prompt) -> RewardRecord:
     return made_up_record(
         prompt.problem or prompt.text, prompt.messages, prompt.ground_truth, prompt.data_source, prompt.fields
     )
+
+
+def lengths_of(trajectories: Iterable[Trajectory]) -> list[int]:
+    """Their sampled tokens."""
+    return [trajectory.length for trajectory in trajectories]
+
+
+def verdicts_of(scored: Iterable[ScoredTrajectory]) -> list[bool]:
+    """Whether they are correct, of those of which the reward says so."""
+    return [trajectory.correct for trajectory in scored if trajectory.correct is not None]
 
 
 def parts_of(scored: Sequence[ScoredTrajectory]) -> dict[str, list[float]]:

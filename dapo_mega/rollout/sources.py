@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dapo_mega.rollout.scoring import lengths_of, verdicts_of
 from dapo_mega.types import Group, Prompt
 
 _MAX_LABELS = 32
@@ -48,9 +49,8 @@ def metrics_of_sources(groups: Sequence[Group], labels: Mapping[Source, str]) ->
     for label, members in by_label.items():
         scored = [response for group in members for response in group.trajectories]
         metrics[f"source/share_{label}"] = len(members) / len(groups)
-        metrics[f"source/response_length_mean_{label}"] = float(np.mean([s.length for s in scored]))
-        verdicts = [s.correct for s in scored if s.correct is not None]
-        if verdicts:
+        metrics[f"source/response_length_mean_{label}"] = float(np.mean(lengths_of(scored)))
+        if verdicts := verdicts_of(scored):
             metrics[f"source/accuracy_{label}"] = float(np.mean(verdicts))
     return metrics
 

@@ -52,12 +52,7 @@ def read_step(path: Path) -> RecordedStep:
     for row in trained:
         members.setdefault(row["group"], []).append(row)
     groups = tuple(
-        Group(
-            _prompt(found[0]),
-            tuple(trajectory_of(row) for row in found),
-            min(row["weight_version"] for row in found),
-            greedy.get(group),
-        )
+        Group(_prompt(found[0]), tuple(trajectory_of(row) for row in found), greedy.get(group))
         for group, found in members.items()
     )
     return RecordedStep(account, groups, tuple(_sample(row) for row in trained))

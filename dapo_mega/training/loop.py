@@ -196,12 +196,7 @@ def find_starvation_cause(run: TrainingRun) -> str | None:
     with raise_on_all_ranks(policy.processes.control):
         if run.controller:
             run.fleet.sleep()
-            recent = [
-                (prompt, trajectory)
-                for prompt, trajectory in run.controller.collector.recent
-                if (trajectory.versions >= run.step).any()
-            ]
-            samples = samples_to_score(recent, run.step) if recent else None
+            samples = samples_to_score(run.controller.collector.recent, run.step)
     has_any = torch.tensor(samples is not None)
     dist.broadcast(has_any, src=0, group=policy.processes.control)
     if not has_any:
@@ -290,7 +285,7 @@ def gather_histograms(run: TrainingRun, scored: ScoredStep) -> dict[str, Histogr
     if run.counts is None:
         return {}
     counted = run.counts.histograms(scored.mini_batches, run.policy.processes)
-    return {**counted, **run.controller.collector.histograms()} if run.controller else counted
+    return {**counted, **run.controller.collector.histograms} if run.controller else counted
 
 
 def evaluate(run: TrainingRun) -> Metrics:

@@ -203,9 +203,9 @@ def samples_of(arrangement, algorithm):
             finish = "stop" if sample.loss_mask.any() else "length"
             reward = rng.choice([-1.0, 0.3, 1.0])
             members.append(scored_answer(Response(0, ids, logprobs, finish, 0), "", True, reward, reward))
-        groups.append(Group(Prompt(0, "", prompt, ""), tuple(members), 0))
+        groups.append(Group(Prompt(0, "", prompt, ""), tuple(members)))
     if arrangement == "shuffled":
-        groups = [Group(g.prompt, tuple(rng.sample(g.trajectories, 4)), 0) for g in rng.sample(groups, len(groups))]
+        groups = [Group(g.prompt, tuple(rng.sample(g.trajectories, 4))) for g in rng.sample(groups, len(groups))]
     if arrangement == "doubled":
         groups = groups * 2
     config = RunConfig.model_validate(

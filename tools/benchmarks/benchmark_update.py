@@ -124,7 +124,7 @@ def make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Grou
                     Trajectory.of(response), text="", correct=reward > 0, accuracy_reward=reward, reward=reward
                 )
             )
-        groups.append(Group(prompts[i % len(prompts)], tuple(members), 0))
+        groups.append(Group(prompts[i % len(prompts)], tuple(members)))
     return groups
 
 

@@ -124,7 +124,7 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     prompt = Prompt(0, "", np.array([7, 8], np.int32), "")
     paths = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
     config = RunConfig.model_validate({**paths, "algorithm": {"advantage": "group_mean"}})
-    samples = samples_of_groups([Group(prompt, tuple(found), 3)] * 2, config, version=4)
+    samples = samples_of_groups([Group(prompt, tuple(found))] * 2, config, version=4)
     assert samples.origins.trajectories.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert samples.origins.groups.tolist() == [0] * 4 + [1] * 4
     assert samples.origins.leads.tolist() == [1, 0] * 4

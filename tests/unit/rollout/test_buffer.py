@@ -26,7 +26,7 @@ def group(index, correct, rewards=None, version=0):
         )
         for i, (c, r) in enumerate(zip(correct, rewards, strict=True))
     )
-    return Group(PROMPTS[index], responses, version)
+    return Group(PROMPTS[index], responses)
 
 
 def test_the_filter_looks_at_correctness_and_not_at_the_shaped_reward():
@@ -41,7 +41,7 @@ def test_scores_that_differ_by_rounding_are_no_signal():
     for scores, keeps in (([0.1 + 0.2, 0.3], False), ([0.3, 0.3001], True), ([0.3, 0.5], True)):
         members = group(0, [True] * len(scores)).trajectories
         scored = tuple(replace(m, accuracy_reward=score) for m, score in zip(members, scores, strict=True))
-        of_scores = Group(PROMPTS[0], scored, 0)
+        of_scores = Group(PROMPTS[0], scored)
         assert GroupBuffer(dynamic_sampling_on="unequal_scores").keeps(of_scores) == keeps, scores
         at_threshold = GroupBuffer(dynamic_sampling_on="score_threshold", score_threshold=max(scores))
         assert at_threshold.keeps(of_scores) == keeps, scores

@@ -59,7 +59,7 @@ def test_a_record_without_versions_of_tokens_is_of_one_version():
 def test_a_groups_greedy_response_survives_and_stays_apart():
     prompts = [Prompt(i, "", np.array([1], np.int32), "") for i in range(2)]
     scored = [scored_answer(response(i, i + 1), f"t{i}", i % 2 == 0, 1.0, 0.5 * i) for i in range(5)]
-    groups = [Group(prompts[1], tuple(scored[:2]), 3, scored[2]), Group(prompts[0], tuple(scored[3:]), 3)]
+    groups = [Group(prompts[1], tuple(scored[:2]), scored[2]), Group(prompts[0], tuple(scored[3:]))]
     records, arrays = pack_groups(groups, "buffer")
     restored = unpack_groups(json.loads(json.dumps(records)), arrays, prompts, "buffer")
     assert [len(group.trajectories) for group in restored] == [2, 2]

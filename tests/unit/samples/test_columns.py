@@ -49,7 +49,7 @@ def assert_there(trajectory):
 
 def test_a_declared_column_is_in_checkpoint_samples_replay_evaluation_and_page(tmp_path, monkeypatch):
     monkeypatch.setattr(trajectory_records, "SCORED", Observed)
-    group = Group(PROMPT, (observed(1), observed(2)), 0)
+    group = Group(PROMPT, (observed(1), observed(2)))
     # Checkpoint.
     records, arrays = pack_groups([group], "buffer")
     for restored in unpack_groups(json.loads(json.dumps(records)), arrays, [PROMPT], "buffer")[0].trajectories:

@@ -44,7 +44,7 @@ def unscored(request_id):
 
 
 def step_file(step, kind="training"):
-    group = Group(PROMPT, (scored(8), scored(9, correct=None)), 7)
+    group = Group(PROMPT, (scored(8), scored(9, correct=None)))
     rows = list(rows_of_group(group))
     rows += rows_of(GroupFate("expired", PROMPT, unscored=(unscored(12),)))
     return SampleFile(step, kind, rows, {"groups": {"trained": 1, "expired": 1}})

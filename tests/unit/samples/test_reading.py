@@ -39,9 +39,9 @@ def scored(request_id, length):
 def recorded(folder, step=5):
     """Two trained groups, the first with a greedy response, and a filtered one; their groups in order of training."""
     groups = [
-        Group(PROMPTS[1], (scored(7, 4), scored(8, 6)), 3, greedy=scored(9, 3)),
-        Group(PROMPTS[0], (scored(2, 5), scored(3, 2)), 3),
-        Group(PROMPTS[2], (scored(20, 5), scored(21, 2)), 3),
+        Group(PROMPTS[1], (scored(7, 4), scored(8, 6)), greedy=scored(9, 3)),
+        Group(PROMPTS[0], (scored(2, 5), scored(3, 2))),
+        Group(PROMPTS[2], (scored(20, 5), scored(21, 2))),
     ]
     rows = []
     for group, outcome in zip(groups, ("trained", "trained", "all_right"), strict=True):
