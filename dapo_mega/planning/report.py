@@ -128,7 +128,7 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
         "gradients and optimizer state are as Megatron allocates them"
     )
     if config.compute.fp8.enabled:
-        yield "  FP8: weights kept twice (one transposed), operands of products in one byte; on one H100 all was within 4 %"
+        yield "  FP8: weights kept twice (one transposed), operands of products in one byte; on one H100 within 4 %"
     yield (
         f"  micro-batch: {shape.num_tokens} tokens in {len(shape.lengths)} sequence(s) of at most "
         f"{max(shape.lengths)}, all of them scored; {plan.assumptions.reserved_bytes / GIB:.1f} GiB are left to "
