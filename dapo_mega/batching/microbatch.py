@@ -39,6 +39,39 @@ class MicroBatch:
     denominator: int
     num_tokens: int
 
+    def response_rows(self) -> Tensor:
+        """Positions [N] that predict response tokens."""
+        return self.targets.response_mask.nonzero()[:, 0]
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """The response tokens' [N], from a value of every position [T]."""
+        return values[self.targets.response_mask]
+
+    @property
+    def in_loss(self) -> Tensor:
+        """Which response tokens count in the loss [N]."""
+        return self.of_responses(self.targets.loss_mask)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Those of the response tokens [N]."""
+        return self.of_responses(self.targets.advantages)
+
+    @property
+    def rollout_logprobs(self) -> Tensor:
+        """The engines' log-probs of the response tokens [N]."""
+        return self.of_responses(self.targets.rollout_logprobs)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The sample of every response token, and the position there that predicts it, each [N] on the CPU."""
+        return self.of_responses(self.targets.sample_ids).cpu(), self.of_responses(self.positions).cpu()
+
+    def with_advantages(self, advantages: Tensor) -> MicroBatch:
+        """The micro-batch with these advantages [N] of response tokens."""
+        column = self.targets.advantages.clone()
+        column[self.targets.response_mask] = advantages.to(column)
+        return replace(self, targets=replace(self.targets, advantages=column))
+
     def to(self, device: torch.device) -> MicroBatch:
         """The micro-batch on another device."""
         return replace(

@@ -51,10 +51,8 @@ def choose_tokens(
 def _tokens(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """(log-probs and advantages [2, N] float64, in the loss [N]) of the response tokens."""
     assert batch.old_logprobs is not None, "tokens are chosen by their log-probs at the start of the step"
-    targets = batch.micro_batch.targets
-    mask = targets.response_mask
-    values = torch.stack([batch.old_logprobs.double().cpu(), targets.advantages[mask].double().cpu()])
-    return values, targets.loss_mask[mask].cpu()
+    values = torch.stack([batch.old_logprobs.double().cpu(), batch.micro_batch.advantages.double().cpu()])
+    return values, batch.micro_batch.in_loss.cpu()
 
 
 def _ranks(
@@ -93,11 +91,8 @@ def _at_least_as_high(ranks: Tensor, last: Tensor) -> Tensor:
 
 def _uniform(batch: TokenBatch, seed: int) -> npt.NDArray[np.float64]:
     """A number in [0, 1) for every response token [N], from the seed, its sample and its position alone."""
-    micro = batch.micro_batch
-    mask = micro.targets.response_mask
-    places = (micro.targets.sample_ids[mask].cpu().numpy().astype(np.uint64) << np.uint64(32)) + micro.positions[
-        mask
-    ].cpu().numpy().astype(np.uint64)
+    samples, positions = (column.numpy().astype(np.uint64) for column in batch.micro_batch.places())
+    places = (samples << np.uint64(32)) + positions
     state = places ^ np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # The finalizer of SplitMix64.
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)

@@ -173,8 +173,3 @@ class MegatronModel:
             batch.tokens[None], batch.positions[None], None, labels=make_labels(batch), packed_seq_params=segments
         )
         return output
-
-
-def response_rows(batch: MicroBatch) -> Tensor:
-    """Positions [N] that predict response tokens."""
-    return batch.targets.response_mask.nonzero()[:, 0]

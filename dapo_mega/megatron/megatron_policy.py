@@ -16,7 +16,7 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.megatron_model import MegatronModel, response_rows
+from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenOutputs
 from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage
@@ -182,7 +182,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
 
 def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:
     """The response tokens of a micro-batch, to be scored."""
-    rows = response_rows(batch)
+    rows = batch.response_rows()
     return ChosenTokens(rows, batch.targets.token_ids[rows].long(), with_entropy)
 
 

@@ -44,7 +44,7 @@ def sum_engine_ratios(
     micro_batch: MicroBatch, old_logprobs: Tensor, context_group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """`sums_by_trajectory` of log(trainer's / engine's probability); `old_logprobs` [N] of response tokens."""
-    rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask].to(old_logprobs.device)
+    rollout_logprobs = micro_batch.rollout_logprobs.to(old_logprobs.device)
     return sums_by_trajectory(micro_batch, old_logprobs - rollout_logprobs, context_group)
 
 
@@ -73,9 +73,8 @@ def measure_mismatch(
 
 def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """The token-level entries of `_SUMS`, and `_MAXIMA`."""
-    chosen = micro_batch.targets.response_mask
-    own, rollout = logprobs.double().cpu(), micro_batch.targets.rollout_logprobs[chosen].double().cpu()
-    fresh = micro_batch.targets.fresh_mask[chosen].cpu()
+    own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs.double().cpu()
+    fresh = micro_batch.of_responses(micro_batch.targets.fresh_mask).cpu()
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
     cap = math.inf if settings.importance_cap is None else settings.importance_cap
@@ -117,10 +116,9 @@ def measure_engines(
     each. Engines without fresh tokens are left out. `engines[i]` is the URL of engine i."""
     sums = torch.zeros(2, len(engines), dtype=torch.float64)
     for micro_batch, logprobs in scored:
-        chosen = micro_batch.targets.response_mask
-        differences = (logprobs.double().cpu() - micro_batch.targets.rollout_logprobs[chosen].double().cpu()).abs()
-        ids = micro_batch.targets.engine_ids[chosen].long().cpu()
-        counted = micro_batch.targets.fresh_mask[chosen].cpu() & (ids >= 0)
+        differences = (logprobs.double().cpu() - micro_batch.rollout_logprobs.double().cpu()).abs()
+        ids = micro_batch.of_responses(micro_batch.targets.engine_ids).long().cpu()
+        counted = micro_batch.of_responses(micro_batch.targets.fresh_mask).cpu() & (ids >= 0)
         sums[0].index_add_(0, ids[counted], differences[counted])
         sums[1].index_add_(0, ids[counted], torch.ones_like(differences[counted]))
     dist.all_reduce(sums, group=control)

@@ -112,8 +112,7 @@ class PolicyGradient:
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
         settings, micro = self.settings, batch.micro_batch
-        targets, device = micro.targets, outputs.logprobs.device
-        in_loss = targets.loss_mask[targets.response_mask].to(device)
+        in_loss = micro.in_loss.to(outputs.logprobs.device)
         start_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         importance, weights = self._corrections(micro, start_logprobs)
 
@@ -122,10 +121,10 @@ class PolicyGradient:
             return torch.where((weights != 0) | values.isfinite(), values, 0)
 
         logprobs = used(outputs.logprobs)
-        old_policy = start_logprobs if settings.old_policy == "step_start" else _rollout_logprobs(micro, logprobs)
-        old_logprobs = used(old_policy)
+        of_engines = settings.old_policy != "step_start"
+        old_logprobs = used(micro.rollout_logprobs.to(logprobs.device) if of_engines else start_logprobs)
         policy_loss = POLICY_LOSSES[settings.kind]
-        advantages = used(targets.advantages[targets.response_mask].to(device))
+        advantages = used(micro.advantages.to(in_loss.device))
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if policy_loss.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
@@ -155,26 +154,28 @@ class PolicyGradient:
     def _of_responses(self, micro: MicroBatch, log_ratios: Tensor, in_loss: Tensor) -> Tensor:
         """`LossInputs.of_responses`."""
         sums = sums_by_trajectory(micro, log_ratios, self.context_group, counted=in_loss)
-        return sums[:, _segment_of_tokens(micro, sums)].to(log_ratios.dtype)
+        return sums[:, micro.of_responses(micro.first_segments).to(sums.device)].to(log_ratios.dtype)
 
     def _corrections(self, micro: MicroBatch, start_logprobs: Tensor) -> tuple[Tensor | None, Tensor]:
         """What corrects for the engine: importance weights of the policy loss [N], None if there are none, and the
         weight of every response token in the loss [N], 0 where a mask leaves it out."""
         settings, importance = self.settings, None
-        weights = micro.token_weights[micro.targets.response_mask].to(start_logprobs.device)
+        weights = micro.of_responses(micro.token_weights).to(start_logprobs.device)
         weighs_responses = settings.importance_cap is not None and settings.importance_level == "sequence"
         if settings.sequence_mask is not None or weighs_responses:
             sums = sum_engine_ratios(micro, start_logprobs, self.context_group)
-            segments = _segment_of_tokens(micro, sums)
+            segments = micro.of_responses(micro.first_segments).to(sums.device)
             if settings.sequence_mask is not None:
                 weights = weights * within_bounds(sums, settings.sequence_mask)[segments]
             if settings.importance_cap is not None and weighs_responses:
                 importance = sequence_importance_weights(sums, settings.importance_cap)[segments].to(weights.dtype)
         if settings.importance_cap is not None and not weighs_responses:
-            importance = importance_weights(start_logprobs, _rollout_logprobs(micro, weights), settings.importance_cap)
+            importance = importance_weights(
+                start_logprobs, micro.rollout_logprobs.to(weights.device), settings.importance_cap
+            )
         if settings.token_mask is not None:
             low, high = settings.token_mask
-            ratios = importance_weights(start_logprobs, _rollout_logprobs(micro, weights), math.inf)
+            ratios = importance_weights(start_logprobs, micro.rollout_logprobs.to(weights.device), math.inf)
             weights = weights * ((ratios >= low) & (ratios <= high))
         return importance, weights
 
@@ -202,7 +203,7 @@ class SupervisedLoss:
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
         micro, logprobs = batch.micro_batch, outputs.logprobs
-        total = -(logprobs * micro.token_weights[micro.targets.response_mask].to(logprobs.device)).sum()
+        total = -(logprobs * micro.of_responses(micro.token_weights).to(logprobs.device)).sum()
         denominator = torch.tensor(float(micro.denominator), device=total.device)
         return LossTerm(total, _denominator(micro, total), {"loss": total.detach(), "denominator": denominator})
 
@@ -217,16 +218,6 @@ def needs_whole_trajectories(config: RunConfig) -> bool:
     weighs = settings.importance_cap is not None and settings.importance_level == "sequence"
     of_loss = POLICY_LOSSES[settings.kind].is_sequence_level or settings.sequence_mask is not None or weighs
     return of_loss or (config.algorithm.has_token_rewards and config.algorithm.advantage not in GROUP_BASELINES)
-
-
-def _rollout_logprobs(micro: MicroBatch, like: Tensor) -> Tensor:
-    """The engine's log-probs of the response tokens, [N], on the device of `like`."""
-    return micro.targets.rollout_logprobs[micro.targets.response_mask].to(like.device)
-
-
-def _segment_of_tokens(micro: MicroBatch, like: Tensor) -> Tensor:
-    """The first segment of every response token's trajectory, [N], on the device of `like`."""
-    return micro.first_segments[micro.targets.response_mask].to(like.device)
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

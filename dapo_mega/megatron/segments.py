@@ -22,7 +22,7 @@ def sums_by_trajectory(
     `counted` [N] bool says which tokens to sum (default: all). With `context_group` the micro-batch is this rank's
     slice, and all ranks of the group must call this.
     """
-    ids = micro_batch.first_segments[micro_batch.targets.response_mask].to(values.device)
+    ids = micro_batch.of_responses(micro_batch.first_segments).to(values.device)
     if counted is not None:
         values, ids = values[counted], ids[counted]
     sums = segment_sums(values, ids, len(micro_batch.cu_seqlens) - 1)

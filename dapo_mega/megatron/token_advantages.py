@@ -7,7 +7,6 @@ responses are put together where sums over time are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +40,13 @@ def advantages_from_values(
         return list(batches), [torch.empty(0) for _ in batches]
     changed, returns = [], []
     for i, micro_batch in enumerate(batches):
-        rewards = micro_batch.targets.advantages[micro_batch.targets.response_mask]
+        rewards = micro_batch.advantages
         of_tokens = penalties[i].cpu() if penalties else torch.zeros(len(rewards))
         columns = torch.stack([rewards.double(), values[i].double().cpu(), of_tokens.double()])
         whole, ids, own = _whole_responses(micro_batch, columns, processes)
         paid = whole[0] * is_last_of_segment(ids) - whole[2]
         advantages = generalized_advantages(paid, whole[1], ids, discount=discount, decay=decay)
-        changed.append(_with_advantages(micro_batch, torch.from_numpy(advantages)[own]))
+        changed.append(micro_batch.with_advantages(torch.from_numpy(advantages)[own]))
         returns.append(torch.from_numpy(advantages + whole[1])[own].float().to(processes.device))
     return changed, returns
 
@@ -63,8 +62,7 @@ def subtract_following_penalties(
     for micro_batch, of_tokens in zip(batches, penalties, strict=True):
         whole, ids, own = _whole_responses(micro_batch, of_tokens[None], processes)
         sums = torch.from_numpy(discounted_sums(whole[0], ids, 1.0))[own]
-        chosen = micro_batch.targets.response_mask
-        changed.append(_with_advantages(micro_batch, micro_batch.targets.advantages[chosen].double() - sums))
+        changed.append(micro_batch.with_advantages(micro_batch.advantages.double() - sums))
     return changed
 
 
@@ -76,7 +74,7 @@ def advantages_of_responses(
 ) -> list[MicroBatch]:
     """The same advantage for all tokens of a trajectory, computed on rank 0 by `advantages` from the sums of the
     penalties over each of the step's trajectories. Collective; the other ranks pass None."""
-    ids = [micro.trajectories.cpu()[micro.first_segments.cpu()[micro.targets.response_mask.cpu()]] for micro in batches]
+    ids = [micro.trajectories.cpu()[micro.of_responses(micro.first_segments).cpu()] for micro in batches]
     number = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=processes.control)
     sums = torch.zeros(int(number), dtype=torch.float64)
@@ -86,7 +84,7 @@ def advantages_of_responses(
     dist.all_reduce(sums, group=processes.control)
     result = torch.zeros_like(sums) if advantages is None else torch.from_numpy(advantages(sums.numpy()))
     dist.broadcast(result, src=0, group=processes.control)
-    return [_with_advantages(micro, result[own]) for micro, own in zip(batches, ids, strict=True)]
+    return [micro.with_advantages(result[own]) for micro, own in zip(batches, ids, strict=True)]
 
 
 def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[MicroBatch]:
@@ -94,40 +92,23 @@ def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[Micr
     + 1e-8. Collective. Equal advantages become 0."""
     counted = torch.empty(0, dtype=torch.float64)
     if processes.counts_outputs:
-        counted = torch.cat([counted, *(_in_loss(micro).double().cpu() for micro in batches)])
+        counted = torch.cat([counted, *(micro.advantages[micro.in_loss].double().cpu() for micro in batches)])
     sums = torch.stack([torch.tensor(float(len(counted)), dtype=torch.float64), counted.sum()])
     dist.all_reduce(sums, group=processes.control)
     mean = float(sums[1] / sums[0]) if sums[0] else 0.0
     squares = (counted - mean).square().sum()
     dist.all_reduce(squares, group=processes.control)
     scale = (float(squares / sums[0]) + VARIANCE_FLOOR) ** -0.5 if sums[0] else 0.0
-    return [
-        _with_advantages(micro, (micro.targets.advantages[micro.targets.response_mask].double() - mean) * scale)
-        for micro in batches
-    ]
-
-
-def _in_loss(micro_batch: MicroBatch) -> Tensor:
-    return micro_batch.targets.advantages[micro_batch.targets.loss_mask]
-
-
-def _with_advantages(micro_batch: MicroBatch, advantages: Tensor) -> MicroBatch:
-    """The micro-batch with these advantages [N] of response tokens."""
-    targets = micro_batch.targets
-    column = targets.advantages.clone()
-    column[targets.response_mask] = advantages.to(column)
-    return replace(micro_batch, targets=replace(targets, advantages=column))
+    return [micro.with_advantages((micro.advantages.double() - mean) * scale) for micro in batches]
 
 
 def _whole_responses(micro_batch: MicroBatch, columns: Tensor, processes: Processes) -> tuple[Floats, Floats, Tensor]:
     """(values, trajectories, own): the columns [C, M] of all response tokens of the replica's micro-batch, in the order
     of the sequences, from this process's [C, N], the trajectory of each, and where among them its own are [N].
     Collective over the context group."""
-    chosen = micro_batch.targets.response_mask.cpu()
-    if processes.context_size == 1:
-        positions = torch.arange(len(chosen))[chosen]
-    else:
-        positions = context_positions(micro_batch.cu_seqlens, processes.context_rank, processes.context_size)[chosen]
+    positions = micro_batch.response_rows().cpu()
+    if processes.context_size > 1:
+        positions = context_positions(micro_batch.cu_seqlens, processes.context_rank, processes.context_size)[positions]
     bounds = micro_batch.cu_seqlens.cpu().long()
     rows = torch.zeros(1 + len(columns), int(bounds[-1]), dtype=torch.float64)
     rows[0, positions] = 1.0

@@ -37,8 +37,7 @@ class ValueLoss:
         """The micro-batch's part of the loss of `values` [N]; its sums are in float64."""
         assert batch.old_values is not None
         assert batch.returns is not None
-        targets = batch.micro_batch.targets
-        in_loss = targets.loss_mask[targets.response_mask].to(values.device)
+        in_loss = batch.micro_batch.in_loss.to(values.device)
         # Taken out before anything is computed, since 0 times what is no number would be none either.
         values, old_values, returns = (
             of_tokens.to(values.device)[in_loss] for of_tokens in (values, batch.old_values, batch.returns)

@@ -14,7 +14,6 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.megatron_model import response_rows
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.megatron.value_head import ValueStage
 from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
@@ -64,7 +63,7 @@ class ValueModel(TrainedModel):
             chunk.eval()
         with torch.no_grad():
             batches = [ValueBatch(micro_batch) for micro_batch in micro_batches]
-            values: list[Tensor] = self._run(batches, _collect_values, response_rows, forward_only=True)
+            values: list[Tensor] = self._run(batches, _collect_values, MicroBatch.response_rows, forward_only=True)
         return values if self.processes.is_last_stage else [torch.empty(0) for _ in micro_batches]
 
     def update(self, batches: Sequence[ValueBatch], loss: ValueLoss) -> dict[str, float]:
@@ -81,7 +80,7 @@ class ValueModel(TrainedModel):
 
             return evaluate
 
-        update = self._step(batches, make_loss, response_rows, loss.sum_names)
+        update = self._step(batches, make_loss, MicroBatch.response_rows, loss.sum_names)
         metrics = {**update.finite(loss.metrics(update.sums)), "critic/learning_rate": update.learning_rate}
         if self.max_skipped:
             metrics["critic/skipped_update_share"] = float(update.is_skipped)

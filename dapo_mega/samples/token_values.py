@@ -35,10 +35,9 @@ def runs_of(batches: Sequence[MicroBatch], columns: Sequence[Sequence[Tensor]]) 
     ids = [np.empty(0, np.int32)]
     positions = [np.empty(0, np.int32)]
     for micro in batches:
-        chosen = micro.targets.response_mask.cpu()
-        ids.append(micro.targets.sample_ids.cpu()[chosen].numpy())
-        # Position t predicts the token after it.
-        positions.append((micro.positions.cpu()[chosen] + 1).int().numpy())
+        of_batch, predicting = micro.places()
+        ids.append(of_batch.numpy())
+        positions.append((predicting + 1).int().numpy())
     sample, position = np.concatenate(ids), np.concatenate(positions)
     values = np.stack(
         [

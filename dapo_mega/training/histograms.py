@@ -45,10 +45,10 @@ class StepCounts:
 
 def _advantages(mini_batches: Sequence[Sequence[TokenBatch]], processes: Processes) -> Tensor:
     """Of the tokens in the loss that this rank counts, [N] float64 on the CPU."""
-    targets = [batch.micro_batch.targets for mini_batch in mini_batches for batch in mini_batch]
-    if not processes.counts_outputs or not targets:
+    batches = [batch.micro_batch for mini_batch in mini_batches for batch in mini_batch]
+    if not processes.counts_outputs or not batches:
         return torch.empty(0, dtype=torch.float64)
-    values = torch.cat([columns.advantages[columns.loss_mask] for columns in targets]).double().cpu()
+    values = torch.cat([micro.advantages[micro.in_loss] for micro in batches]).double().cpu()
     return values[values.isfinite()]
 
 

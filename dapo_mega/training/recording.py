@@ -140,7 +140,7 @@ def values_of_trajectories(
         dist.broadcast_object_list(wanted, src=0, group=processes.control)
     own_start = own_update = None
     if processes.counts_outputs:
-        advantages = [micro.targets.advantages[micro.targets.response_mask] for micro in trace.batches]
+        advantages = [micro.advantages for micro in trace.batches]
         own_start = _only(runs_of(trace.batches, [trace.start_logprobs, advantages]), wanted[0])
         updated = list(trace.updated.values())
         own_update = _only(runs_of([m for m, _ in updated], [[logprobs for _, logprobs in updated]]), wanted[0])

@@ -156,8 +156,7 @@ def measure_scores(
     scored = [(micro_batch, score.logprobs) for micro_batch, score in counted]
     if run.counts is not None:
         for micro_batch, logprobs in scored:
-            rollout_logprobs = micro_batch.targets.rollout_logprobs[micro_batch.targets.response_mask]
-            run.counts.importance_weights.add(logprobs - rollout_logprobs.to(logprobs.device))
+            run.counts.importance_weights.add(logprobs - micro_batch.rollout_logprobs.to(logprobs.device))
     metrics = measure_mismatch(
         scored, run.config.loss_settings, control=processes.control, context_group=processes.context
     )

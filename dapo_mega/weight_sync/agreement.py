@@ -68,7 +68,7 @@ class PolicyAgreement:
         logprobs = torch.zeros(len(self.tokens) - 1, dtype=torch.float32)
         if policy.processes.counts_outputs:
             for micro_batch, score in zip(batch.mini_batches[0], scores, strict=True):
-                logprobs[micro_batch.positions[micro_batch.targets.response_mask].cpu()] = score.logprobs.float().cpu()
+                logprobs[micro_batch.of_responses(micro_batch.positions).cpu()] = score.logprobs.float().cpu()
         dist.all_reduce(logprobs, group=policy.processes.control)
         return logprobs.numpy()
 

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.microbatch import MicroBatch, pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron import megatron_model, output_layer
-from dapo_mega.megatron.megatron_model import response_rows
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, chosen_tokens
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
@@ -85,7 +84,7 @@ def run_case(case, plans):
     schedule = {"updates_per_step": 1, "num_steps": 10, "compute": ComputeConfig(**case.get("compute", {}))}
     if case["is_critic"]:
         policy, make_batch = ValueModel(*settings, **schedule), ValueBatch
-        make_labels, loss = response_rows, ValueLoss()
+        make_labels, loss = MicroBatch.response_rows, ValueLoss()
     else:
         policy, make_batch = MegatronPolicy(*settings, **schedule, temperature=1.0), TokenBatch
         make_labels, loss = partial(chosen_tokens, with_entropy=False), PolicyGradient(LossSettings())

@@ -9,7 +9,6 @@ from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard
-from dapo_mega.megatron.megatron_model import response_rows
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes
@@ -116,7 +115,7 @@ def three_updates(name, case, model, checkpoints):
 
 def with_returns(batch):
     """Old values and returns that depend on the token only, with clipping on both sides."""
-    pattern = batch.targets.rollout_logprobs[response_rows(batch)]
+    pattern = batch.rollout_logprobs
     return ValueBatch(batch, 0.5 * torch.cos(5 * pattern), torch.sin(pattern) + 0.3)
 
 

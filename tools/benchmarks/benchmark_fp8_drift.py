@@ -162,7 +162,6 @@ def score(folder: Path, trainer: str, tokens: Tensor, processes: Any) -> Tensor:
     from dapo_mega.batching.plan import PackingLayout
     from dapo_mega.batching.samples import flatten, single_turn
     from dapo_mega.config import ComputeConfig, Fp8Config
-    from dapo_mega.megatron.megatron_model import response_rows
     from dapo_mega.megatron.model import unwrapped
 
     scaling, params, ends = TRAINERS[trainer]
@@ -177,7 +176,7 @@ def score(folder: Path, trainer: str, tokens: Tensor, processes: Any) -> Tensor:
     output_layer.register_forward_hook(lambda layer, inputs, output: logits.append(output[0]))
     policy.score([batch])
     # The last pass, as delayed scaling makes some before it.
-    whole = logits[-1][response_rows(batch), 0, :VOCABULARY].float().log_softmax(-1).cpu()
+    whole = logits[-1][batch.response_rows(), 0, :VOCABULARY].float().log_softmax(-1).cpu()
     return whole.unflatten(0, (len(rows), num_tokens))
 
 
