@@ -56,8 +56,8 @@ class GeneratedPart:
 # The file tree ----------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "trajectory_records", "errors", "atomic_files", "cli", "config", "metrics", "distributed", "rewards",
-    "algorithms", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
+    "types", "trajectory_records", "errors", "atomic_files", "own_code", "cli", "config", "metrics", "distributed",
+    "rewards", "algorithms", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
     "weight_sync", "conversion", "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training",
     "ablation", "commands", "__main__",
 )  # fmt: skip
@@ -178,7 +178,8 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
         if not field.description:
             raise ValueError(f"configuration key {name} has no description; give its Field of {kind.__name__} one")
         changes = "may change" if may_change_at_resume(root, name) else "fixed"
-        kind_text, allowed = ("section", "") if is_section else (_type_text(field.annotation), _allowed(field))
+        kind_text, allowed = "section" if is_section else _type_text(field.annotation), _allowed(field)
+        kind_text = "choice or section" if is_section and allowed else kind_text
         yield [f"`{name}`", kind_text, _default(field), allowed, changes, field.description]
 
 
@@ -241,7 +242,8 @@ def _choices(annotation: Any) -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    return "required" if field.is_required() else f"`{_value_text(field.default)}`"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return "required" if field.is_required() else f"`{_value_text(default)}`"
 
 
 def _value_text(value: Any) -> str:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.algorithms import group_advantages, whitened
-from dapo_mega.config import RunConfig
+from dapo_mega.algorithms.own_choices import own_advantages
+from dapo_mega.config import OwnCode, RunConfig
 from dapo_mega.types import Group, ScoredTrajectory
 
 Floats = npt.NDArray[np.float64]
@@ -37,7 +38,11 @@ def raw_advantages(groups: Sequence[Group], config: RunConfig, penalties: npt.Ar
             end = start + len(group.trajectories)
             rewards = np.array([scored.reward for scored in group.trajectories]) - taken_off[start:end]
             greedy_reward = group.greedy.reward if group.greedy else None
-            yield group_advantages(rewards, config.algorithm.advantage, greedy_reward)
+            kind = config.algorithm.advantage
+            if isinstance(kind, OwnCode):
+                yield own_advantages(kind, rewards, group)
+            else:
+                yield group_advantages(rewards, kind, greedy_reward)
             start = end
 
     return np.concatenate(list(of_groups()))

@@ -32,6 +32,7 @@ from dapo_mega.config.files import dump_config, load_config
 from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.own_code import OwnCode, OwnLoss
 from dapo_mega.config.parallel import ParallelConfig
 from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.config.presets import PRESETS
@@ -67,6 +68,8 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
+    "OwnCode",
+    "OwnLoss",
     "ParallelConfig",
     "PolicyLossKind",
     "PreparationConfig",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
+from dapo_mega.config.own_code import BY_NAME_OR_CODE, ByCode, ByName, OwnCode, OwnLoss, shown
 
 PolicyLossKind = Literal["clip", "gspo", "reinforce", "cispo", "sapo", "topr", "mirror_descent", "clip_cov", "kl_cov"]
 AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "reward", "greedy_baseline", "gae"]
@@ -37,6 +39,10 @@ Preset = Literal[
 DynamicSamplingOn = Literal["correctness", "score_threshold", "unequal_scores"]
 OldPolicy = Literal["step_start", "engine"]
 ImportanceLevel = Literal["token", "sequence"]
+PolicyLossChoice = Annotated[Annotated[PolicyLossKind, ByName] | Annotated[OwnLoss, ByCode], BY_NAME_OR_CODE]
+AdvantageChoice = Annotated[Annotated[AdvantageKind, ByName] | Annotated[OwnCode, ByCode], BY_NAME_OR_CODE]
+FilterChoice = Annotated[Annotated[DynamicSamplingOn, ByName] | Annotated[OwnCode, ByCode], BY_NAME_OR_CODE]
+"""One of the built-in ones, or code of the user's own."""
 GROUP_BASELINES: tuple[AdvantageKind, ...] = ("group_norm", "group_mean", "leave_one_out")
 """The advantages that compare the responses of a group."""
 OTHER_FILTERS = (
@@ -54,7 +60,7 @@ class LossSettings:
     The defaults are DAPO's. None switches `importance_cap`, `token_mask` and `sequence_mask` off.
     """
 
-    kind: PolicyLossKind = "clip"
+    kind: PolicyLossKind | OwnLoss = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
@@ -105,12 +111,12 @@ class AlgorithmConfig(Section):
         description="Published algorithm whose settings fill in the keys of this section that the file leaves out. "
         "Keys that the file gives win.",
     )
-    advantage: AdvantageKind = Field(
+    advantage: AdvantageChoice = Field(
         default="group_norm",
         description="Advantage of a response from the rewards of its group. group_norm: (R - mean) / (std + 1e-6); "
         "group_mean: R - mean; leave_one_out: R - mean of the other responses; reward: R itself; greedy_baseline: R - "
         "the reward of one more response, which is sampled greedily and never trained on (ReMax); gae: generalized "
-        "advantage estimates of a critic (PPO; see the section critic).",
+        "advantage estimates of a critic (PPO; see the section critic). A mapping with kind: function: your own.",
     )
     gae_discount: float = Field(
         default=1.0, gt=0, le=1, description="gamma of gae: how much less a reward counts a token later."
@@ -132,13 +138,14 @@ class AlgorithmConfig(Section):
         "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_token_sum: sum of each "
         "response, then mean over responses; sequence_mean_constant: the same / rollout.max_response_tokens.",
     )
-    policy_loss: PolicyLossKind = Field(
+    policy_loss: PolicyLossChoice = Field(
         default="clip",
         description="The policy loss, with r = new / old probability of a token and s that of its response. clip: r A "
         "within two bounds (PPO, DAPO); gspo: the geometric mean of s in place of r; cispo: bounded r, a fixed weight "
         "of A log p; sapo: a smooth gate in place of bounds; reinforce: A log p without a ratio; topr: A log p, for "
         "A < 0 times min(s, 1); mirror_descent: A log s - mirror_temperature / 2 (log s)^2 (Kimi); "
-        "clip_cov and kl_cov: clip and r A that hold back the tokens of highest covariance.",
+        "clip_cov and kl_cov: clip and r A that hold back the tokens of highest covariance. A mapping with kind: "
+        "function: your own.",
     )
     clip_low: float = Field(
         default=0.2,
@@ -196,12 +203,12 @@ class AlgorithmConfig(Section):
         "generate more until a step is full. Switch it off for smoke tests with a model that is always wrong: such a "
         "run would end as starved.",
     )
-    dynamic_sampling_on: DynamicSamplingOn = Field(
+    dynamic_sampling_on: FilterChoice = Field(
         default="correctness",
         description="What must differ between the responses of a group that is kept. correctness: some are right and "
         "some wrong; score_threshold: some score at least score_threshold and some less; unequal_scores: not all score "
         "the same. Scores are rewards without length rewards. The last two are for rewards that judge nothing right or "
-        "wrong.",
+        "wrong. A mapping with kind: function: your own.",
     )
     score_threshold: float | None = Field(
         default=None, description="The threshold of dynamic_sampling_on=score_threshold, which needs it."
@@ -281,7 +288,7 @@ class AlgorithmConfig(Section):
             raise ValueError(f"algorithm.soft_gate={list(self.soft_gate)} must be two positive numbers")
         if (self.dynamic_sampling_on == "score_threshold") != (self.score_threshold is not None):
             raise ValueError(
-                f"algorithm.dynamic_sampling_on={self.dynamic_sampling_on} with algorithm.score_threshold="
+                f"algorithm.dynamic_sampling_on={shown(self.dynamic_sampling_on)} with algorithm.score_threshold="
                 f"{'null' if self.score_threshold is None else self.score_threshold}; give a threshold with "
                 f"dynamic_sampling_on=score_threshold, and with nothing else"
             )
@@ -302,6 +309,17 @@ class AlgorithmConfig(Section):
     def filters_on_correctness(self) -> bool:
         """Whether a group is kept for having right and wrong responses."""
         return self.dynamic_sampling and self.dynamic_sampling_on == "correctness"
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether advantages compare the responses of a group."""
+        return isinstance(self.advantage, OwnCode) or self.advantage in GROUP_BASELINES
+
+    @property
+    def own_code(self) -> Mapping[str, OwnCode]:
+        """The code of the user's own by its key."""
+        choices = {name: getattr(self, name) for name in ("policy_loss", "advantage", "dynamic_sampling_on")}
+        return {name: choice for name, choice in choices.items() if isinstance(choice, OwnCode)}
 
     @property
     def chooses_tokens(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.config import JsonDict
@@ -65,6 +65,7 @@ def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
 def section_in(annotation: Any) -> type[Section] | None:
     """The section that a field of this type holds, if any: itself, or the values of a mapping by names."""
     candidates = (annotation, *get_args(annotation))
+    candidates = tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in candidates)
     return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 

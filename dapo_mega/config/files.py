@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from dapo_mega.config.base import Section, merged, section_in
 from dapo_mega.config.components import KINDS
+from dapo_mega.config.own_code import CODE_TAG, NAME_TAG
 from dapo_mega.config.paths import located, misplaced
 from dapo_mega.errors import InputError
 
@@ -150,6 +151,7 @@ def _section_at(kind: type[Section], location: Sequence[str]) -> type[Section] |
 def _explain(kind: type[Section], detail: Any) -> str:
     location = [str(part) for part in detail["loc"]]
     component = None
+    location = [part for part in location if part not in (NAME_TAG, CODE_TAG)]
     if location[:2] == ["reward", "components"] and len(location) > 3:
         component = location.pop(3)  # pydantic puts a component's kind between its number and its key.
     name = ".".join(location) or "configuration"
@@ -162,6 +164,8 @@ def _explain(kind: type[Section], detail: Any) -> str:
         return f"{name} is missing; add it to the file or as {name}=VALUE"
     if detail["type"] in ("union_tag_not_found", "union_tag_invalid", "model_attributes_type"):
         return f"{name}={detail['input']!r} must be a mapping with a kind, which is one of {', '.join(KINDS)}"
+    if detail["type"] == "model_type":
+        return f"{name}={detail['input']!r} must be a name, or a mapping with kind: function, path and settings"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     given = detail.get("input")

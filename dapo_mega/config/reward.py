@@ -19,7 +19,7 @@ from dapo_mega.config.components import (
     LengthKimiComponent,
 )
 from dapo_mega.config.components.built_in import Extraction, check_phase_in, check_values
-from dapo_mega.config.components.function import checked_function
+from dapo_mega.config.own_code import checked_function
 from dapo_mega.config.paths import FunctionPathOrNone
 
 

@@ -22,9 +22,9 @@ from dapo_mega.algorithms import (
     sequence_importance_weights,
     within_bounds,
 )
-from dapo_mega.algorithms.policy_losses import POLICY_LOSSES, LossInputs
+from dapo_mega.algorithms.policy_losses import LossInputs, policy_loss
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import GROUP_BASELINES, LossSettings, RunConfig
+from dapo_mega.config import LossSettings, RunConfig
 from dapo_mega.megatron.mismatch import sum_engine_ratios
 from dapo_mega.megatron.ratio_counts import RatioCounts
 from dapo_mega.megatron.segments import sums_by_trajectory
@@ -107,7 +107,7 @@ class PolicyGradient:
     @property
     def sum_names(self) -> tuple[str, ...]:
         own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
-        return (*own, *POLICY_LOSSES[self.settings.kind].sum_names)
+        return (*own, *policy_loss(self.settings.kind).sum_names)
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
@@ -123,12 +123,12 @@ class PolicyGradient:
         logprobs = used(outputs.logprobs)
         of_engines = settings.old_policy != "step_start"
         old_logprobs = used(micro.rollout_logprobs.to(logprobs.device) if of_engines else start_logprobs)
-        policy_loss = POLICY_LOSSES[settings.kind]
+        own = policy_loss(settings.kind)
         advantages = used(micro.advantages.to(in_loss.device))
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
-        if policy_loss.is_sequence_level:
+        if own.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
-        losses = policy_loss.token_losses(tokens, settings)
+        losses = own.token_losses(tokens, settings)
         token_loss = losses.loss if importance is None else losses.loss * used(importance)
         kl = torch.zeros_like(logprobs)
         if settings.kl_coefficient > 0:
@@ -189,7 +189,7 @@ class PolicyGradient:
             **means_over(sums["denominator"], {"policy/loss": sums["loss"]}),
             **means_over(tokens, of_tokens),
             "policy/loss_tokens": tokens,
-            **POLICY_LOSSES[self.settings.kind].metrics(sums),
+            **policy_loss(self.settings.kind).metrics(sums),
         }
 
 
@@ -216,8 +216,8 @@ def needs_whole_trajectories(config: RunConfig) -> bool:
     """Whether a step sums over whole trajectories, which it can only where their samples are in one micro-batch."""
     settings = config.loss_settings
     weighs = settings.importance_cap is not None and settings.importance_level == "sequence"
-    of_loss = POLICY_LOSSES[settings.kind].is_sequence_level or settings.sequence_mask is not None or weighs
-    return of_loss or (config.algorithm.has_token_rewards and config.algorithm.advantage not in GROUP_BASELINES)
+    of_loss = policy_loss(settings.kind).is_sequence_level or settings.sequence_mask is not None or weighs
+    return of_loss or (config.algorithm.has_token_rewards and not config.algorithm.compares_group)
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dapo_mega.algorithms.own_choices import try_own_code
 from dapo_mega.cli import print_once
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
 from dapo_mega.config.fleet import require_api_key
@@ -38,7 +39,7 @@ def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, eve
         lines = describe_run(config, world_size) + _key_notes(config)
         for key, dataset in config.data.by_key.items():
             _check(key, dataset)
-        lines += _reward_lines(config)
+        lines += _reward_lines(config) + _code_notes(config)
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")
     preview = _preview(config)
@@ -107,6 +108,15 @@ def _reward_lines(config: RunConfig) -> list[str]:
         return [*(f"reward of a made-up response to the first prompt: {line}" for line in tried), *notes]
     finally:
         reward.close()
+
+
+def _code_notes(config: RunConfig) -> list[str]:
+    """Notes about own code that is not here; what is all here is tried. Raises InputError if it cannot be used."""
+    own = {key: Path(code.path.rpartition(":")[0]) for key, code in config.algorithm.own_code.items()}
+    missing = [key for key, place in own.items() if place.suffix == ".py" and not place.exists()]
+    if not missing:
+        try_own_code(config.algorithm, config.batch.group_size)
+    return [f"note: algorithm.{key} was not tried, as {own[key]} is not on this machine" for key in missing]
 
 
 def _key_notes(config: RunConfig) -> list[str]:

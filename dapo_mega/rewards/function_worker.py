@@ -11,24 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
-from dapo_mega.rewards.processes import NUMBER, MisuseError, end_tree, kill_descendants
+from dapo_mega.own_code import MisuseError, described, load_function
+from dapo_mega.rewards.processes import NUMBER, end_tree, kill_descendants
 from dapo_mega.rewards.records import PART_NAME
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
@@ -36,7 +31,6 @@ from dapo_mega.rewards.worker import limit_memory
 RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_SHOWN_CHARACTERS: Final = 200
 _MAX_ANSWER_CHARACTERS: Final = 10_000
 _MAX_DETAIL_CHARACTERS: Final = 20_000
 
@@ -96,7 +90,7 @@ def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> Non
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
         try:
-            function = load_function(path)
+            function = load_reward(path)
             limit_memory(memory_limit_mib)
             answer: dict[str, Any] = {"ready": True, "number": 0}
         except MisuseError as error:
@@ -114,18 +108,10 @@ def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> Non
                 write_frame(answers, {"failure": f"it returned too much: {error}", "detail": "", "number": number})
 
 
-def load_function(path: str) -> Function:
+def load_reward(path: str) -> Function:
     """The function of FILE.py:NAME or package.module:NAME. Raises MisuseError if there is none that takes a list."""
-    place, _, name = path.rpartition(":")
-    module = _load_module(place)
-    function = getattr(module, name, None)
-    if function is None:
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = get_close_matches(name, own, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
-        raise MisuseError(f"there is no {name!r}; {hint}")
-    if not callable(function):
-        raise MisuseError(f"it is {type(function).__name__}, not a function")
+    function = load_function(path, before_others=True)
+    name = path.rpartition(":")[2]
     with contextlib.suppress(ValueError):  # Some built-in functions have no signature to ask for.
         signature = inspect.signature(function)
         try:
@@ -135,42 +121,7 @@ def load_function(path: str) -> Function:
                 f"{name}{signature} cannot be called with one argument; it must take the list of records, as in "
                 f"def {name}(records)"
             ) from None
-    return function  # type: ignore[no-any-return]
-
-
-def _load_module(place: str) -> ModuleType:
-    try:
-        if not place.endswith(".py"):
-            sys.path.append(os.getcwd())  # For a module that lies where the run is started.
-            return importlib.import_module(place)
-        file = Path(place).absolute()
-        if not file.is_file():
-            raise MisuseError("the file does not exist; a relative path starts at the folder of the run's file")
-        sys.path.insert(0, str(file.parent))
-        # By its own name, so that processes that the function starts can import it, unless another module has it.
-        found = importlib.util.find_spec(file.stem)
-        is_own = found is not None and found.origin is not None and Path(found.origin) == file
-        spec = importlib.util.spec_from_file_location(file.stem if is_own else f"{file.stem}_of_reward", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except MisuseError:
-        raise
-    except BaseException as error:  # SystemExit too: a script without a guard.
-        raise MisuseError(f"it cannot be imported: {_described(error, place)}") from error
-
-
-def _described(error: BaseException, place: str) -> str:
-    """One line: the exception, and where in the user's file it came from."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(place)]
-    where = f" (line {frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError):
-        where = ""  # Its own text says so.
-    text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+    return function
 
 
 def _answer(function: Function, records: list[dict[str, Any]], runner: asyncio.Runner) -> dict[str, Any]:
@@ -184,7 +135,7 @@ def _answer(function: Function, records: list[dict[str, Any]], runner: asyncio.R
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the function too.
         file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
         return {
-            "failure": _described(error, file or "") + _absent_field(error, records),
+            "failure": described(error, file or "") + _absent_field(error, records),
             "detail": "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:],
         }
     try:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import psutil
 
+from dapo_mega.own_code import MisuseError
 from dapo_mega.rewards.sandbox.frames import HEAD, FrameError, receive_before, send_before
 
 START_LIMIT_S: Final = 300.0
@@ -45,10 +46,6 @@ class CallError(Exception):
         super().__init__(reason)
         self.detail = detail
         self.hung = hung
-
-
-class MisuseError(Exception):
-    """What trying again cannot mend: the function is not there, or what it returns has another form. One line."""
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dapo_mega.algorithms import are_equal
+from dapo_mega.algorithms.own_choices import is_kept
+from dapo_mega.config import OwnCode
 from dapo_mega.config.algorithm import OTHER_FILTERS, DynamicSamplingOn
 from dapo_mega.errors import InputError
 from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
@@ -35,13 +37,14 @@ class GroupBuffer:
 
     With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1; or, for rewards that
     judge nothing right or wrong, when some scores reach `score_threshold` and some do not, or not all are equal
-    (`dynamic_sampling_on`). The shaped reward does not decide: a group of wrong answers with different length penalties
-    teaches nothing. A surplus group may wait for `max_staleness` weight versions.
+    (`dynamic_sampling_on`), or when code of the user's own says so. The shaped reward does not decide: a group of wrong
+    answers with different length penalties teaches nothing. A surplus group may wait for `max_staleness` weight
+    versions.
     """
 
     dynamic_sampling: bool = True
     max_staleness: int = 1
-    dynamic_sampling_on: DynamicSamplingOn = "correctness"
+    dynamic_sampling_on: DynamicSamplingOn | OwnCode = "correctness"
     score_threshold: float | None = None
     groups: list[Group] = field(default_factory=list)
     counts: GroupCounts = field(default_factory=GroupCounts)
@@ -71,6 +74,8 @@ class GroupBuffer:
         """Whether the group passes the filter. Raises InputError where correctness decides and a response has none."""
         if not self.dynamic_sampling:
             return True
+        if isinstance(self.dynamic_sampling_on, OwnCode):
+            return is_kept(self.dynamic_sampling_on, group)
         if self.dynamic_sampling_on == "unequal_scores":
             return not are_equal([scored.accuracy_reward for scored in group.trajectories])
         passed = self._passed(group)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import OwnCode, RunConfig
 from dapo_mega.config.algorithm import OTHER_FILTERS
 from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
@@ -438,6 +438,8 @@ class Collector:
         other = ""
         if algorithm.dynamic_sampling_on == "unequal_scores":
             outcomes = f"{counts.offered - counts.kept} with equal scores"
+        elif isinstance(algorithm.dynamic_sampling_on, OwnCode):
+            outcomes = f"{counts.offered - counts.kept} that {algorithm.dynamic_sampling_on.path} did not keep"
         elif algorithm.dynamic_sampling_on == "correctness":
             other = "algorithm.dynamic_sampling_on=unequal_scores if your rewards are graded, or "
         advice = (

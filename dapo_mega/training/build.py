@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dapo_mega.algorithms import EntropyControl
+from dapo_mega.algorithms.own_choices import try_own_code
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
@@ -143,6 +144,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
+    try_own_code(config.algorithm, config.batch.group_size)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from dapo_mega.config import RunConfig, TrainingConfig, load_config
 from dapo_mega.config.base import differences, may_change_at_resume
+from dapo_mega.config.paths import paths_in
 from dapo_mega.errors import InputError
+from dapo_mega.own_code import code_hash
 
 CONFIG_FILE = "config.yaml"
+CODE_FILE = "code.json"
 
 
 def refuse_changes(config: TrainingConfig, folder: Path, *, accepted: bool = False) -> None:
@@ -28,6 +32,30 @@ def refuse_changes(config: TrainingConfig, folder: Path, *, accepted: bool = Fal
             f"undo the change (where a default has changed since: write the former value), or add --accept-changes to "
             f"continue with it" + (", which other training prompts do not allow" if "data." in changes else "")
         )
+    recorded, now = recorded_code(folder), code_hashes(config)
+    if changed := [
+        name.removesuffix(".path")
+        for name in recorded
+        if name.startswith("algorithm.") and now.get(name) != recorded[name]
+    ]:
+        raise InputError(
+            f"{folder} holds checkpoints of a run whose code under {', '.join(changed)} was another: its file has "
+            f"changed; put it back, give another output_dir, or add --accept-changes to continue with it"
+        )
+
+
+def code_hashes(config: TrainingConfig) -> dict[str, str]:
+    """SHA-256 of every file with code of the user's own, by the key that names it."""
+    return {key: code_hash(path) for key, kind, path in paths_in(config) if kind == "function"}
+
+
+def recorded_code(folder: Path) -> dict[str, str]:
+    """`code_hashes` of the run saved in the folder; none where nothing that can be read is recorded."""
+    try:
+        found = json.loads((folder / CODE_FILE).read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def changes_since(config: TrainingConfig, folder: Path, may_change: Callable[[str], bool]) -> str:

@@ -17,7 +17,7 @@ from dapo_mega.metrics.run_text import package_versions, without_credentials
 from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.metrics.trackers import BackgroundTracker, LastStep, TrackedRun, run_id_in
 from dapo_mega.preparation.card import CardReference, verified_card
-from dapo_mega.training.resume import CONFIG_FILE, is_free, saved_config
+from dapo_mega.training.resume import CODE_FILE, CONFIG_FILE, code_hashes, is_free, saved_config
 
 
 def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") -> MetricsWriter:
@@ -77,13 +77,14 @@ def run_description(config: TrainingConfig, preview: str = "") -> RunDescription
 
 
 def write_run_record(config: TrainingConfig, cards: Mapping[str, CardReference]) -> None:
-    """Write the resolved configuration, the package versions and the `dataset_cards` into the run's folder."""
+    """Write the configuration, package versions, hashes of own code and `dataset_cards` into the run's folder."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     datasets = {name: asdict(card) for name, card in cards.items()}
     contents = {
         CONFIG_FILE: dump_config(config),
         "versions.json": json.dumps(package_versions(), indent=2) + "\n",
+        CODE_FILE: json.dumps(code_hashes(config), indent=2) + "\n",
         "datasets.json": json.dumps(datasets, indent=2) + "\n",
     }
     for name, content in contents.items():

@@ -16,7 +16,6 @@ from dapo_mega.algorithms import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.batching.step_advantages import step_advantages
-from dapo_mega.config import GROUP_BASELINES
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import TokenScores
@@ -119,7 +118,7 @@ def _new_advantages(
         )
     else:
         assert penalties is not None
-        if algorithm.advantage in GROUP_BASELINES:
+        if algorithm.compares_group:
             compute = (lambda sums: step_advantages(groups, run.config, sums)) if run.controller else None
             return advantages_of_responses(batches, penalties, processes, compute), returns
         changed = subtract_following_penalties(batches, penalties, processes)

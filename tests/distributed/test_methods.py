@@ -4,6 +4,8 @@ Methods that look at whole responses are what context parallelism could break, a
 what data parallelism could; the replicas here have unequal shares.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ from dapo_mega.megatron.token_advantages import (
 )
 from dapo_mega.samples.token_values import by_trajectory, gather_runs, runs_of
 
-from .launching import run_distributed
+from .launching import REPOSITORY, run_distributed
 from .tiny import make_model, make_samples, prompt_length
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -40,6 +42,8 @@ LAYOUTS = {
     },
     4: {"context_and_data": {"parallel": {"context": 2}}},
 }
+OWN_CODE = REPOSITORY / "configs" / "recipes" / "own_code" / "my_code.py"
+OWN_LOSSES = Path(__file__).with_name("own_losses.py")
 # Of every policy loss and every weighting one; KL in the reward for whole responses and token by token.
 METHODS = {
     **{preset: {"preset": preset} for preset in PRESETS if preset not in ("dapo", "grpo", "rloo", "dr_grpo", "ppo")},
@@ -47,6 +51,8 @@ METHODS = {
     "kl_cov": {"preset": "kl_cov", "covariance_share": 0.1},
     "sequence_importance": {"preset": "dapo", "importance_cap": 2.0, "importance_level": "sequence"},
     "engine_ratios": {"preset": "dapo", "old_policy": "engine", "entropy_coefficient": 0.01},
+    "own": {"policy_loss": {"kind": "function", "path": f"{OWN_CODE}:tanh_loss", "settings": {"sharpness": 3}}},
+    "own_of_responses": {"policy_loss": {"kind": "function", "path": f"{OWN_LOSSES}:tapered", "whole_responses": True}},
     "kl_of_responses": {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens": {"preset": "reinforce", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens_normalized": {"preset": "reinforce_pp"},

@@ -3,12 +3,14 @@
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dapo_mega.commands import prepare
 from dapo_mega.config import RunConfig, load_config
+from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
 from dapo_mega.training.run import run_training
@@ -71,3 +73,31 @@ def test_a_run_learns_from_a_function_that_judges_nothing(commands):
     assert last["reward/part_function"] == pytest.approx(last["rollout/reward_mean"])
     assert last["reward/num_failed"] == 0
     assert {name for name in last if "accuracy_mean" in name or "_at_" in name} == set()
+
+
+def test_a_run_with_code_of_its_own_resumes_exactly_and_with_other_code_only_when_told(commands, tmp_path):
+    commands("own_code")
+    recipe = Path("recipes") / "own_code"
+    shutil.copytree(REPOSITORY / "configs" / "recipes", "recipes")
+    model, data = (Path("runs", "recipes", name).resolve() for name in ("model", "data/train.parquet"))
+
+    def run(folder, num_steps, **options):
+        changes = [f"output_dir={tmp_path / folder}", f"model.path={model}", f"data.train.path={data}"]
+        config = load_config(RunConfig, recipe / "run.yaml", [*changes, f"num_steps={num_steps}"])
+        run_training(config, **options)
+        return [
+            {name: value for name, value in record.items() if name.startswith(("policy/", "rollout/reward", "buffer/"))}
+            for record in read_metrics(tmp_path / folder / "metrics.jsonl")
+        ]
+
+    whole = run("whole", 4)
+    assert all(0 <= record["policy/own_far_share"] <= 1 for record in whole)
+    assert any(record["policy/own_far_share"] for record in whole)
+    run("parts", 2)
+    assert run("parts", 4) == whole
+    code = recipe / "my_code.py"
+    code.write_text(code.read_text().replace("> 0.2", "> 0.1"))
+    with pytest.raises(InputError, match=r"code under algorithm\.advantage, .* was another: its file has changed"):
+        run("parts", 5)
+    run("parts", 5, accept_changes=True)
+    run("parts", 6)

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"atomic_files", "trajectory_records"},
+    {"atomic_files", "own_code", "trajectory_records"},
     {"cli", "config", "metrics", "distributed"},
     {"rewards"},
     {"algorithms", "data", "models"},

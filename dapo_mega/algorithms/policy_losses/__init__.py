@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import cache
 from typing import get_args
 
 from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
 from dapo_mega.algorithms.policy_losses.covariance import ClipCovLoss, KlCovLoss
 from dapo_mega.algorithms.policy_losses.mirror_descent import MirrorDescentLoss
+from dapo_mega.algorithms.policy_losses.own import OwnPolicyLoss
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.policy_losses.reinforce import ClippedImportanceLoss, ReinforceLoss, TaperedLoss
 from dapo_mega.algorithms.policy_losses.sequence_clip import SequenceClippedLoss
 from dapo_mega.algorithms.policy_losses.soft_gate import SoftGateLoss
-from dapo_mega.config import PolicyLossKind
+from dapo_mega.config import OwnLoss, PolicyLossKind
 
 POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
     "clip": ClippedLoss(),
@@ -29,4 +32,16 @@ POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
 }
 assert POLICY_LOSSES.keys() == set(get_args(PolicyLossKind))
 
-__all__ = ["POLICY_LOSSES", "LossInputs", "PolicyLoss", "TokenLosses"]
+
+def policy_loss(kind: PolicyLossKind | OwnLoss) -> PolicyLoss:
+    """The loss of this kind. Code of the user's own is loaded and tried once in a process. Raises InputError if it
+    cannot be used."""
+    return POLICY_LOSSES[kind] if isinstance(kind, str) else _own(kind.model_dump_json())
+
+
+@cache
+def _own(section: str) -> OwnPolicyLoss:
+    return OwnPolicyLoss(OwnLoss(**json.loads(section)))
+
+
+__all__ = ["POLICY_LOSSES", "LossInputs", "OwnPolicyLoss", "PolicyLoss", "TokenLosses", "policy_loss"]

@@ -163,6 +163,12 @@ UPDATES: tuple[Metric, ...] = (
         is_histogram=True,
     ),
     Metric(
+        "policy/own_<name>",
+        "any",
+        "Mean over the tokens in the loss of a value that a policy loss of your own returns beside the loss.",
+        "what its function says",
+    ),
+    Metric(
         "policy/gate_mean",
         "share",
         "Mean share of a token's gradient that the soft gate of `algorithm.policy_loss=sapo` lets pass.",

@@ -1,0 +1,136 @@
+"""Code of the user's own is loaded, tried and named in one line when it cannot be used."""
+
+import numpy as np
+import pytest
+import torch
+
+from dapo_mega.algorithms.own_choices import own_advantages, try_own_code
+from dapo_mega.algorithms.policy_losses import LossInputs, policy_loss
+from dapo_mega.config import AlgorithmConfig, OwnCode
+from dapo_mega.config.files import validated
+from dapo_mega.errors import InputError
+
+CODE = """
+import torch
+
+def good(tokens, sharpness=1.0):
+    loss = -torch.tanh(sharpness * (tokens.ratios() - 1)) / sharpness * tokens.advantages
+    return loss, {"far": (tokens.log_ratios().abs() > 0.2).float()}
+
+def mixing(tokens): return -tokens.ratios() * (tokens.advantages - tokens.advantages.mean())
+def raising(tokens): return tokens.nothing
+def nan(tokens): return tokens.logprobs.sqrt()
+def endless(tokens): return (tokens.logprobs + 3.0).clamp(min=0).sqrt() + 1e-9 * tokens.logprobs
+def short(tokens): return (tokens.logprobs * tokens.advantages)[:-1]
+def averaged(tokens): return (tokens.logprobs * tokens.advantages).mean()
+def detached(tokens): return tokens.logprobs.detach()
+def of_numbers(tokens): return 3.0
+def misnamed(tokens): return tokens.logprobs, {"a b": tokens.logprobs}
+def unnamed(tokens): return tokens.logprobs, tokens.logprobs
+def of_responses(tokens): return tokens.logprobs * tokens.response_log_ratios()
+constant = 3
+
+def centred(rewards, group, scale=1.0): return scale * (rewards - rewards.mean())
+def single(rewards, group): return rewards.mean()
+def infinite(rewards, group): return rewards / 0.0
+def text(rewards, group): return "none"
+def changing(rewards, group):
+    rewards -= rewards.mean()
+    return rewards
+
+def mixed(group, fewest=1): return fewest <= sum(s.correct for s in group.trajectories) < len(group.trajectories)
+def counting(group): return 1
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    file = tmp_path_factory.mktemp("own") / "my_code.py"
+    file.write_text(CODE)
+    return file
+
+
+def algorithm(key, path, **rest):
+    return validated(AlgorithmConfig, {key: {"kind": "function", "path": str(path), **rest}})
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "rest"),
+    [
+        ("policy_loss", "good", {"settings": {"sharpness": 3}}),
+        ("policy_loss", "mixing", {"depends_on_split": True}),
+        ("policy_loss", "of_responses", {"whole_responses": True}),
+        ("advantage", "centred", {"settings": {"scale": 2}}),
+        ("advantage", "changing", {}),
+        ("dynamic_sampling_on", "mixed", {"settings": {"fewest": 2}}),
+    ],
+)
+def test_what_can_be_used_is_used(code, key, name, rest):
+    try_own_code(algorithm(key, f"{code}:{name}", **rest), 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "said"),
+    [
+        ("policy_loss", "mixing", "depends on which other tokens are in its micro-batch"),
+        ("policy_loss", "raising", r"it raises AttributeError: .* \(line 9\)"),
+        ("policy_loss", "nan", "its loss or its gradient is not finite"),
+        ("policy_loss", "endless", "its loss or its gradient is not finite"),
+        ("policy_loss", "short", r"the loss is \[11\]"),
+        ("policy_loss", "averaged", r"the loss is \[\]"),
+        ("policy_loss", "detached", "has no gradient"),
+        ("policy_loss", "of_numbers", "the loss is float, not a tensor"),
+        ("policy_loss", "misnamed", "'a b' cannot be a metric's name"),
+        ("policy_loss", "unnamed", "not values .* by name"),
+        ("policy_loss", "of_responses", r"must be is_sequence_level"),
+        ("policy_loss", "goood", "there is no 'goood'; did you mean 'good'"),
+        ("policy_loss", "constant", "it is int, not a function"),
+        ("policy_loss", "centred", "is called with"),
+        ("advantage", "single", "not 4 finite numbers"),
+        ("advantage", "infinite", "not 4 finite numbers"),
+        ("advantage", "text", "not 4 finite numbers"),
+        ("advantage", "mixed", "is called with|it raises"),
+        ("dynamic_sampling_on", "counting", "it returned 1, not True or False"),
+        ("dynamic_sampling_on", "centred", "is called with"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_what_cannot_be_used_is_one_line_with_key_path_and_reason(code, key, name, said):
+    with pytest.raises(InputError, match=said) as raised:
+        try_own_code(algorithm(key, f"{code}:{name}"), 4)
+    assert str(raised.value).startswith(f"algorithm.{key}: {code}:{name}: ")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"policy_loss": "clipp"}, "policy_loss='clipp': input should be 'clip', "),
+        ({"policy_loss": 3}, "policy_loss=3 must be a name, or a mapping with kind: function, path and settings"),
+        ({"policy_loss": {"kind": "function"}}, "policy_loss.path is missing"),
+        ({"policy_loss": {"kind": "clip", "path": "a.py:b"}}, "policy_loss.kind='clip': input should be 'function'"),
+        ({"policy_loss": {"path": "a.py:b", "setings": {}}}, "unknown key 'policy_loss.setings'; did you mean"),
+        ({"advantage": {"path": "a.py"}}, "function 'a.py' must be FILE.py:NAME or package.module:NAME"),
+    ],
+)
+def test_a_section_that_is_none_is_named(given, said):
+    with pytest.raises(InputError) as raised:
+        validated(AlgorithmConfig, given)
+    assert str(raised.value).startswith(said)
+
+
+def test_a_loss_has_its_values_as_metrics_over_the_tokens_in_the_loss(code):
+    own = policy_loss(algorithm("policy_loss", f"{code}:good").policy_loss)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    old, in_loss = torch.tensor([-1.0, -1.5, -2.0]), torch.tensor([True, True, False])
+    losses = own.token_losses(LossInputs(logprobs, old, torch.ones(3), in_loss), None)
+    assert own.sum_names == ("own_far",)
+    sums = {name: float(value) for name, value in losses.sums.items()}
+    assert own.metrics({**sums, "loss_tokens": 2.0}) == {"policy/own_far": 0.5}
+    torch.testing.assert_close(losses.loss, -torch.tanh((logprobs - old).exp() - 1))
+
+
+def test_the_rewards_of_a_group_stay_as_they_are(code):
+    rewards = np.array([1.0, 0.0])
+    assert own_advantages(OwnCode(path=f"{code}:changing"), rewards, None).tolist() == [0.5, -0.5]
+    assert rewards.tolist() == [1.0, 0.0]
