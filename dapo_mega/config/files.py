@@ -131,7 +131,12 @@ def _takes_text(kind: type[Section], parts: Sequence[str], text: str) -> bool:
     """Whether to take the value verbatim: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
     section = _section_at(kind, parts[:-1])
     field = section.model_fields.get(parts[-1]) if section else None
-    if field is None or text in ("null", "") or (get_origin(field.annotation) is tuple and text.startswith("[")):
+    if (
+        field is None
+        or text in ("null", "")
+        or get_origin(field.annotation) is dict
+        or (get_origin(field.annotation) is tuple and text.startswith("["))
+    ):
         return False
     return field.annotation is str or str in get_args(field.annotation)
 

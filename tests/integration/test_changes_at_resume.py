@@ -161,6 +161,42 @@ CHANGES |= {
         "reward.max_failed_share": (0.1, "error"),
     },
 }
+OWN = "{kind: function, path: '{folder}/choices.py:NAME', settings: {scale: 2}}"
+CHANGES |= {
+    (f"algorithm.policy_loss={OWN.replace('NAME', 'loss')}",): {
+        "algorithm.policy_loss.path": ("{folder}/choices.py:other_loss", "policy/loss"),
+        "algorithm.policy_loss.settings": ({"scale": 3}, "policy/loss"),
+        "algorithm.policy_loss.whole_responses": (True, "policy/loss"),
+    },
+    (f"algorithm.advantage={OWN.replace('NAME', 'advantage')}",): {
+        "algorithm.advantage.path": ("{folder}/choices.py:other_advantage", "policy/loss"),
+        "algorithm.advantage.settings": ({"scale": 3}, "policy/loss"),
+    },
+    (f"algorithm.dynamic_sampling_on={OWN.replace('NAME', 'kept')}",): {
+        "algorithm.dynamic_sampling_on.path": ("{folder}/choices.py:other_kept", "rollout/reward_mean"),
+        "algorithm.dynamic_sampling_on.settings": ({"scale": 0}, "rollout/reward_mean"),
+    },
+}
+CHOICES = """
+def loss(tokens, scale):
+    lengths = 0 if tokens.of_responses is None else tokens.response_lengths()
+    return (scale + lengths) * -tokens.ratios() * tokens.advantages
+
+def other_loss(tokens, scale):
+    return -loss(tokens, scale)
+
+def advantage(rewards, group, scale):
+    return scale * (rewards - rewards.mean() + 0.1)
+
+def other_advantage(rewards, group, scale):
+    return -advantage(rewards, group, scale)
+
+def kept(group, scale):
+    return (group.prompt.index + scale) % 3 > 0
+
+def other_kept(group, scale):
+    return not kept(group, scale)
+"""
 REWARDS = """
 import os, pathlib, time
 
@@ -246,6 +282,7 @@ class Resumes:
         write_rows(folder / "rows")
         write_rows(folder / "copied", note="b")
         (folder / "reward.py").write_text(REWARDS)
+        (folder / "choices.py").write_text(CHOICES)
         values = yaml.safe_load(self.file.read_text())
         columns = {"ground_truth": "answer", "difficulty": "difficulty"}
         dataset = {"path": str(folder / "rows"), "template": "bare", "columns": columns}

@@ -129,6 +129,8 @@ NOT_CHANGED = {
     "data.evaluation.columns.response": "nothing: evaluations imitate nothing",
     "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
     "model.architecture": "a dry run where the model is not",
+    "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",
+    **{f"algorithm.{key}.kind": "nothing: there is one" for key in ("policy_loss", "advantage", "dynamic_sampling_on")},
 }
 
 
@@ -175,7 +177,9 @@ def keys_in(section, prefix=""):
     """All keys that a configuration can have, those of a mapping's sections without their names."""
     for key, field in section.model_fields.items():
         inner = section_in(field.annotation)
-        yield from keys_in(inner, f"{prefix}{key}.") if inner else [prefix + key]
+        yield from keys_in(inner, f"{prefix}{key}.") if inner else ()
+        if not inner or isinstance(field.default, str):  # A choice by name or section.
+            yield prefix + key
 
 
 def attributes_in_the_package():

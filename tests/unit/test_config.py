@@ -59,6 +59,7 @@ def file(tmp_path):
         ("data={train: null, mixture: {a.b: {path: m}}}", "data.mixture: 'a.b' is no name; use letters"),
         ("data={train: null, mixture: {a: {path: m, weight: 0}}}", "data.mixture.a.weight=0: input should be greater"),
         ("data={train: null, mixture: {a: {path: m, wieght: 1}}}", "did you mean 'data.mixture.a.weight'?"),
+        ("data.mixture=[m]", "data.mixture=['m']: input should be a valid dictionary"),
         ("data={train: null, mixture: [m]}", "data.mixture=['m']: input should be a valid dictionary"),
         ("data.sampling.floor=1.5", "data.sampling.floor=1.5: input should be less than or equal to 1"),
         ("data.sampling.retire_after=0", "data.sampling.retire_after=0: input should be greater than or equal to 1"),
