@@ -1,6 +1,5 @@
 """Metrics of a run: accumulate, time, record, show, plot. The code that measures a metric defines its meaning."""
 
-from dapo_mega.metrics.accumulator import MetricAccumulator
 from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.jsonl import read_metrics
 from dapo_mega.metrics.names import validate_metric_name
@@ -13,7 +12,6 @@ from dapo_mega.metrics.writer import MetricsWriter
 __all__ = [
     "Example",
     "Histogram",
-    "MetricAccumulator",
     "MetricsWriter",
     "ProgressDisplay",
     "RunDescription",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from dapo_mega.megatron.megatron_policy import TokenScores
 from dapo_mega.megatron.mismatch import starvation_cause
 from dapo_mega.megatron.objectives import PolicyGradient, needs_whole_trajectories
 from dapo_mega.megatron.value_loss import ValueLoss
-from dapo_mega.metrics import Histogram, MetricAccumulator
+from dapo_mega.metrics import Histogram
 from dapo_mega.training.build import Controller, TrainingRun
 from dapo_mega.training.evaluating import (
     begin_beside,
@@ -252,7 +253,8 @@ def update(
         return {**check_scores(run, batches, scores, engines), **metrics}
     if trace:
         trace.add_scored(scored)
-    means = MetricAccumulator()
+    totals: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     trains_policy = not config.uses_critic or run.step >= config.critic.pretraining_steps
     for epoch in range(config.batch.epochs):
         for i, mini_batch in enumerate(scored.mini_batches):
@@ -264,8 +266,9 @@ def update(
             if trace:
                 trace.add_update(metrics, mini_batch, own or [])
             for name, value in metrics.items():
-                means.add(name, value)
-    return means.summary()
+                totals[name] = totals.get(name, 0.0) + value
+                counts[name] += 1
+    return {name: total / counts[name] for name, total in totals.items()}
 
 
 def adapt_entropy_bonus(run: TrainingRun, metrics: Metrics) -> None:
