@@ -22,6 +22,7 @@ COMMANDS = {
     "replay-step": "train on a recorded step again and say what differs",
     "evaluate": "measure a model on benchmarks: avg@k, pass@k and maj@k",
     "convert": "convert, reshard, verify and inspect checkpoints",
+    "explain": "what a configuration key, a metric or a method means",
     "compare": "what training changed: evaluations side by side",
 }
 _STARTS_PROCESSES = ("train", "sft", "replay-step")
