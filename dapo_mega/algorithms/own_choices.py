@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.config import AlgorithmConfig, OwnCode, OwnLoss
-from dapo_mega.errors import InputError
-from dapo_mega.own_code import MisuseError, check_call, described, load_function
+from dapo_mega.own_code import call, unusable
 from dapo_mega.types import Group, Prompt, Response, ScoredTrajectory, Trajectory
 
-_ARGUMENTS = {"advantage": ("rewards", "group"), "dynamic_sampling_on": ("group",)}
+_ADVANTAGE, _FILTER = "algorithm.advantage", "algorithm.dynamic_sampling_on"
 
 
 def own_advantages(own: OwnCode, rewards: npt.NDArray[np.float64], group: Group) -> npt.NDArray[np.float64]:
     """One advantage per trajectory [G] from `function(rewards, group, **settings)`; `rewards` [G] have the KL penalty
     taken off. Raises InputError for a function that cannot be used."""
-    returned = _called("advantage", own, rewards.copy(), group)
+    returned = call(_ADVANTAGE, own.path, own.settings, rewards=rewards.copy(), group=group)
     try:
         values = np.asarray(returned, dtype=np.float64)
     except (TypeError, ValueError):
         values = np.empty(0)
     if values.shape != rewards.shape or not np.isfinite(values).all():
-        raise _unusable("advantage", own, f"it returned {returned!r:.200}, not {len(rewards)} finite numbers")
+        raise unusable(_ADVANTAGE, own.path, f"it returned {returned!r:.200}, not {len(rewards)} finite numbers")
     return values
 
 
 def is_kept(own: OwnCode, group: Group) -> bool:
     """Whether `function(group, **settings)` keeps the group. Raises InputError for a function that cannot be used."""
-    returned = _called("dynamic_sampling_on", own, group)
+    returned = call(_FILTER, own.path, own.settings, group=group)
     if not isinstance(returned, bool | np.bool_):
-        raise _unusable("dynamic_sampling_on", own, f"it returned {returned!r:.200}, not True or False")
+        raise unusable(_FILTER, own.path, f"it returned {returned!r:.200}, not True or False")
     return bool(returned)
 
 
@@ -52,28 +49,6 @@ def try_own_code(algorithm: AlgorithmConfig, group_size: int) -> None:
                 own_advantages(own, np.array([scored.reward for scored in group.trajectories]), group)
             else:
                 is_kept(own, group)
-
-
-@cache
-def _loaded(key: str, path: str, settings: tuple[str, ...]) -> Callable[..., Any]:
-    function = load_function(path)
-    check_call(function, _ARGUMENTS[key], dict.fromkeys(settings))
-    return function
-
-
-def _called(key: str, own: OwnCode, *given: Any) -> Any:
-    try:
-        function = _loaded(key, own.path, tuple(own.settings))
-    except MisuseError as error:
-        raise _unusable(key, own, str(error)) from None
-    try:
-        return function(*given, **own.settings)
-    except Exception as error:
-        raise _unusable(key, own, f"it raises {described(error, own.path.rpartition(':')[0])}") from error
-
-
-def _unusable(key: str, own: OwnCode, problem: str) -> InputError:
-    return InputError(f"algorithm.{key}: {own.path}: {problem}")
 
 
 def _made_up_groups(size: int) -> Iterator[Group]:

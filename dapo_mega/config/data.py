@@ -6,11 +6,12 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.own_code import BY_NAME_OR_CODE, ByCode, ByName, OwnCode
 from dapo_mega.config.paths import HubPath
 
 
@@ -117,10 +118,13 @@ class MixedDatasetConfig(DatasetConfig):
 class PromptSamplingConfig(Section):
     """The order in which training asks its prompts, for each dataset by itself."""
 
-    order: Literal["shuffle", "curriculum", "prioritised"] = Field(
+    order: Annotated[
+        Annotated[Literal["shuffle", "curriculum", "prioritised"], ByName] | Annotated[OwnCode, ByCode], BY_NAME_OR_CODE
+    ] = Field(
         default="shuffle",
         description="shuffle: every prompt once per epoch, in a new order each; curriculum: from easy to hard; "
-        "prioritised: prompts that the policy fails at come more often (Kimi k1.5).",
+        "prioritised: prompts that the policy fails at come more often (Kimi k1.5). A mapping with kind: "
+        "function: your own.",
     )
     floor: float = Field(
         default=0.1,

@@ -8,6 +8,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from dapo_mega.config import OwnCode
+from dapo_mega.own_code import call, unusable
+from dapo_mega.types import Prompt
+
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -24,6 +28,20 @@ def random_words(num_prompts: int, seed: int, epoch: int, *stream: int) -> Words
 def shuffled(words: Words) -> Indices:
     """A random order."""
     return np.argsort(words, kind="stable")
+
+
+def own_order(own: OwnCode, prompts: Sequence[Prompt], epoch: int, seed: int) -> Indices:
+    """What `function(prompts, epoch, seed, **settings)` returns: every index of `prompts` once. Raises InputError for a
+    function that cannot be used."""
+    key = "data.sampling.order"
+    returned = call(key, own.path, own.settings, prompts=prompts, epoch=epoch, seed=seed)
+    try:
+        order = np.asarray(returned)
+    except (TypeError, ValueError):
+        order = np.empty(0)
+    if order.dtype.kind not in "iu" or not np.array_equal(np.sort(order, axis=None), np.arange(len(prompts))):
+        raise unusable(key, own.path, f"it returned {returned!r:.200}, not every index below {len(prompts)} once")
+    return order.astype(np.int64)
 
 
 def easy_to_hard(

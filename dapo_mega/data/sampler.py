@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.config import PromptSamplingConfig
+from dapo_mega.config import OwnCode, PromptSamplingConfig
+from dapo_mega.config.own_code import shown
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.mixing import Mixture
-from dapo_mega.data.orders import Indices, easy_to_hard, prioritised, random_words, shuffled
+from dapo_mega.data.orders import Indices, easy_to_hard, own_order, prioritised, random_words, shuffled
 from dapo_mega.data.outcomes import Arrays, GroupTally, PromptOutcomes
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt
@@ -97,7 +98,7 @@ class PromptSampler:
         if self._is_plain:
             return dict(self._cursors[""].state()), {}
         values = {
-            "order": self._config.order,
+            "order": shown(self._config.order),
             "cursors": {name: cursor.state() for name, cursor in self._cursors.items()},
             "mixture": self._mixture.state(),
             "pending": [astuple(outcome) for outcome in self._pending],
@@ -126,7 +127,7 @@ class PromptSampler:
             )
         for name, cursor in self._cursors.items():
             cursor.load_state(values["cursors"][name])
-            if values["order"] != self._config.order:
+            if values["order"] != shown(self._config.order):
                 cursor.begin_epoch()
         if "mixture" in values:
             self._mixture.load_state(values["mixture"])
@@ -143,6 +144,8 @@ class PromptSampler:
         difficulties = np.array([prompt.difficulty for prompt in self._prompts[span]], np.float64)
 
         def order(epoch: int) -> Indices:
+            if isinstance(config.order, OwnCode):
+                return own_order(config.order, self._prompts[span], epoch, self._seed)
             words = random_words(num_prompts, self._seed, epoch, *stream)
             if config.order == "prioritised":
                 return prioritised(words, np.maximum(1 - self._outcomes.success_rates()[span], config.floor))

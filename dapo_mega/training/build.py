@@ -16,7 +16,7 @@ from dapo_mega.algorithms.own_choices import try_own_code
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
-from dapo_mega.config import RunConfig
+from dapo_mega.config import OwnCode, RunConfig
 from dapo_mega.data import (
     PromptDataset,
     TrainingPrompts,
@@ -24,6 +24,7 @@ from dapo_mega.data import (
     load_tokenizer,
     load_training_prompts,
 )
+from dapo_mega.data.orders import own_order
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -145,6 +146,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     try_own_code(config.algorithm, config.batch.group_size)
+    if isinstance(order := config.data.sampling.order, OwnCode):
+        own_order(order, train_prompts.prompts, 0, config.seed)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 

@@ -177,7 +177,17 @@ CHANGES |= {
         "algorithm.dynamic_sampling_on.settings": ({"scale": 0}, "rollout/reward_mean"),
     },
 }
+CHANGES[(f"data.sampling.order={OWN.replace('NAME', 'order')}",)] = {
+    "data.sampling.order.path": ("{folder}/choices.py:other_order", "asked"),
+    "data.sampling.order.settings": ({"scale": 3}, "asked"),
+}
 CHOICES = """
+def order(prompts, epoch, seed, scale):
+    return sorted(range(len(prompts)), key=lambda i: (i * (scale + epoch + 5)) % 13)
+
+def other_order(prompts, epoch, seed, scale):
+    return order(prompts, epoch, seed, scale)[::-1]
+
 def loss(tokens, scale):
     lengths = 0 if tokens.of_responses is None else tokens.response_lengths()
     return (scale + lengths) * -tokens.ratios() * tokens.advantages

@@ -130,7 +130,15 @@ NOT_CHANGED = {
     "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
     "model.architecture": "a dry run where the model is not",
     "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",
-    **{f"algorithm.{key}.kind": "nothing: there is one" for key in ("policy_loss", "advantage", "dynamic_sampling_on")},
+    **{
+        f"{key}.kind": "nothing: there is one"
+        for key in (
+            "algorithm.policy_loss",
+            "algorithm.advantage",
+            "algorithm.dynamic_sampling_on",
+            "data.sampling.order",
+        )
+    },
 }
 
 

@@ -96,6 +96,16 @@ def test_a_run_with_code_of_its_own_resumes_exactly_and_with_other_code_only_whe
     run("parts", 2)
     assert run("parts", 4) == whole
     code = recipe / "my_code.py"
+    print_dry_run(load_config(RunConfig, recipe / "run.yaml"))
+    for right, wrong, key in (
+        ("range(len(prompts))", "range(1, len(prompts))", "data.sampling.order"),
+        (">= least", "", "algorithm.dynamic_sampling_on"),
+    ):
+        text = code.read_text()
+        (recipe / "wrong.py").write_text(text.replace(right, wrong))
+        (recipe / "wrong.yaml").write_text((recipe / "run.yaml").read_text().replace("my_code.py", "wrong.py"))
+        with pytest.raises(InputError, match=rf"^{key}.*wrong\.py:\w+: it returned"):
+            print_dry_run(load_config(RunConfig, recipe / "wrong.yaml"))
     code.write_text(code.read_text().replace("> 0.2", "> 0.1"))
     with pytest.raises(InputError, match=r"code under algorithm\.advantage, .* was another: its file has changed"):
         run("parts", 5)

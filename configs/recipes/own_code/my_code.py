@@ -1,4 +1,6 @@
-"""A policy loss, an advantage and a filter of groups of one's own. run.yaml names them."""
+"""A policy loss, an advantage, a filter of groups and an order of prompts of one's own. run.yaml names them."""
+
+import random
 
 import torch
 
@@ -20,3 +22,10 @@ def far_apart(group, least=0.1):
     """Keep groups whose best and worst responses are at least so far apart."""
     scores = [scored.accuracy_reward for scored in group.trajectories]
     return max(scores) - min(scores) >= least
+
+
+def short_first(prompts, epoch, seed, epochs=1):
+    """Prompts by length in the first epochs, then shuffled."""
+    order = list(range(len(prompts)))
+    random.Random(seed * 1000 + epoch).shuffle(order)
+    return sorted(order, key=lambda i: len(prompts[i].text)) if epoch < epochs else order

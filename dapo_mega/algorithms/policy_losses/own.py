@@ -12,8 +12,7 @@ from torch import Tensor
 from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
 from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.config import LossSettings, OwnLoss
-from dapo_mega.errors import InputError
-from dapo_mega.own_code import MisuseError, check_call, described, load_function
+from dapo_mega.own_code import MisuseError, check_call, described, load_function, unusable
 from dapo_mega.rewards.records import PART_NAME
 
 _NUM_TRIED = 12
@@ -35,7 +34,7 @@ class OwnPolicyLoss:
             check_call(self._function, ("tokens",), own.settings)
             self._try(own)
         except MisuseError as error:
-            raise self._unusable(error) from error.__cause__
+            raise unusable("algorithm.policy_loss", own.path, error) from error.__cause__
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -47,10 +46,7 @@ class OwnPolicyLoss:
         try:
             return self._losses(tokens)
         except MisuseError as error:
-            raise self._unusable(error) from error.__cause__
-
-    def _unusable(self, error: MisuseError) -> InputError:
-        return InputError(f"algorithm.policy_loss: {self._path}: {error}")
+            raise unusable("algorithm.policy_loss", self._path, error) from error.__cause__
 
     def _losses(self, tokens: LossInputs) -> TokenLosses:
         try:

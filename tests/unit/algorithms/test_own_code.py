@@ -8,6 +8,7 @@ from dapo_mega.algorithms.own_choices import own_advantages, try_own_code
 from dapo_mega.algorithms.policy_losses import LossInputs, policy_loss
 from dapo_mega.config import AlgorithmConfig, OwnCode
 from dapo_mega.config.files import validated
+from dapo_mega.data.orders import own_order
 from dapo_mega.errors import InputError
 
 CODE = """
@@ -37,6 +38,11 @@ def text(rewards, group): return "none"
 def changing(rewards, group):
     rewards -= rewards.mean()
     return rewards
+
+def backwards(prompts, epoch, seed): return range(len(prompts))[::-1]
+def too_few(prompts, epoch, seed): return [0]
+def twice(prompts, epoch, seed): return [0] * len(prompts)
+def fractions(prompts, epoch, seed): return [float(i) for i in range(len(prompts))]
 
 def mixed(group, fewest=1): return fewest <= sum(s.correct for s in group.trajectories) < len(group.trajectories)
 def counting(group): return 1
@@ -128,6 +134,13 @@ def test_a_loss_has_its_values_as_metrics_over_the_tokens_in_the_loss(code):
     sums = {name: float(value) for name, value in losses.sums.items()}
     assert own.metrics({**sums, "loss_tokens": 2.0}) == {"policy/own_far": 0.5}
     torch.testing.assert_close(losses.loss, -torch.tanh((logprobs - old).exp() - 1))
+
+
+def test_an_order_has_every_prompt_once(code):
+    assert own_order(OwnCode(path=f"{code}:backwards"), [None] * 3, 0, 0).tolist() == [2, 1, 0]
+    for name in ("too_few", "twice", "fractions"):
+        with pytest.raises(InputError, match=f"data.sampling.order: .*{name}: it returned .*, not every index below 3"):
+            own_order(OwnCode(path=f"{code}:{name}"), [None] * 3, 0, 0)
 
 
 def test_the_rewards_of_a_group_stay_as_they_are(code):
