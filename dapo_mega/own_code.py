@@ -68,6 +68,12 @@ def call(key: str, path: str, settings: Mapping[str, Any], **given: Any) -> Any:
         raise unusable(key, path, f"it raises {described(error, path.rpartition(':')[0])}") from error
 
 
+def forget() -> None:
+    """Load files anew when they are called next: a run begins, and a notebook's user may have changed them. Within a
+    run they stay as they were."""
+    _checked.cache_clear()
+
+
 def unusable(key: str, path: str, problem: object) -> InputError:
     """The error of a function that stands under `key`."""
     return InputError(f"{key}: {path}: {problem}")

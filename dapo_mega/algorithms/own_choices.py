@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.config import AlgorithmConfig, OwnCode, OwnLoss
-from dapo_mega.own_code import call, unusable
+from dapo_mega.own_code import call, forget, unusable
 from dapo_mega.types import Group, Prompt, Response, ScoredTrajectory, Trajectory
 
 _ADVANTAGE, _FILTER = "algorithm.advantage", "algorithm.dynamic_sampling_on"
@@ -36,13 +36,15 @@ def is_kept(own: OwnCode, group: Group) -> bool:
 
 
 def try_own_code(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Load the user's own code and call it with made-up tokens and groups. Raises InputError for what cannot be
-    used."""
+    """Load the user's own code as it is now, and call it with made-up tokens and groups. Raises InputError for what
+    cannot be used."""
+    forget()
     for name, own in algorithm.own_code.items():
         if isinstance(own, OwnLoss):
-            from dapo_mega.algorithms.policy_losses import policy_loss  # With torch, which not all that plan need.
+            from dapo_mega.algorithms import policy_losses  # With torch, which not all that plan need.
 
-            policy_loss(own)
+            policy_losses.forget()
+            policy_losses.policy_loss(own)
             continue
         for group in _made_up_groups(group_size):
             if name == "advantage":

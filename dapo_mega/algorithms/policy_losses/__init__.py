@@ -39,6 +39,11 @@ def policy_loss(kind: PolicyLossKind | OwnLoss) -> PolicyLoss:
     return POLICY_LOSSES[kind] if isinstance(kind, str) else _own(kind.model_dump_json())
 
 
+def forget() -> None:
+    """Load code of the user's own anew when it is asked for next."""
+    _own.cache_clear()
+
+
 @cache
 def _own(section: str) -> OwnPolicyLoss:
     return OwnPolicyLoss(OwnLoss(**json.loads(section)))
