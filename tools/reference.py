@@ -59,7 +59,7 @@ _ROOMS = (
     "types", "trajectory_records", "errors", "atomic_files", "own_code", "cli", "config", "metrics", "distributed",
     "rewards", "algorithms", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
     "weight_sync", "conversion", "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training",
-    "ablation", "commands", "__main__",
+    "ablation", "commands", "library", "__main__",
 )  # fmt: skip
 
 

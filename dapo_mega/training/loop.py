@@ -53,6 +53,15 @@ def train(run: TrainingRun) -> None:
     Raises StopRequested, on all ranks, when the run was asked to stop: between steps, while responses are generated or
     after a step's update. The run then continues from `loop_state`.
     """
+    begin(run)
+    while run.step < run.config.num_steps:
+        groups, collected = collect_step(run)
+        learn(run, groups, collected)
+    end(run)
+
+
+def begin(run: TrainingRun) -> None:
+    """Open the records, send the weights to the engines, and evaluate where that is due before a step."""
     config = run.config
     is_interrupted = False
     with raise_on_all_ranks(run.policy.processes.control):
@@ -67,30 +76,42 @@ def train(run: TrainingRun) -> None:
             report(run, 0, evaluate(run))
         elif config.evaluation.beside_training:
             begin_beside(run, again=is_interrupted)
-    while run.step < config.num_steps:
-        run.is_intact = True
-        stop_if_requested(run)
-        run.counts = StepCounts() if gets_histograms(config, run.step + 1) else None
-        with run.timers.stage("rollout"):
-            groups, collected = collect(run)
-        with given_back_if_refused(run):
-            with run.timers.stage("pack"):
-                batch = hand_over(run, groups)
-            with run.timers.stage("score"):
-                scored = score(run, batch, groups)
-        run.is_intact = False
-        with run.timers.stage("update"), at_step(run.step + 1):
-            trace = UpdateTrace() if config.samples.enabled else None
-            updates = update(run, scored, batch.engines, trace)
-            run.histograms = gather_histograms(run, scored)
-        run.step += 1
-        if trace:
-            with run.timers.stage("samples"):
-                record_step(run, groups, trace)
-        metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
-        adapt_entropy_bonus(run, metrics)
-        complete_step(run, metrics)
-    if config.evaluation.beside_training:
+
+
+def collect_step(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
+    """The next step's groups, on rank 0, and the metrics of what was generated."""
+    run.is_intact = True
+    stop_if_requested(run)
+    run.counts = StepCounts() if gets_histograms(run.config, run.step + 1) else None
+    with run.timers.stage("rollout"):
+        return collect(run)
+
+
+def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metrics:
+    """Score the groups, update the models, and complete the step. Returns the step's metrics."""
+    with given_back_if_refused(run):
+        with run.timers.stage("pack"):
+            batch = hand_over(run, groups)
+        with run.timers.stage("score"):
+            scored = score(run, batch, groups)
+    run.is_intact = False
+    with run.timers.stage("update"), at_step(run.step + 1):
+        trace = UpdateTrace() if run.config.samples.enabled else None
+        updates = update(run, scored, batch.engines, trace)
+        run.histograms = gather_histograms(run, scored)
+    run.step += 1
+    if trace:
+        with run.timers.stage("samples"):
+            record_step(run, groups, trace)
+    metrics = {**collected, **scored.metrics, **updates, **packing_metrics(batch.stats)}
+    adapt_entropy_bonus(run, metrics)
+    complete_step(run, metrics)
+    return metrics
+
+
+def end(run: TrainingRun) -> None:
+    """Wait for evaluations beside training, and record the last step's timeline."""
+    if run.config.evaluation.beside_training:
         settle_beside(run, wait=True)
     record_timeline(run, run.step)  # The checkpoint after the last step.
 
@@ -183,11 +204,16 @@ def given_back_if_refused(run: TrainingRun) -> Iterator[None]:
     try:
         yield
     except (FleetError, InputError):
-        if run.config.data.sampling.needs_outcomes:
-            run.is_intact = False  # The groups' outcomes have counted.
-        elif run.controller:
-            run.fleet.call(run.controller.collector.give_back)
+        give_back(run)
         raise
+
+
+def give_back(run: TrainingRun) -> None:
+    """What was collected for the step is not learnt from: the run that continues asks its prompts again."""
+    if run.config.data.sampling.needs_outcomes:
+        run.is_intact = False  # The groups' outcomes have counted.
+    elif run.controller:
+        run.fleet.call(run.controller.collector.give_back)
 
 
 def find_starvation_cause(run: TrainingRun) -> str | None:

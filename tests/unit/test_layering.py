@@ -21,7 +21,7 @@ FLOORS = (
     {"training"},
     {"ablation"},
     {"commands"},
-    {"__main__"},
+    {"__main__", "library"},
 )
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {
