@@ -77,8 +77,8 @@ def test_a_run_learns_from_a_function_that_judges_nothing(commands):
 
 def test_a_run_with_code_of_its_own_resumes_exactly_and_with_other_code_only_when_told(commands, tmp_path):
     commands("own_code")
-    recipe = Path("recipes") / "own_code"
-    shutil.copytree(REPOSITORY / "configs" / "recipes", "recipes")
+    recipe = Path("copy") / "recipes" / "own_code"  # As deep as the recipe, whose paths are relative.
+    shutil.copytree(REPOSITORY / "configs" / "recipes", recipe.parent)
     model, data = (Path("runs", "recipes", name).resolve() for name in ("model", "data/train.parquet"))
 
     def run(folder, num_steps, **options):
