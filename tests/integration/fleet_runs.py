@@ -253,3 +253,23 @@ def wait_for_both_engines(training_run: TrainingRun) -> None:
 def in_flight(training_run: TrainingRun, url: str) -> int:
     """Requests that the engine works on now."""
     return next((e.in_flight for e in training_run.fleet.client._dispatcher.engines() if e.url == url), 0)
+
+
+def stop_at_work(training_run: TrainingRun, engines: SharedEngines, index: int) -> None:
+    """Stop the engine's processes while step 2 waits for requests that it works on."""
+    url = engines.launcher.urls[index]
+
+    def is_at_work() -> bool:
+        return training_run.step == 1 and in_flight(training_run, url) > 4
+
+    def has_stopped() -> bool:
+        if not is_at_work():
+            return False
+        signal_engine(engines, index, signal.SIGSTOP)
+        time.sleep(0.2)  # Answers that it had sent arrive.
+        if not is_at_work():
+            signal_engine(engines, index, signal.SIGCONT)
+            return False
+        return True
+
+    wait_until(has_stopped)

@@ -34,12 +34,12 @@ from .fleet_runs import (
     checked_records,
     deviation_after_update,
     fleet_values,
-    in_flight,
     num_serving,
     responses_over_an_update,
     run,
     saboteur,
     signal_engine,
+    stop_at_work,
     total,
     train_to_the_end,
     training_run_of,
@@ -300,7 +300,7 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
         before = announced()
 
         def act():
-            wait_until(lambda: training_run.step == 1 and in_flight(training_run, engine) > 4)
+            stop_at_work(training_run, two_engines, 1)
             signal_engine(two_engines, 1, signal.SIGKILL)
             # Its connections break: nothing waits for hung_after_s.
             wait_until(lambda: num_serving(training_run) == 1, fleet["hung_after_s"] / 2)
@@ -319,13 +319,11 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
 
 def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
-    engine = two_engines.launcher.urls[0]
     values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1, "hung_after_s": 10}})
     with training_run_of(values) as training_run:
 
         def act():
-            wait_until(lambda: training_run.step == 1 and in_flight(training_run, engine) > 4)
-            signal_engine(two_engines, 0, signal.SIGSTOP)
+            stop_at_work(training_run, two_engines, 0)
             stopped = time.monotonic()
             try:
                 wait_until(lambda: num_serving(training_run) == 1)
