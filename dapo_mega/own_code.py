@@ -11,12 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-
-from dapo_mega.errors import InputError
 
 _SHOWN_CHARACTERS: Final = 200
 
@@ -53,37 +50,6 @@ def check_call(function: Callable[..., Any], given: tuple[str, ...], settings: M
     except TypeError as error:
         call = ", ".join([*given, *(f"{name}=..." for name in settings)])
         raise MisuseError(f"it takes {signature} and is called with ({call}): {error}") from None
-
-
-def call(key: str, path: str, settings: Mapping[str, Any], **given: Any) -> Any:
-    """What the function returns for `given`, which are positional arguments, and the settings. Raises InputError, which
-    names the configuration's `key`, for a function that cannot be used."""
-    try:
-        function = _checked(path, tuple(given), tuple(settings))
-    except MisuseError as error:
-        raise unusable(key, path, error) from None
-    try:
-        return function(*given.values(), **settings)
-    except Exception as error:
-        raise unusable(key, path, f"it raises {described(error, path.rpartition(':')[0])}") from error
-
-
-def forget() -> None:
-    """Load files anew when they are called next: a run begins, and a notebook's user may have changed them. Within a
-    run they stay as they were."""
-    _checked.cache_clear()
-
-
-def unusable(key: str, path: str, problem: object) -> InputError:
-    """The error of a function that stands under `key`."""
-    return InputError(f"{key}: {path}: {problem}")
-
-
-@cache
-def _checked(path: str, given: tuple[str, ...], settings: tuple[str, ...]) -> Callable[..., Any]:
-    function = load_function(path)
-    check_call(function, given, dict.fromkeys(settings))
-    return function
 
 
 def described(error: BaseException, place: str) -> str:

@@ -11,11 +11,12 @@ log-probabilities in nats.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was sampled; `length`: the response limit cut the response off (truncated)."""
+
+METRIC_PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
+"""A part of a metric's name that a user chooses."""
 
 
 @dataclass(frozen=True, eq=False)

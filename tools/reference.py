@@ -18,9 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from dapo_mega.config import RewardConfig, RunConfig, Section, SftConfig
+from dapo_mega.config import RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume, section_in
-from dapo_mega.config.components import KINDS, Component, ComponentConfig
+from dapo_mega.config.choices import kinds_of
+from dapo_mega.config.components import Component
 from dapo_mega.evaluation.benchmarks import benchmark_table
 from dapo_mega.metrics.catalogue.tables import metric_tables
 
@@ -56,8 +57,9 @@ class GeneratedPart:
 # The file tree ----------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "trajectory_records", "errors", "atomic_files", "own_code", "cli", "config", "metrics", "distributed",
-    "rewards", "algorithms", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
+    "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "algorithms", "cli", "config",
+    "metrics", "distributed",
+    "rewards", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
     "weight_sync", "conversion", "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training",
     "ablation", "commands", "library", "__main__",
 )  # fmt: skip
@@ -102,7 +104,11 @@ def configuration_keys() -> str:
     """The tables of all keys: those of a run, section by section, then those that only supervised training has.
     Raises ValueError, naming the key, for one without a description."""
     run, fine_tuning = dict(_sections(RunConfig)), dict(_sections(SftConfig))
-    parts = [_section_text(kind, prefixes, RunConfig, _inherited(kind, run)) for kind, prefixes in run.items()]
+    parts = []
+    for kind, prefixes in run.items():
+        parts.append(_section_text(kind, prefixes, RunConfig, _inherited(kind, run)))
+        choices = {key: kinds for key, field in kind.model_fields.items() if (kinds := kinds_of(field.annotation))}
+        parts += [_kinds(f"{prefixes[0]}.{key}", kinds, kind) for key, kinds in choices.items()]
     shared = sorted({prefix for kind, found in fine_tuning.items() if kind in run for prefix in found})
     parts.append(
         "### Supervised training\n\nThe files of `launch/train_sft.py` have the sections "
@@ -110,23 +116,20 @@ def configuration_keys() -> str:
     )
     own = [row for kind, found in fine_tuning.items() if kind not in run for row in _rows(kind, found[0], SftConfig)]
     parts.append(_table([*own, *_other_defaults(fine_tuning)]))
-    parts.insert(1 + list(run).index(RewardConfig), _components())
     titles = [line.removeprefix("### ") for part in parts for line in part.splitlines() if line.startswith("### ")]
     return "\n\n".join([" · ".join(f"[{title}](#{_anchor(title)})" for title in titles), *parts])
 
 
-def _components() -> str:
-    """The kinds of `reward.components` with their keys; those that all have stand in the first table only."""
-    shared = ComponentConfig.model_fields
-    rows = list(_rows(ComponentConfig, "", RewardConfig, without=("kind",)))
-    blocks = [
-        f"### `reward.components`\n\nEach component has a `kind` and these keys; the kinds follow with keys of their "
-        f"own.\n\n{_table(rows)}"
-    ]
-    for name, kind in KINDS.items():
-        about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        own = list(_rows(kind, "", RewardConfig, without=tuple(shared)))
-        blocks.append(f"**`kind: {name}`**: {about}" + (f"\n\n{_table(own)}" if own else ""))
+def _kinds(name: str, kinds: dict[str, type[Section]], root: type[Section]) -> str:
+    """The kinds of a choice with their keys; those that all have stand in the first table only."""
+    first, *others = kinds.values()
+    shared = {key for key in first.model_fields if all(key in other.model_fields for other in others)}
+    rows = list(_rows(first, "", root, without=("kind", *(first.model_fields.keys() - shared))))
+    blocks = [f"### `{name}`\n\nEach has a `kind`" + (f" and these keys.\n\n{_table(rows)}" if rows else ".")]
+    for kind, section in kinds.items():
+        about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+        own = list(_rows(section, "", root, without=tuple(shared)))
+        blocks.append(f"**`kind: {kind}`**: {about}" + (f"\n\n{_table(own)}" if own else ""))
     return "\n\n".join(blocks)
 
 
@@ -142,7 +145,7 @@ def _sections(root: type[Section]) -> Iterator[tuple[type[Section], list[str]]]:
     def visit(kind: type[Section], prefix: str) -> None:
         found.setdefault(kind, []).append(prefix)
         for name, field in kind.model_fields.items():
-            if inner := section_in(field.annotation):
+            if (inner := section_in(field.annotation)) and not kinds_of(field.annotation):
                 is_named = get_origin(field.annotation) is dict
                 visit(inner, f"{prefix}.{name}{'.NAME' if is_named else ''}".lstrip("."))
 
@@ -172,6 +175,7 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
         if key in without:
             continue
         name = f"{prefix}.{key}".lstrip(".")
+        kinds = kinds_of(field.annotation)
         is_section = section_in(field.annotation) is not None
         if is_section and not field.description:
             continue  # It has a table of its own.
@@ -179,7 +183,8 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
             raise ValueError(f"configuration key {name} has no description; give its Field of {kind.__name__} one")
         changes = "may change" if may_change_at_resume(root, name) else "fixed"
         kind_text, allowed = "section" if is_section else _type_text(field.annotation), _allowed(field)
-        kind_text = "choice or section" if is_section and allowed else kind_text
+        if kinds and is_section:
+            kind_text, allowed = "kind or section", ", ".join(f"`{each}`" for each in kinds)
         yield [f"`{name}`", kind_text, _default(field), allowed, changes, field.description]
 
 
@@ -250,6 +255,8 @@ def _value_text(value: Any) -> str:
     """A value as YAML has it."""
     if value is None:
         return "null"
+    if isinstance(value, Section):
+        return str(getattr(value, "kind", value))
     if value == ():
         return "[]"
     if value == {}:

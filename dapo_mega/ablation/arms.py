@@ -6,12 +6,12 @@ An arm is a list of `section.key=value` overrides of a run's file, as a user cou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dapo_mega.config import PRESETS, AlgorithmConfig
-from dapo_mega.config.base import flat, merged
+from dapo_mega.config.choices import owner_of
 from dapo_mega.errors import InputError
 
 Group = Literal["ladder", "methods"]
@@ -31,7 +31,7 @@ class Rung:
 LADDER = (
     Rung("naive_grpo", "Naive GRPO", 30, {}),
     Rung("overlong_filtering", "+ Overlong Filtering", 36, {"reward.overlong_filtering": (False, True)}),
-    Rung("clip_higher", "+ Clip-Higher", 38, {"algorithm.clip_high": (0.2, 0.28)}),
+    Rung("clip_higher", "+ Clip-Higher", 38, {"algorithm.policy_loss.high": (0.2, 0.28)}),
     Rung("soft_overlong_punishment", "+ Soft Overlong Punishment", 41, {"reward.overlong_punishment": (False, True)}),
     Rung(
         "token_level_loss",
@@ -65,7 +65,10 @@ def ladder(names: Sequence[str], given: Mapping[str, Any], overrides: Sequence[s
     """
     _refuse_unknown(names, [rung.name for rung in LADDER], "--rows")
     decided = {key for rung in LADDER for key in rung.keys}
-    if taken := sorted(decided & {override.partition("=")[0].strip() for override in overrides}):
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    owners = (owner_of(AlgorithmConfig, key.removeprefix("algorithm.")) for key in keys)
+    keys += [f"algorithm.{'.'.join(owner)}" for owner in owners if owner]
+    if taken := sorted(decided & set(keys)):
         raise InputError(f"{', '.join(taken)}: the rows of the ladder set this themselves; leave the override out")
     start = preset_overrides("dapo", given)
     return [
@@ -86,14 +89,20 @@ def preset_overrides(preset: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
     Keys that no preset sets stay as the file has them.
     """
-    own = flat(merged(AlgorithmConfig().model_dump(), PRESETS[preset]))
+    own = AlgorithmConfig.model_validate({"preset": preset}).model_dump(mode="json")
     return (f"algorithm.preset={preset}", *(_override(f"algorithm.{key}", own[key]) for key in reset_keys(given)))
 
 
 def reset_keys(given: Mapping[str, Any]) -> list[str]:
     """The keys of the section `given` that some preset sets, so that all arms set them."""
-    decided = {key for values in PRESETS.values() for key in flat(values)}
-    return [key for key in flat(given) if key in decided]
+    decided = _keys(key for values in PRESETS.values() for key in values)
+    return [key for key in _keys(given) if key in decided]
+
+
+def _keys(names: Iterable[str]) -> list[str]:
+    """Keys of the section `algorithm`, those that earlier versions had as those of the choices in which they are."""
+    owners = ((name, owner_of(AlgorithmConfig, name)) for name in names)
+    return list(dict.fromkeys(owner[0] if owner else name for name, owner in owners))
 
 
 def _rung_overrides(index: int) -> tuple[str, ...]:

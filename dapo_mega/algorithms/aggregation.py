@@ -6,7 +6,9 @@ micro-batches and data-parallel ranks; Megatron adds them up, so this module see
 
 from __future__ import annotations
 
-from dapo_mega.config import AggregationKind
+from typing import Literal
+
+AggregationKind = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_constant"]
 
 
 def response_weight(length: int, kind: AggregationKind, max_response_tokens: int) -> tuple[float, int]:

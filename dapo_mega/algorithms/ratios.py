@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # The configuration is read without torch.
+    from torch import Tensor
 
-from dapo_mega.config import KlKind
+KlKind = Literal["k1", "k2", "k3"]
 
 # exp() of a larger difference overflows float32; such ratios are clipped anyway.
 MAX_LOG_RATIO = 20.0
@@ -26,8 +27,11 @@ def sequence_importance_weights(sums: Tensor, cap: float) -> Tensor:
 
 def segment_sums(log_ratios: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Sum of `log_ratios` [T] and number of tokens of every segment, [2, n] float64, detached."""
-    values = torch.stack([log_ratios.detach().double(), torch.ones_like(log_ratios, dtype=torch.float64)])
-    return values.new_zeros(2, num_segments).index_add_(1, segment_ids, values)
+    values = log_ratios.detach().double()
+    sums = values.new_zeros(2, num_segments)
+    sums[0].index_add_(0, segment_ids, values)
+    sums[1].index_add_(0, segment_ids, values.new_ones(len(values)))
+    return sums
 
 
 def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:

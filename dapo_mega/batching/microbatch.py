@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo_mega.algorithms import response_weight
-from dapo_mega.algorithms.aggregation import AggregationKind
+from dapo_mega.algorithms.aggregation import AggregationKind, response_weight
 from dapo_mega.batching.plan import PackingLayout, padded_lengths
 from dapo_mega.batching.samples import FlatSamples, Origins, Sample, ranges
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.algorithms import group_advantages, whitened
-from dapo_mega.algorithms.own_choices import own_advantages
-from dapo_mega.config import OwnCode, RunConfig
+from dapo_mega.algorithms.advantages import whitened
+from dapo_mega.config import RunConfig
 from dapo_mega.types import Group, ScoredTrajectory
 
 Floats = npt.NDArray[np.float64]
@@ -37,12 +36,7 @@ def raw_advantages(groups: Sequence[Group], config: RunConfig, penalties: npt.Ar
         for group in groups:
             end = start + len(group.trajectories)
             rewards = np.array([scored.reward for scored in group.trajectories]) - taken_off[start:end]
-            greedy_reward = group.greedy.reward if group.greedy else None
-            kind = config.algorithm.advantage
-            if isinstance(kind, OwnCode):
-                yield own_advantages(kind, rewards, group)
-            else:
-                yield group_advantages(rewards, kind, greedy_reward)
+            yield config.algorithm.advantage.of_group(rewards, group)
             start = end
 
     return np.concatenate(list(of_groups()))

@@ -1,4 +1,4 @@
-"""What a configuration key, a metric or a method means: `dapo-mega explain clip_high policy/entropy gspo`."""
+"""What a configuration key, a metric or a method means: `dapo-mega explain max_staleness policy/entropy gspo`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import yaml
+from pydantic.fields import FieldInfo
 
-from dapo_mega.config import PRESETS, RunConfig, Section, SftConfig
+from dapo_mega.config import PRESETS, AlgorithmConfig, PromptSamplingConfig, RunConfig, Section, SftConfig
 from dapo_mega.config.base import flat, may_change_at_resume
-from dapo_mega.config.components import KINDS
+from dapo_mega.config.choices import kinds_of, owner_of
 from dapo_mega.config.paths import sections_in
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, describe
@@ -29,13 +30,21 @@ def main() -> None:
 
 def explained(name: str) -> str:
     """All that is known under this name. Raises InputError with near names if there is nothing."""
-    keys = dict(_keys())
-    found = [text for key, text in keys.items() if key == name or key.endswith(f".{name}")]
+    pairs = list(_keys())
+    keys = dict(pairs)
+    end = name.rpartition(".")[2]
+    owners = (owner_of(kind, end) for kind in (AlgorithmConfig, PromptSamplingConfig))
+    wanted = [name, *(".".join(owner) for owner in owners if owner)]  # By its name in earlier versions, too.
+    found = [text for key, text in pairs if any(key == each or key.endswith(f".{each}") for each in wanted)]
     if metric := describe(name):
         about = PREFIXES.get(metric.prefix, "")
         found.append(_wrapped(f"metric {name}", metric.text().replace("\n\n", "\n"), about))
     if name in PRESETS:
-        settings = ", ".join(f"{key}={_shown(value)}" for key, value in flat(PRESETS[name]).items())
+        dapo, method = (
+            flat(AlgorithmConfig.model_validate({"preset": preset}).model_dump()) for preset in ("dapo", name)
+        )
+        changes = {key: value for key, value in method.items() if key != "preset" and value != dapo.get(key, ...)}
+        settings = ", ".join(f"{key}={_shown(value)}" for key, value in changes.items())
         found.append(_wrapped(f"method algorithm.preset={name}", f"Changes to DAPO's defaults: {settings or 'none'}."))
     if found:
         return "\n\n".join(found)
@@ -50,35 +59,59 @@ def explained(name: str) -> str:
 
 
 def _keys() -> Iterator[tuple[str, str]]:
-    """Every key's dotted name and text. A mapping's sections have NAME in theirs, components' keys their kind."""
+    """Every key's dotted name and text. A mapping's sections have NAME in theirs."""
     seen = set()
     for root in (RunConfig, SftConfig):
         for key, text in _keys_of(root, "", root):
-            if key not in seen:
-                seen.add(key)
+            if (key, text) not in seen:
+                seen.add((key, text))
                 yield key, text
-    for kind, section in KINDS.items():
-        yield from _keys_of(section, f"reward.components.{kind}.", RunConfig)
 
 
 def _keys_of(section: type[Section], prefix: str, root: type[Section]) -> Iterator[tuple[str, str]]:
     for key, field in section.model_fields.items():
-        inner = [kind for kind in sections_in(field.annotation) if kind not in KINDS.values()]
+        name = f"{prefix}{key}"
         if field.description:
-            default = field.get_default(call_default_factory=True, validated_data={})
-            given = "It must be given." if field.is_required() else f"Default: {_shown(default)}."
-            changes = "may change" if may_change_at_resume(root, prefix + key) else "may not change"
-            yield prefix + key, _wrapped(f"key {prefix}{key}", field.description, f"{given} It {changes} at a resume.")
-        for kind in inner:
-            name = f"{prefix}{key}.NAME." if str(field.annotation).startswith("dict[") else f"{prefix}{key}."
+            yield name, _key(f"key {name}", field, may_change_at_resume(root, name))
+        if kinds := kinds_of(field.annotation):
+            yield from _keys_of_kinds(name, kinds)
+            continue
+        for inner in sections_in(field.annotation):
+            below = f"{name}.NAME." if str(field.annotation).startswith("dict[") else f"{name}."
             if not field.description:
-                about = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-                yield name[:-1], _wrapped(f"section {name[:-1]}", about, f"Keys: {', '.join(kind.model_fields)}.")
-            yield from _keys_of(kind, name, root)
+                yield below[:-1], _section(f"section {below[:-1]}", inner)
+            yield from _keys_of(inner, below, root)
+
+
+def _keys_of_kinds(name: str, kinds: Mapping[str, type[Section]]) -> Iterator[tuple[str, str]]:
+    """The kinds of a choice, and their keys; what several kinds have is one text."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    for kind, section in kinds.items():
+        yield f"{name}.{kind}", _section(f"kind {kind} of {name}", section)
+        for key, field in section.model_fields.items():
+            if key != "kind":
+                text = _key("", field, may_change_at_resume(section, key))
+                texts.setdefault((f"{name}.{key}", text), []).append(kind)
+    for (key, text), having in texts.items():
+        yield key, f"key {key} of {', '.join(having)}{text}"
+
+
+def _key(title: str, field: FieldInfo, is_free: bool) -> str:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    given = "It must be given." if field.is_required() else f"Default: {_shown(default)}."
+    kinds = f"Kinds: {', '.join(kinds_of(field.annotation))}." if kinds_of(field.annotation) else ""
+    changes = "may change" if is_free else "may not change"
+    return _wrapped(title, field.description or "", kinds, f"{given} It {changes} at a resume.")
+
+
+def _section(title: str, section: type[Section]) -> str:
+    about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+    return _wrapped(title, about, f"Keys: {', '.join(section.model_fields)}.")
 
 
 def _shown(value: object) -> str:
     plain = value.model_dump(mode="json") if isinstance(value, Section) else value
+    plain = plain["kind"] if isinstance(plain, dict) and "kind" in plain else plain
     plain = dict(plain) if isinstance(plain, Mapping) else list(plain) if isinstance(plain, tuple) else plain
     return yaml.safe_dump(plain, default_flow_style=True, width=1000).partition("\n")[0]
 

@@ -1,17 +1,11 @@
 """The configuration of a run: one YAML file with frozen sections, one module per section; unknown keys are errors.
 
-Kinds (of losses, advantages, ...) are defined here once. Nothing here imports torch or reads any other file.
+What can be chosen by kind stands with its code in `algorithms/`. Nothing here imports torch or reads any other file.
 """
 
 from dapo_mega.config.algorithm import (
-    GROUP_BASELINES,
-    AdvantageKind,
-    AggregationKind,
     AlgorithmConfig,
     KlConfig,
-    KlKind,
-    LossSettings,
-    PolicyLossKind,
 )
 from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
@@ -32,7 +26,6 @@ from dapo_mega.config.files import dump_config, load_config
 from dapo_mega.config.fleet import FleetConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
-from dapo_mega.config.own_code import OwnCode, OwnLoss
 from dapo_mega.config.parallel import ParallelConfig
 from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.config.presets import PRESETS
@@ -46,10 +39,7 @@ from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
 
 __all__ = [
-    "GROUP_BASELINES",
     "PRESETS",
-    "AdvantageKind",
-    "AggregationKind",
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -62,16 +52,11 @@ __all__ = [
     "FleetConfig",
     "Fp8Config",
     "KlConfig",
-    "KlKind",
-    "LossSettings",
     "MixedDatasetConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
-    "OwnCode",
-    "OwnLoss",
     "ParallelConfig",
-    "PolicyLossKind",
     "PreparationConfig",
     "PromptSamplingConfig",
     "RewardConfig",

@@ -1,22 +1,18 @@
-"""The base class of configuration sections, and helpers that several sections use."""
+"""What several sections of the configuration use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic.config import JsonDict
+
+from dapo_mega.declared import Section as Section
 
 FREE: JsonDict = {"resume": "free"}
 """`json_schema_extra` of a field or section that may change when a run resumes, because it does not change the training
 result. All other fields may not."""
-
-
-class Section(BaseModel):
-    """Base of every configuration section: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dapo_mega.algorithms.orders import OrderChoice, ShuffleOrder
 from dapo_mega.config.base import FREE, Section
-from dapo_mega.config.own_code import BY_NAME_OR_CODE, ByCode, ByName, OwnCode
+from dapo_mega.config.choices import settled
 from dapo_mega.config.paths import HubPath
 
 
@@ -118,33 +119,8 @@ class MixedDatasetConfig(DatasetConfig):
 class PromptSamplingConfig(Section):
     """The order in which training asks its prompts, for each dataset by itself."""
 
-    order: Annotated[
-        Annotated[Literal["shuffle", "curriculum", "prioritised"], ByName] | Annotated[OwnCode, ByCode], BY_NAME_OR_CODE
-    ] = Field(
-        default="shuffle",
-        description="shuffle: every prompt once per epoch, in a new order each; curriculum: from easy to hard; "
-        "prioritised: prompts that the policy fails at come more often (Kimi k1.5). A mapping with kind: "
-        "function: your own.",
-    )
-    floor: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="prioritised: a prompt is asked in proportion to 1 - success rate, but at least to this. 0: solved "
-        "prompts hardly ever come again.",
-    )
-    easiest: Literal["highest", "lowest"] = Field(
-        default="highest",
-        description="curriculum: which values of columns.difficulty are the easy ones. highest: a pass rate; lowest: a "
-        "level of difficulty.",
-    )
-    stages: tuple[float, ...] = Field(
-        default=(),
-        description="curriculum: values of columns.difficulty at which a new stage begins; within a stage prompts are "
-        "shuffled. Empty: every value is a stage.",
-    )
-    curriculum_epochs: int = Field(
-        default=1, ge=1, description="curriculum: epochs from easy to hard; later ones are shuffled."
+    order: OrderChoice = Field(
+        default=ShuffleOrder(), discriminator="kind", description="The order of an epoch's prompts."
     )
     retire_after: int | None = Field(
         default=None,
@@ -156,7 +132,12 @@ class PromptSamplingConfig(Section):
     @property
     def needs_outcomes(self) -> bool:
         """Whether the order depends on which responses were right."""
-        return self.order == "prioritised" or self.retire_after is not None
+        return self.order.needs_outcomes or self.retire_after is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, raw: Any) -> Any:
+        return settled(cls, raw, {})
 
 
 _DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -209,7 +190,7 @@ class DataConfig(Section):
             raise ValueError("data.train and data.mixture are both given; put all datasets into data.mixture")
         if not self.train and not self.mixture:
             raise ValueError("data.train is missing; add it to the file or as data.train.path=FILE")
-        if self.sampling.order == "curriculum":
+        if self.sampling.order.needs_difficulty:
             for name, dataset in self.training.items():
                 if dataset.columns.difficulty is None:
                     raise ValueError(

@@ -12,10 +12,9 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from dapo_mega.config.base import Section, merged, section_in
-from dapo_mega.config.components import KINDS
-from dapo_mega.config.own_code import CODE_TAG, NAME_TAG
-from dapo_mega.config.paths import located, misplaced
+from dapo_mega.config.base import Section
+from dapo_mega.config.choices import FLAT, choices_of, kinds_of, layered, owner_of, settled
+from dapo_mega.config.paths import located, misplaced, sections_in
 from dapo_mega.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -46,9 +45,21 @@ def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) 
     is_record = path.name == "config.yaml" and path.with_name("versions.json").is_file()
     raw = read_yaml(path)
     algorithm = raw.get("algorithm")
-    if is_record and isinstance(algorithm, dict) and algorithm.get("entropy_target") is not None:
-        algorithm.setdefault("entropy_max", None)  # Nor did they bound the entropy bonus.
+    if is_record and isinstance(algorithm, dict):
+        if algorithm.get("entropy_target") is not None:
+            algorithm.setdefault("entropy_max", None)  # Earlier versions did not bound the entropy bonus.
+        raw = _without_idle_keys(kind, raw)
     return configured(kind, raw, overrides, _start_of(raw, path.parent) if is_record else path.parent)
+
+
+def _without_idle_keys(kind: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
+    """A record without keys that earlier versions wrote beside a choice for kinds that were not chosen."""
+    result = dict(raw)
+    for key, field in kind.model_fields.items():
+        inner = sections_in(field.annotation)
+        if len(inner) == 1 and isinstance(raw.get(key), dict):
+            result[key] = settled(inner[0], _without_idle_keys(inner[0], raw[key]), {}, is_record=True)
+    return result
 
 
 def _start_of(record: Mapping[str, Any], run: Path) -> Path:
@@ -80,8 +91,11 @@ def configured(kind: type[ConfigT], raw: Mapping[str, Any], overrides: Sequence[
     """The section with the values of `raw`, whose relative paths start at `folder`, after `section.key=value`
     overrides. Raises `InputError`, one line per problem."""
     values = located(kind, raw, folder)
-    for override in overrides:
-        values = merged(values, located(kind, _overridden(kind, override), Path(), folder))
+    try:
+        for override in overrides:
+            values = layered(kind, values, located(kind, _overridden(kind, override), Path(), folder))
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if problems := list(misplaced(values)):
         raise InputError("; ".join(problems))
     return validated(kind, values)
@@ -129,8 +143,8 @@ def _yaml_value(text: str, override: str) -> Any:
 
 def _takes_text(kind: type[Section], parts: Sequence[str], text: str) -> bool:
     """Whether to take the value verbatim: YAML would cut a path at ' #' or read one with ': ' as a mapping."""
-    section = _section_at(kind, parts[:-1])
-    field = section.model_fields.get(parts[-1]) if section else None
+    fields = [section.model_fields.get(parts[-1]) for section in _sections_at(kind, parts[:-1])]
+    field = next(filter(None, fields), None)
     if (
         field is None
         or text in ("null", "")
@@ -141,43 +155,70 @@ def _takes_text(kind: type[Section], parts: Sequence[str], text: str) -> bool:
     return field.annotation is str or str in get_args(field.annotation)
 
 
-def _section_at(kind: type[Section], location: Sequence[str]) -> type[Section] | None:
-    """The section with this dotted name in `kind`, if any. A mapping of sections has one name more."""
-    section: type[Section] | None = kind
-    parts = iter(location)
+def _sections_at(kind: type[Section], location: Sequence[str]) -> list[type[Section]]:
+    """The sections that may have this dotted name in `kind`: of a choice all kinds. A mapping of sections has one name
+    more."""
+    found, parts = [kind], iter(location)
     for part in parts:
-        field = section.model_fields.get(part) if section else None
-        section = section_in(field.annotation) if field else None
-        if field and get_origin(field.annotation) is dict and next(parts, None) is None:
-            return None
-    return section
+        fields = [field for section in found if (field := section.model_fields.get(part))]
+        found = [inner for field in fields for inner in sections_in(field.annotation)]
+        if any(get_origin(field.annotation) is dict for field in fields) and next(parts, None) is None:
+            return []
+    return found
 
 
-def _explain(kind: type[Section], detail: Any) -> str:
-    location = [str(part) for part in detail["loc"]]
-    component = None
-    location = [part for part in location if part not in (NAME_TAG, CODE_TAG)]
-    if location[:2] == ["reward", "components"] and len(location) > 3:
-        component = location.pop(3)  # pydantic puts a component's kind between its number and its key.
-    name = ".".join(location) or "configuration"
-    if detail["type"] == "extra_forbidden":
-        valid = list(KINDS[component].model_fields) if component else _keys_at(kind, location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else f"valid keys: {', '.join(valid)}"
-        return f"unknown key {name!r}; {hint}"
-    if detail["type"] == "missing":
+def _explain(root: type[Section], detail: Any) -> str:
+    """One line on an error of pydantic's, whose place has the kind behind the name of a choice."""
+    location: list[str] = []
+    sections = [root]
+    kinds: dict[str, type[Section]] = {}
+    others: dict[str, type[Section]] = {}
+    for part in map(str, detail["loc"]):
+        if part in kinds:
+            sections, kinds, others = [kinds[part]], {}, kinds
+            continue
+        location.append(part)
+        if fields := [field for section in sections if (field := section.model_fields.get(part))]:
+            sections, kinds = sections_in(fields[0].annotation), kinds_of(fields[0].annotation)
+    name, given, problem = ".".join(location) or "configuration", detail.get("input"), detail["type"]
+    if problem == "extra_forbidden":
+        return _unknown_key(location, sections[0], others)
+    if problem == "missing":
         return f"{name} is missing; add it to the file or as {name}=VALUE"
-    if detail["type"] in ("union_tag_not_found", "union_tag_invalid", "model_attributes_type"):
-        return f"{name}={detail['input']!r} must be a mapping with a kind, which is one of {', '.join(KINDS)}"
-    if detail["type"] == "model_type":
-        return f"{name}={detail['input']!r} must be a name, or a mapping with kind: function, path and settings"
-    if detail["type"] == "value_error":
+    if kinds and problem in ("union_tag_not_found", "model_attributes_type"):
+        is_component = location[-1].isdigit()
+        what = "a mapping with a kind, which is one of" if is_component else "a kind, or a mapping with one:"
+        return f"{name}={given!r} must be {what} {', '.join(kinds)}"
+    if kinds and problem == "union_tag_invalid":
+        chosen = str(given.get("kind") if isinstance(given, Mapping) else given)
+        near = difflib.get_close_matches(chosen, kinds, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name}.kind={chosen!r} must be one of {', '.join(kinds)}{hint}"
+    if problem == "value_error":
         return str(detail["ctx"]["error"])
-    given = detail.get("input")
     return f"{name}={given!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
-def _keys_at(kind: type[Section], location: Sequence[str]) -> list[str]:
-    """The valid keys of the section at `location`."""
-    section = _section_at(kind, location)
-    return list(section.model_fields) if section else []
+def _unknown_key(location: Sequence[str], section: type[Section], others: Mapping[str, type[Section]]) -> str:
+    """One line on a key that the section has not. `others` are the kinds that might have been chosen in its place."""
+    name, key = ".".join(location), location[-1]
+    if owner := owner_of(section, key):
+        choice = ".".join([*location[:-1], owner[0]])
+        having = [kind for kind, of_kind in choices_of(section)[owner[0]].items() if owner[1] in of_kind.model_fields]
+        return (
+            f"{name} is a key of {choice} {' or '.join(having)}, and another kind is chosen; leave it out, or choose "
+            f"{choice}={having[0]}"
+        )
+    if having := [kind for kind, other in others.items() if key in other.model_fields]:
+        chosen = section.model_fields["kind"].default
+        return f"{name} is a key of kind {' or '.join(having)}, and the kind is {chosen}, which has {_keys_of(section)}"
+    known = {key: key for key in section.model_fields}
+    known |= {flat: f"{choice}.{inner}" for choice in choices_of(section) for flat, inner in FLAT[choice].items()}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    whole = ".".join([*location[:-1], known[near[0]]]) if near else ""
+    hint = f"did you mean {whole!r}?" if near else f"valid keys: {_keys_of(section)}"
+    return f"unknown key {name!r}; {hint}"
+
+
+def _keys_of(section: type[Section]) -> str:
+    return ", ".join(section.model_fields)

@@ -25,8 +25,6 @@ OutputPath = Annotated[str, "output"]
 OutputPathOrNone = Annotated[str | None, "output"]
 HubPath = Annotated[str, "path or hub name"]
 HubPathOrNone = Annotated[str | None, "path or hub name"]
-FunctionPath = Annotated[str, "function"]
-FunctionPathOrNone = Annotated[str | None, "function"]
 
 _NO_FOLDER = re.compile(r"~|\$|\w+://")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -101,6 +99,8 @@ def _located_below(
     if is_named:
         return {name: _located_below(kinds, item, folder, other) for name, item in value.items()}
     suiting = [k for k in kinds if len(kinds) == 1 or k.model_fields["kind"].default == value.get("kind")]
+    if "kind" not in value:  # A part of a choice whose kind stands elsewhere.
+        suiting = suiting or [k for k in kinds if value.keys() <= k.model_fields.keys()]
     return located(suiting[0], value, folder, other) if suiting else value
 
 

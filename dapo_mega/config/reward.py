@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.components import (
@@ -19,15 +19,14 @@ from dapo_mega.config.components import (
     LengthKimiComponent,
 )
 from dapo_mega.config.components.built_in import Extraction, check_phase_in, check_values
-from dapo_mega.config.own_code import checked_function
-from dapo_mega.config.paths import FunctionPathOrNone
+from dapo_mega.declared import FunctionPathOrNone
 
 
 class RewardConfig(Section):
     """The reward: by default rule reward and overlong shaping (DAPO section 2.4, 3.4); a function of your own, or a
     weighted sum of components, takes the place of the rule."""
 
-    function: Annotated[FunctionPathOrNone, AfterValidator(checked_function)] = Field(
+    function: FunctionPathOrNone = Field(
         default=None,
         json_schema_extra=FREE,
         description="A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. It takes "

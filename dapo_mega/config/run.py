@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dapo_mega.config.algorithm import GROUP_BASELINES, OTHER_FILTERS, AlgorithmConfig, LossSettings
+from dapo_mega.algorithms.filters import OTHER_FILTERS
+from dapo_mega.algorithms.own import OwnCode
+from dapo_mega.config.algorithm import AlgorithmConfig
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.components import LengthDapoComponent
@@ -18,7 +20,6 @@ from dapo_mega.config.data import DataConfig
 from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
-from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
 from dapo_mega.config.samples import SamplesConfig
@@ -38,15 +39,6 @@ class RunConfig(TrainingConfig):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
     samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and isinstance(raw.get("algorithm"), Mapping):
-            algorithm = raw["algorithm"]
-            preset = PRESETS.get(str(algorithm.get("preset")), {})
-            return {**raw, "algorithm": merged(preset, algorithm)}
-        return raw
 
     @model_validator(mode="before")
     @classmethod
@@ -117,13 +109,13 @@ class RunConfig(TrainingConfig):
             )
 
     def _check_sampling(self) -> None:
-        if not self.data.sampling.needs_outcomes or self.algorithm.dynamic_sampling_on == "score_threshold":
+        if not self.data.sampling.needs_outcomes or self.algorithm.dynamic_sampling_on.kind == "score_threshold":
             return
         if self.reward.deciding is None:
             raise ValueError(
                 "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
-                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on=score_threshold, "
-                "or leave them out"
+                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
+                "score_threshold, threshold: NUMBER}, or leave them out"
             )
 
     def _check_algorithm(self) -> None:
@@ -134,9 +126,10 @@ class RunConfig(TrainingConfig):
                 f"algorithm.max_generation_rounds={algorithm.max_generation_rounds} x batch.generation_groups="
                 f"{self.generation_groups}; lower the first or raise one of the others"
             )
-        if size == 1 and algorithm.advantage in GROUP_BASELINES:
+        kind = algorithm.advantage.kind
+        if size == 1 and algorithm.advantage.compares_group and kind != "function":
             raise ValueError(
-                f"batch.group_size=1 leaves algorithm.advantage={algorithm.advantage} no other response to compare "
+                f"batch.group_size=1 leaves algorithm.advantage={kind} no other response to compare "
                 f"with; set it to at least 2, or algorithm.advantage to reward, greedy_baseline or gae"
             )
         if size == 1 and algorithm.dynamic_sampling:
@@ -179,21 +172,28 @@ class RunConfig(TrainingConfig):
         return "tensor" if self.rollout.placement == "colocated" else "distributed"
 
     @property
-    def loss_settings(self) -> LossSettings:
-        """The objective's settings, resolved for this run's precisions."""
+    def objective(self) -> AlgorithmConfig:
+        """The section algorithm, resolved for this run's precisions."""
         is_same = self.engine_dtype == self.model.dtype and not self.compute.fp8.enabled
-        return self.algorithm.loss_settings(engine_differs=not is_same)
+        return self.algorithm.resolved(engine_differs=not is_same)
+
+    @property
+    def own_code(self) -> dict[str, OwnCode]:
+        """The code of the user's own in this run's choices, by its key."""
+        algorithm = self.algorithm
+        choices = (algorithm.policy_loss, algorithm.advantage, algorithm.dynamic_sampling_on, self.data.sampling.order)
+        return {choice.key: choice for choice in choices if isinstance(choice, OwnCode)}
 
     @property
     def scores_before_updates(self) -> bool:
         """Whether a step scores its responses before it trains on them. A single update scores them itself."""
         algorithm = self.algorithm
-        return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.chooses_tokens
+        return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.policy_loss.chooses_tokens
 
     @property
     def uses_critic(self) -> bool:
         """Whether a value model is trained beside the policy."""
-        return self.algorithm.advantage == "gae"
+        return self.algorithm.advantage.uses_critic
 
     @property
     def critic_model(self) -> ModelConfig:

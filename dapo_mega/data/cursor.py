@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.data.orders import Indices, random_words, shuffled
+from dapo_mega.algorithms.orders import Indices, random_words, shuffled
 from dapo_mega.errors import InputError
 
 _KEYS = ("seed", "num_prompts", "epoch", "position")

@@ -8,16 +8,16 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.config import OwnCode, PromptSamplingConfig
-from dapo_mega.config.own_code import shown
+from dapo_mega.algorithms.orders import OrderedPrompts
+from dapo_mega.config import PromptSamplingConfig
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.mixing import Mixture
-from dapo_mega.data.orders import Indices, easy_to_hard, own_order, prioritised, random_words, shuffled
 from dapo_mega.data.outcomes import Arrays, GroupTally, PromptOutcomes
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt
@@ -72,7 +72,7 @@ class PromptSampler:
         for outcome in sorted(self._pending, key=lambda outcome: outcome.request_id):
             self._retire_if_solved(outcome.index, self._outcomes.add(outcome))
         self._pending = []
-        if self._config.order == "prioritised":
+        if self._config.order.needs_outcomes:
             for cursor in self._cursors.values():
                 cursor.begin_epoch()
 
@@ -83,7 +83,7 @@ class PromptSampler:
             return metrics
         for name, cursor in self._cursors.items():
             label, span = name or "train", self._spans[name]
-            if self._config.order == "prioritised":
+            if self._config.order.needs_outcomes:
                 metrics[f"sampling/success_rate_{label}"] = float(self._outcomes.success_rates()[span].mean())
             else:
                 metrics[f"sampling/epochs_{label}"] = float(cursor.epoch)
@@ -98,7 +98,7 @@ class PromptSampler:
         if self._is_plain:
             return dict(self._cursors[""].state()), {}
         values = {
-            "order": shown(self._config.order),
+            "order": self._config.order.label,
             "cursors": {name: cursor.state() for name, cursor in self._cursors.items()},
             "mixture": self._mixture.state(),
             "pending": [astuple(outcome) for outcome in self._pending],
@@ -127,7 +127,7 @@ class PromptSampler:
             )
         for name, cursor in self._cursors.items():
             cursor.load_state(values["cursors"][name])
-            if values["order"] != shown(self._config.order):
+            if values["order"] != self._config.order.label:
                 cursor.begin_epoch()
         if "mixture" in values:
             self._mixture.load_state(values["mixture"])
@@ -136,24 +136,13 @@ class PromptSampler:
     @property
     def _is_plain(self) -> bool:
         """Whether one dataset is shuffled and no more. Its state is the cursor's, as that of all runs once was."""
-        return "" in self._cursors and self._config.order == "shuffle" and self._config.retire_after is None
+        return "" in self._cursors and self._config.order.kind == "shuffle" and self._config.retire_after is None
 
     def _cursor(self, name: str, span: slice) -> PromptCursor:
-        config, num_prompts = self._config, span.stop - span.start
-        stream = [zlib.crc32(name.encode())] if name else []
-        difficulties = np.array([prompt.difficulty for prompt in self._prompts[span]], np.float64)
-
-        def order(epoch: int) -> Indices:
-            if isinstance(config.order, OwnCode):
-                return own_order(config.order, self._prompts[span], epoch, self._seed)
-            words = random_words(num_prompts, self._seed, epoch, *stream)
-            if config.order == "prioritised":
-                return prioritised(words, np.maximum(1 - self._outcomes.success_rates()[span], config.floor))
-            if config.order == "curriculum" and epoch < config.curriculum_epochs:
-                return easy_to_hard(words, difficulties, config.stages, config.easiest)
-            return shuffled(words)
-
-        return PromptCursor(num_prompts, self._seed, order, self._outcomes.retired[span])
+        stream = (zlib.crc32(name.encode()),) if name else ()
+        asked = OrderedPrompts(self._prompts[span], self._seed, stream, lambda: self._outcomes.success_rates()[span])
+        order = partial(self._config.order.of_epoch, asked)
+        return PromptCursor(span.stop - span.start, self._seed, order, self._outcomes.retired[span])
 
     def _retire_if_solved(self, index: int, num_solved: int) -> None:
         """Retire a prompt that was solved so many times in a row, unless its dataset has no more than must stay."""

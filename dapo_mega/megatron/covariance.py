@@ -15,20 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.config import LossSettings
+from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.objectives import TokenBatch
 
-_NO_COVARIANCE = 1e-12
-
 
 def choose_tokens(
-    batches: Sequence[TokenBatch], settings: LossSettings, processes: Processes, seed: int
+    batches: Sequence[TokenBatch], loss: ClipCovLoss | KlCovLoss, processes: Processes, seed: int
 ) -> list[TokenBatch]:
     """The micro-batches of one update with `chosen` set. Collective.
 
-    Both choose `covariance_share` of the tokens in the loss, at least one: KL-Cov those with the highest covariance,
-    Clip-Cov a draw from those within `covariance_bounds`. `seed` and a token's place decide the draw, and between equal
+    Both choose `share` of the tokens in the loss, at least one: KL-Cov those with the highest covariance,
+    Clip-Cov a draw from those within `bounds`. `seed` and a token's place decide the draw, and between equal
     covariances. Where no token has a covariance, as with equal advantages, nothing costs entropy and none is chosen.
     """
     tokens = [_tokens(batch) for batch in batches] if processes.is_last_stage else []
@@ -38,9 +36,9 @@ def choose_tokens(
     sums = torch.stack([torch.tensor(float(counted.shape[1]), dtype=torch.float64), *counted.sum(1)])
     dist.all_reduce(sums, group=processes.control)
     means = sums[1:, None] / max(float(sums[0]), 1.0)
-    ranks = [_ranks(batch, *columns, means, settings, seed) for batch, columns in zip(batches, tokens, strict=False)]
+    ranks = [_ranks(batch, *columns, means, loss, seed) for batch, columns in zip(batches, tokens, strict=False)]
     own = torch.cat([torch.empty(2, 0, dtype=torch.float64), *(ranks if processes.counts_outputs else [])], dim=1)
-    last = _last_chosen(own, max(1, int(settings.covariance_share * float(sums[0]))), processes)
+    last = _last_chosen(own, max(1, int(loss.share * float(sums[0]))), processes)
     chosen = [
         replace(batch, chosen=_at_least_as_high(rank, last).to(processes.device))
         for batch, rank in zip(batches, ranks, strict=False)
@@ -56,17 +54,12 @@ def _tokens(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(
-    batch: TokenBatch, values: Tensor, in_loss: Tensor, means: Tensor, settings: LossSettings, seed: int
+    batch: TokenBatch, values: Tensor, in_loss: Tensor, means: Tensor, loss: ClipCovLoss | KlCovLoss, seed: int
 ) -> Tensor:
     """Two numbers for every response token [2, N]: tokens are chosen from the highest first one downwards, and of equal
     ones from the highest second one; -inf if the token cannot be."""
     covariance = (values - means).prod(0)
-    if settings.kind == "kl_cov":
-        # In one mini-batch tokens have covariances of about 1; the noise of equal log-probs or advantages is no rank.
-        first, eligible = covariance, covariance.abs() > _NO_COVARIANCE
-    else:
-        low, high = settings.covariance_bounds
-        first, eligible = torch.zeros_like(covariance), (covariance >= low) & (covariance <= high)
+    first, eligible = loss.ranks(covariance)
     first = torch.where(in_loss & eligible, first, -torch.inf)
     return torch.stack([first, torch.from_numpy(_uniform(batch, seed))])
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import effective_share, importance_weights, kl_estimate, within_bounds
+from dapo_mega.algorithms.ratios import effective_share, importance_weights, kl_estimate, within_bounds
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import LossSettings, RunConfig
+from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.segments import sums_by_trajectory
 
@@ -50,7 +50,7 @@ def sum_engine_ratios(
 
 def measure_mismatch(
     scored: Sequence[ScoredBatch],
-    settings: LossSettings,
+    settings: AlgorithmConfig,
     *,
     control: dist.ProcessGroup,
     context_group: dist.ProcessGroup | None = None,
@@ -71,13 +71,13 @@ def measure_mismatch(
     return _metrics(dict(zip(_SUMS, totals.tolist(), strict=True)), dict(zip(_MAXIMA, maxima.tolist(), strict=True)))
 
 
-def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The token-level entries of `_SUMS`, and `_MAXIMA`."""
     own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs.double().cpu()
     fresh = micro_batch.of_responses(micro_batch.targets.fresh_mask).cpu()
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
-    cap = math.inf if settings.importance_cap is None else settings.importance_cap
+    cap = math.inf if settings.weight_cap is None else settings.weight_cap
     kl = kl_estimate(rollout, own, "k3")
     sums = torch.stack(
         [
@@ -98,13 +98,13 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: LossSet
 
 
 def _count_responses(
-    micro_batch: MicroBatch, logprobs: Tensor, settings: LossSettings, context_group: dist.ProcessGroup | None
+    micro_batch: MicroBatch, logprobs: Tensor, settings: AlgorithmConfig, context_group: dist.ProcessGroup | None
 ) -> Tensor:
     """The numbers of responses and of responses that `algorithm.sequence_mask` masks; counted on context rank 0."""
     sums = sum_engine_ratios(micro_batch, logprobs, context_group)
     if context_group is not None and dist.get_rank(context_group) != 0:
         return torch.zeros(2, dtype=torch.float64)
-    sums, bounds = sums.cpu(), settings.sequence_mask
+    sums, bounds = sums.cpu(), settings.response_bounds
     masked = ~within_bounds(sums, bounds) if bounds is not None else torch.zeros(())
     return torch.stack([(sums[1] > 0).sum(), masked.sum()]).double()
 

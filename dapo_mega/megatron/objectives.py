@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import (
+from dapo_mega.algorithms.policy_losses import LossInputs
+from dapo_mega.algorithms.ratios import (
     importance_weights,
     kl_estimate,
     means_over,
     sequence_importance_weights,
     within_bounds,
 )
-from dapo_mega.algorithms.policy_losses import LossInputs, policy_loss
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import LossSettings, RunConfig
+from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.megatron.mismatch import sum_engine_ratios
 from dapo_mega.megatron.ratio_counts import RatioCounts
 from dapo_mega.megatron.segments import sums_by_trajectory
@@ -86,7 +86,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """The policy loss of `settings.kind` (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
+    """The policy loss of the settings (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
 
     Tokens and responses that `token_mask` and `sequence_mask` leave out have weight 0 in every term but stay in the
     denominator: masking a bad response must not raise the weight of the others. `context_group` has the ranks that
@@ -94,20 +94,20 @@ class PolicyGradient:
     in the loss.
     """
 
-    settings: LossSettings
+    settings: AlgorithmConfig
     context_group: dist.ProcessGroup | None = None
     ratios: RatioCounts | None = None
 
     @property
     def needs(self) -> frozenset[Need]:
         entropy: set[Need] = {"entropy"} if self.settings.entropy_coefficient > 0 else set()
-        reference: set[Need] = {"reference"} if self.settings.kl_coefficient > 0 else set()
+        reference: set[Need] = {"reference"} if self.settings.kl_in_loss > 0 else set()
         return frozenset(entropy | reference)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
         own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
-        return (*own, *policy_loss(self.settings.kind).sum_names)
+        return (*own, *self.settings.policy_loss.sum_names)
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
         """See `Objective`."""
@@ -123,18 +123,18 @@ class PolicyGradient:
         logprobs = used(outputs.logprobs)
         of_engines = settings.old_policy != "step_start"
         old_logprobs = used(micro.rollout_logprobs.to(logprobs.device) if of_engines else start_logprobs)
-        own = policy_loss(settings.kind)
+        own = settings.policy_loss
         advantages = used(micro.advantages.to(in_loss.device))
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if own.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
-        losses = own.token_losses(tokens, settings)
+        losses = own.token_losses(tokens)
         token_loss = losses.loss if importance is None else losses.loss * used(importance)
         kl = torch.zeros_like(logprobs)
-        if settings.kl_coefficient > 0:
+        if settings.kl_in_loss > 0:
             assert batch.reference_logprobs is not None
-            kl = kl_estimate(logprobs, used(batch.reference_logprobs), settings.kl_estimator)
-            token_loss = token_loss + settings.kl_coefficient * kl
+            kl = kl_estimate(logprobs, used(batch.reference_logprobs), settings.kl.estimator)
+            token_loss = token_loss + settings.kl_in_loss * kl
         if settings.entropy_coefficient > 0:
             token_loss = token_loss - settings.entropy_coefficient * used(outputs.entropy)
         total = (token_loss * weights).sum()
@@ -160,19 +160,18 @@ class PolicyGradient:
         """What corrects for the engine: importance weights of the policy loss [N], None if there are none, and the
         weight of every response token in the loss [N], 0 where a mask leaves it out."""
         settings, importance = self.settings, None
+        cap, bounds = settings.weight_cap, settings.response_bounds
         weights = micro.of_responses(micro.token_weights).to(start_logprobs.device)
-        weighs_responses = settings.importance_cap is not None and settings.importance_level == "sequence"
-        if settings.sequence_mask is not None or weighs_responses:
+        weighs_responses = cap is not None and settings.importance_level == "sequence"
+        if bounds is not None or weighs_responses:
             sums = sum_engine_ratios(micro, start_logprobs, self.context_group)
             segments = micro.of_responses(micro.first_segments).to(sums.device)
-            if settings.sequence_mask is not None:
-                weights = weights * within_bounds(sums, settings.sequence_mask)[segments]
-            if settings.importance_cap is not None and weighs_responses:
-                importance = sequence_importance_weights(sums, settings.importance_cap)[segments].to(weights.dtype)
-        if settings.importance_cap is not None and not weighs_responses:
-            importance = importance_weights(
-                start_logprobs, micro.rollout_logprobs.to(weights.device), settings.importance_cap
-            )
+            if bounds is not None:
+                weights = weights * within_bounds(sums, bounds)[segments]
+            if cap is not None and weighs_responses:
+                importance = sequence_importance_weights(sums, cap)[segments].to(weights.dtype)
+        if cap is not None and not weighs_responses:
+            importance = importance_weights(start_logprobs, micro.rollout_logprobs.to(weights.device), cap)
         if settings.token_mask is not None:
             low, high = settings.token_mask
             ratios = importance_weights(start_logprobs, micro.rollout_logprobs.to(weights.device), math.inf)
@@ -183,13 +182,13 @@ class PolicyGradient:
         """See `Objective`."""
         tokens = sums["loss_tokens"]
         of_tokens = {"policy/kl_to_old": sums["kl_to_old"]}
-        if self.settings.kl_coefficient > 0:
+        if self.settings.kl_in_loss > 0:
             of_tokens["policy/kl_to_reference"] = sums["kl_to_reference"]
         return {
             **means_over(sums["denominator"], {"policy/loss": sums["loss"]}),
             **means_over(tokens, of_tokens),
             "policy/loss_tokens": tokens,
-            **policy_loss(self.settings.kind).metrics(sums),
+            **self.settings.policy_loss.metrics(sums),
         }
 
 
@@ -214,10 +213,10 @@ class SupervisedLoss:
 
 def needs_whole_trajectories(config: RunConfig) -> bool:
     """Whether a step sums over whole trajectories, which it can only where their samples are in one micro-batch."""
-    settings = config.loss_settings
-    weighs = settings.importance_cap is not None and settings.importance_level == "sequence"
-    of_loss = policy_loss(settings.kind).is_sequence_level or settings.sequence_mask is not None or weighs
-    return of_loss or (config.algorithm.has_token_rewards and not config.algorithm.compares_group)
+    settings = config.objective
+    weighs = settings.weight_cap is not None and settings.importance_level == "sequence"
+    of_loss = settings.policy_loss.is_sequence_level or settings.response_bounds is not None or weighs
+    return of_loss or (settings.has_token_rewards and not settings.advantage.compares_group)
 
 
 def _denominator(micro_batch: MicroBatch, loss: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import segment_sums
+from dapo_mega.algorithms.ratios import segment_sums
 from dapo_mega.batching.microbatch import MicroBatch
 
 

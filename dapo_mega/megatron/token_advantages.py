@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import VARIANCE_FLOOR
+from dapo_mega.algorithms.advantages import VARIANCE_FLOOR
 from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
 from dapo_mega.batching.microbatch import MicroBatch, context_positions
 from dapo_mega.distributed.processes import Processes

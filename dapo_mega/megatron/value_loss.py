@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dapo_mega.algorithms import explained_variance, means_over, value_loss
+from dapo_mega.algorithms.ratios import means_over
+from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.megatron.objectives import LossTerm
 

@@ -8,22 +8,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from dapo_mega.algorithms.own_choices import try_own_code
+from dapo_mega.algorithms.own import try_own_code
 from dapo_mega.cli import print_once
-from dapo_mega.config import DatasetConfig, OwnCode, RunConfig, SftConfig, dump_config
+from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, dump_config
 from dapo_mega.config.fleet import require_api_key
 from dapo_mega.config.paths import PathKind, paths_in
 from dapo_mega.data import check_dataset, first_record, load_tokenizer
-from dapo_mega.data.orders import own_order
 from dapo_mega.data.preview import preview_run
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.planning.plan import describe_fine_tuning, describe_run
 from dapo_mega.rewards.build import load_functions, make_reward, needed_correctness
 from dapo_mega.rewards.trial import try_reward
-from dapo_mega.types import Prompt
 
 
 def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, everything: bool = False) -> None:
@@ -116,16 +112,11 @@ def _reward_lines(config: RunConfig) -> list[str]:
 
 def _code_notes(config: RunConfig) -> list[str]:
     """Notes about own code that is not here; what is all here is tried. Raises InputError if it cannot be used."""
-    own = {f"algorithm.{key}": code for key, code in config.algorithm.own_code.items()}
-    if isinstance(order := config.data.sampling.order, OwnCode):
-        own["data.sampling.order"] = order
+    own = config.own_code
     places = {key: Path(code.path.rpartition(":")[0]) for key, code in own.items()}
     missing = [key for key, place in places.items() if place.suffix == ".py" and not place.exists()]
     if not missing:
-        try_own_code(config.algorithm, config.batch.group_size)
-        if isinstance(order, OwnCode):
-            prompts = [Prompt(i, "?" * i, np.zeros(i, np.int32), "") for i in range(1, 9)]
-            own_order(order, prompts, 0, config.seed)
+        try_own_code(own.values(), config.batch.group_size)
     return [f"note: {key} was not tried, as {places[key]} is not on this machine" for key in missing]
 
 

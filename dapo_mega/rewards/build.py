@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dapo_mega.algorithms.filters import OTHER_FILTERS
 from dapo_mega.atomic_files import make_way
 from dapo_mega.config import RewardConfig, RunConfig
-from dapo_mega.config.algorithm import OTHER_FILTERS
 from dapo_mega.config.components import (
     AnswerComponent,
     CodeComponent,

@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from dapo_mega.own_code import MisuseError, described, load_function
 from dapo_mega.rewards.processes import NUMBER, end_tree, kill_descendants
-from dapo_mega.rewards.records import PART_NAME
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
+from dapo_mega.types import METRIC_PART
 
 RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
 _PR_SET_PDEATHSIG: Final = 1
@@ -197,7 +197,7 @@ def _checked_result(result: Any) -> list[Any]:
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str) or not PART_NAME.fullmatch(name):
+    if not isinstance(name, str) or not METRIC_PART.fullmatch(name):
         raise MisuseError(
             f"it returned a part called {_shown(name)}; names have letters, digits and any of '_.@-' only"
         )

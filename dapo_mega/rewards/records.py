@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,8 +9,6 @@ from typing import Any, Final, Protocol
 
 from dapo_mega.types import TokenIds
 
-PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
-"""Names of parts, which become names of metrics."""
 LARGEST: Final = 1e30
 """Squares and sums of larger numbers overflow where rewards become advantages."""
 

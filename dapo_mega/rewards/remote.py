@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
-from dapo_mega.rewards.records import LARGEST, PART_NAME, RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.types import METRIC_PART
 
 _MAX_PARTS = 100
 
@@ -81,7 +82,7 @@ def _result(given: Any) -> Score | ScoringFailure:
         raise ValueError(f"answer is {answer!r}; give text or null")
     if not isinstance(parts, dict) or len(parts) > _MAX_PARTS:
         raise ValueError(f"parts is {parts!r}; give at most {_MAX_PARTS} named numbers")
-    if unusable := [name for name in parts if not PART_NAME.fullmatch(name)]:
+    if unusable := [name for name in parts if not METRIC_PART.fullmatch(name)]:
         raise ValueError(f"a part is called {unusable[0]!r}; names have letters, digits and any of '_.@-' only")
     numbers = {name: _number(value, f"part {name!r}") for name, value in parts.items()}
     return Score(_number(given.get("score"), "score"), correct, numbers, answer)

@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dapo_mega.algorithms import are_equal
-from dapo_mega.algorithms.own_choices import is_kept
-from dapo_mega.config import OwnCode
-from dapo_mega.config.algorithm import OTHER_FILTERS, DynamicSamplingOn
-from dapo_mega.errors import InputError
-from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
+from dapo_mega.algorithms.filters import CorrectnessFilter, GroupFilter
+from dapo_mega.types import Group, GroupFate, GroupOutcome
 
 
 @dataclass
@@ -35,17 +31,13 @@ class GroupCounts:
 class GroupBuffer:
     """Holds groups that carry a learning signal; the oldest are taken first.
 
-    With `dynamic_sampling` a group is kept only when its accuracy is strictly between 0 and 1; or, for rewards that
-    judge nothing right or wrong, when some scores reach `score_threshold` and some do not, or not all are equal
-    (`dynamic_sampling_on`), or when code of the user's own says so. The shaped reward does not decide: a group of wrong
-    answers with different length penalties teaches nothing. A surplus group may wait for `max_staleness` weight
+    With `dynamic_sampling` a group is kept if the `filter` says so. A surplus group may wait for `max_staleness` weight
     versions.
     """
 
     dynamic_sampling: bool = True
     max_staleness: int = 1
-    dynamic_sampling_on: DynamicSamplingOn | OwnCode = "correctness"
-    score_threshold: float | None = None
+    filter: GroupFilter = field(default_factory=CorrectnessFilter)
     groups: list[Group] = field(default_factory=list)
     counts: GroupCounts = field(default_factory=GroupCounts)
     _fates: dict[int, GroupFate] = field(default_factory=dict)
@@ -57,9 +49,11 @@ class GroupBuffer:
         return len(self.groups)
 
     def offer(self, group: Group) -> bool:
-        """Count the group and keep it if it passes the filter; returns whether it was kept. Raises as `keeps`."""
+        """Count the group and keep it if it passes the filter; returns whether it was kept. Raises InputError where the
+        filter cannot say so."""
         self.counts.offered += 1
-        keep, passed = self.keeps(group), self._passed(group)
+        keep = self.keeps(group)
+        passed = [self.filter.passes(scored) for scored in group.trajectories]
         if None not in passed:
             self.counts.judged += 1
             self.counts.all_right += all(passed)
@@ -71,30 +65,8 @@ class GroupBuffer:
         return keep
 
     def keeps(self, group: Group) -> bool:
-        """Whether the group passes the filter. Raises InputError where correctness decides and a response has none."""
-        if not self.dynamic_sampling:
-            return True
-        if isinstance(self.dynamic_sampling_on, OwnCode):
-            return is_kept(self.dynamic_sampling_on, group)
-        if self.dynamic_sampling_on == "unequal_scores":
-            return not are_equal([scored.accuracy_reward for scored in group.trajectories])
-        passed = self._passed(group)
-        if None in passed:
-            raise InputError(
-                f"algorithm.dynamic_sampling_on=correctness, but the reward did not say of every response whether it "
-                f"is correct; {OTHER_FILTERS}"
-            )
-        return any(passed) and not all(passed)
-
-    def _passed(self, group: Group) -> list[bool | None]:
-        return [self.passes(scored) for scored in group.trajectories]
-
-    def passes(self, scored: ScoredTrajectory) -> bool | None:
-        """Whether a response is right by itself; None where nothing says so."""
-        if self.dynamic_sampling_on == "score_threshold" and self.score_threshold is not None:
-            score, threshold = scored.accuracy_reward, self.score_threshold
-            return score >= threshold or are_equal([score, threshold])
-        return scored.correct
+        """Whether the group would be kept. Raises InputError where the filter cannot say so."""
+        return not self.dynamic_sampling or self.filter.keeps(group)
 
     def evict_stale(self, current_version: int) -> int:
         """Drop and count groups sampled more than `max_staleness` versions ago; returns their number."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dapo_mega.config import OwnCode, RunConfig
-from dapo_mega.config.algorithm import OTHER_FILTERS
+from dapo_mega.algorithms.filters import OTHER_FILTERS
+from dapo_mega.config import RunConfig
 from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
@@ -103,17 +103,14 @@ class Collector:
             stop_token_ids=stop_token_ids,
         )
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        self._has_greedy = config.algorithm.advantage == "greedy_baseline"
+        self._has_greedy = config.algorithm.advantage.has_greedy
         self._made_with = settings_of_groups(config, self._sampling)
         self.sampler = PromptSampler(
             prompts, config.data.sampling, config.seed, config.data.weights, config.batch.groups_per_step
         )
         self._source_labels = source_labels(prompts)
         self.buffer = GroupBuffer(
-            config.algorithm.dynamic_sampling,
-            config.algorithm.max_staleness,
-            config.algorithm.dynamic_sampling_on,
-            config.algorithm.score_threshold,
+            config.algorithm.dynamic_sampling, config.algorithm.max_staleness, config.algorithm.dynamic_sampling_on
         )
         self.next_request_id = 0
         self.recent: deque[tuple[Prompt, Trajectory]] = deque(maxlen=_NUM_RECENT)
@@ -424,7 +421,7 @@ class Collector:
         """Tell the sampler how the group came out. Raises InputError where that decides and nothing says it."""
         if not self._config.data.sampling.needs_outcomes:
             return
-        passed = [self.buffer.passes(scored) for scored in group.trajectories]
+        passed = [self.buffer.filter.passes(scored) for scored in group.trajectories]
         if None in passed:
             raise InputError(
                 f"data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
@@ -434,17 +431,11 @@ class Collector:
 
     def _starvation(self, stats: RolloutStats) -> str:
         algorithm, counts = self._config.algorithm, self.buffer.counts
-        outcomes = f"{counts.all_right} all right, {counts.all_wrong} all wrong"
-        other = ""
-        if algorithm.dynamic_sampling_on == "unequal_scores":
-            outcomes = f"{counts.offered - counts.kept} with equal scores"
-        elif isinstance(algorithm.dynamic_sampling_on, OwnCode):
-            outcomes = f"{counts.offered - counts.kept} that {algorithm.dynamic_sampling_on.path} did not keep"
-        elif algorithm.dynamic_sampling_on == "correctness":
-            other = "algorithm.dynamic_sampling_on=unequal_scores if your rewards are graded, or "
+        used = algorithm.dynamic_sampling_on
+        outcomes = used.dropped(counts.offered - counts.kept, counts.all_right, counts.all_wrong)
         advice = (
             "Use prompts of another difficulty, raise batch.group_size, batch.generation_groups or "
-            f"algorithm.max_generation_rounds, or set {other}algorithm.dynamic_sampling=false"
+            f"algorithm.max_generation_rounds, or set {used.instead}algorithm.dynamic_sampling=false"
         )
         if not algorithm.dynamic_sampling:
             advice = (

@@ -51,7 +51,7 @@ def settings_of_groups(config: RunConfig, sampling: SamplingParams) -> Record:
     scored = flat(config.reward.model_dump(mode="json"), "reward.")
     return {
         **flat(sampled, "sampling."),
-        "sampling.has_greedy": config.algorithm.advantage == "greedy_baseline",
+        "sampling.has_greedy": config.algorithm.advantage.has_greedy,
         **{name: value for name, value in scored.items() if not may_change_at_resume(RunConfig, name)},
     }
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from dapo_mega.algorithms import EntropyControl
-from dapo_mega.algorithms.own_choices import try_own_code
+from dapo_mega.algorithms.entropy_control import EntropyControl
+from dapo_mega.algorithms.orders import OrderedPrompts
+from dapo_mega.algorithms.own import try_own_code
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
-from dapo_mega.config import OwnCode, RunConfig
+from dapo_mega.config import RunConfig
 from dapo_mega.data import (
     PromptDataset,
     TrainingPrompts,
@@ -24,7 +25,6 @@ from dapo_mega.data import (
     load_tokenizer,
     load_training_prompts,
 )
-from dapo_mega.data.orders import own_order
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.distributed.errors import raise_on_all_ranks
@@ -145,9 +145,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
-    try_own_code(config.algorithm, config.batch.group_size)
-    if isinstance(order := config.data.sampling.order, OwnCode):
-        own_order(order, train_prompts.prompts, 0, config.seed)
+    try_own_code(config.own_code.values(), config.batch.group_size)
+    config.data.sampling.order.of_epoch(OrderedPrompts(train_prompts.prompts, config.seed), 0)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
@@ -267,7 +267,7 @@ def update(
     """mu passes with one optimizer update per mini-batch, of the policy and of the critic if there is one; metrics are
     means over the updates. `engines[i]` is the URL of the step's engine i. `trace` gets what each update computed."""
     config = run.config
-    settings = replace(config.loss_settings, entropy_coefficient=run.entropy.current())
+    settings = config.objective.model_copy(update={"entropy_coefficient": run.entropy.current()})
     objective = PolicyGradient(settings, run.policy.processes.context, run.counts.ratios if run.counts else None)
     if not config.scores_before_updates:
         scores: list[TokenScores] = []

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms import kl_estimate, mean_over
+from dapo_mega.algorithms.advantages import GaeAdvantage
+from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
+from dapo_mega.algorithms.ratios import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.batching.step_advantages import step_advantages
@@ -78,9 +80,9 @@ def score(run: TrainingRun, batch: StepBatch, groups: Sequence[Group] = ()) -> S
         for micro_batch, score, reference in zip(everything, scores, references, strict=True)
     ]
     mini_batches = _by_mini_batch(token_batches, batch)
-    if run.config.algorithm.chooses_tokens:
-        settings, processes = run.config.loss_settings, run.policy.processes
-        mini_batches = [choose_tokens(mini, settings, processes, seed=run.step) for mini in mini_batches]
+    loss = run.config.algorithm.policy_loss
+    if isinstance(loss, ClipCovLoss | KlCovLoss):
+        mini_batches = [choose_tokens(mini, loss, run.policy.processes, seed=run.step) for mini in mini_batches]
     return ScoredStep(mini_batches, critic_batches, metrics)
 
 
@@ -112,13 +114,19 @@ def _new_advantages(
     algorithm, processes = run.config.algorithm, run.policy.processes
     penalties = [algorithm.kl.coefficient * of_tokens for of_tokens in kl] if kl is not None else None
     returns: list[Tensor] = []
-    if values is not None:
+    if isinstance(algorithm.advantage, GaeAdvantage):
+        assert values is not None
         changed, returns = advantages_from_values(
-            batches, values, penalties, processes, discount=algorithm.gae_discount, decay=algorithm.gae_decay
+            batches,
+            values,
+            penalties,
+            processes,
+            discount=algorithm.advantage.discount,
+            decay=algorithm.advantage.decay,
         )
     else:
         assert penalties is not None
-        if algorithm.compares_group:
+        if algorithm.advantage.compares_group:
             compute = (lambda sums: step_advantages(groups, run.config, sums)) if run.controller else None
             return advantages_of_responses(batches, penalties, processes, compute), returns
         changed = subtract_following_penalties(batches, penalties, processes)
@@ -156,9 +164,7 @@ def measure_scores(
     if run.counts is not None:
         for micro_batch, logprobs in scored:
             run.counts.importance_weights.add(logprobs - micro_batch.rollout_logprobs.to(logprobs.device))
-    metrics = measure_mismatch(
-        scored, run.config.loss_settings, control=processes.control, context_group=processes.context
-    )
+    metrics = measure_mismatch(scored, run.config.objective, control=processes.control, context_group=processes.context)
     if any(map(math.isnan, metrics.values())):
         run.is_intact = False  # As the weights may not be numbers.
     by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}

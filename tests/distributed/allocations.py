@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from dapo_mega.batching.microbatch import MicroBatch, pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import ComputeConfig, LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron import megatron_model, output_layer
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, chosen_tokens
 from dapo_mega.megatron.model import unwrapped
@@ -87,7 +87,7 @@ def run_case(case, plans):
         make_labels, loss = MicroBatch.response_rows, ValueLoss()
     else:
         policy, make_batch = MegatronPolicy(*settings, **schedule, temperature=1.0), TokenBatch
-        make_labels, loss = partial(chosen_tokens, with_entropy=False), PolicyGradient(LossSettings())
+        make_labels, loss = partial(chosen_tokens, with_entropy=False), PolicyGradient(AlgorithmConfig())
     micro_batch = make_micro_batch(policy, case["lengths"])
     kept = [kept_for_backward(policy, chunk, micro_batch, make_labels, plans) for chunk in policy.chunks]
     peak = SavedStorages(policy, plans)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from dapo_mega.algorithms import whitened
+from dapo_mega.algorithms.advantages import whitened
 from dapo_mega.batching.samples import Sample, flatten
 from dapo_mega.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from dapo_mega.megatron.covariance import choose_tokens
@@ -125,10 +125,10 @@ def _update(policy, processes, case, settings):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    loss_settings = algorithm.loss_settings(engine_differs=False)
+    settings = algorithm.resolved(engine_differs=False)
     if algorithm.chooses_tokens:
-        batches = choose_tokens(batches, loss_settings, processes, seed=5)
-    return policy.update(batches, PolicyGradient(loss_settings, processes.context))
+        batches = choose_tokens(batches, algorithm.policy_loss, processes, seed=5)
+    return policy.update(batches, PolicyGradient(settings, processes.context))
 
 
 def _with_penalties(micro_batches, scores, algorithm, processes):
@@ -139,10 +139,15 @@ def _with_penalties(micro_batches, scores, algorithm, processes):
             return whitened(sums, np.arange(1, len(sums) + 1))
 
         return advantages_of_responses(micro_batches, penalties, processes, of_sums if processes.rank == 0 else None)
-    if algorithm.advantage == "gae":
+    if algorithm.advantage.uses_critic:
         values = [torch.sin(s.logprobs) for s in scores]
         changed, returns = advantages_from_values(
-            micro_batches, values, penalties, processes, discount=algorithm.gae_discount, decay=algorithm.gae_decay
+            micro_batches,
+            values,
+            penalties,
+            processes,
+            discount=algorithm.advantage.discount,
+            decay=algorithm.advantage.decay,
         )
         assert [len(r) for r in returns] == [len(v) for v in values]
     else:

@@ -66,7 +66,7 @@ def skipped_and_refused(model, what, layout, compute):
                 weights = micro_batches[0].token_weights * factor
                 micro_batches[0] = dataclasses.replace(micro_batches[0], token_weights=weights)
             return subject.update([TokenBatch(batch) for batch in micro_batches], SupervisedLoss())
-        objective = PolicyGradient(AlgorithmConfig().loss_settings(engine_differs=False))
+        objective = PolicyGradient(AlgorithmConfig().resolved(engine_differs=False))
         old = [batch.targets.rollout_logprobs[batch.targets.response_mask] for batch in micro_batches]
         batches = zip(micro_batches, old, strict=True)
         return subject.update(

@@ -168,7 +168,7 @@ def run_case(model_dir, case):
         else TokenBatch(b)
         for b, s in zip(micro_batches, scores, strict=True)
     ]
-    settings = algorithm.loss_settings(engine_differs=False)
+    settings = algorithm.resolved(engine_differs=False)
     counted = zip(micro_batches, scores, strict=True) if processes.counts_outputs else ()
     scored = [(micro, score.logprobs) for micro, score in counted]
     mismatch = measure_mismatch(scored, settings, control=processes.control, context_group=processes.context)

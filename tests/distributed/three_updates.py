@@ -91,7 +91,7 @@ def _three_updates(name, case, model, checkpoints):
             else TokenBatch(b)
             for b in micro_batches
         ]
-        metrics.append(policy.update(batches, PolicyGradient(algorithm.loss_settings(engine_differs=False))))
+        metrics.append(policy.update(batches, PolicyGradient(algorithm.resolved(engine_differs=False))))
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
             CheckpointStore(checkpoints / name, keep_last=1).save(policy, lambda state=state: state, state.step)

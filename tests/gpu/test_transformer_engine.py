@@ -6,7 +6,7 @@ import torch
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import LossSettings, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from tests.distributed.tiny import make_llama_model, make_mistral_model, make_samples
 from tests.gpu.device_policy import DEVICE_SIZES, device_policy
@@ -46,7 +46,7 @@ def score_and_update(subject):
 
     batch = packed_for(subject)
     before = subject.score([batch])[0].logprobs
-    metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(LossSettings()))
+    metrics = subject.update([TokenBatch(batch, before)], PolicyGradient(AlgorithmConfig()))
     return before, metrics, subject.score([batch])[0].logprobs
 
 

@@ -85,7 +85,9 @@ def test_the_command_prints_one_line_and_exits_with_2(task, tmp_path):
     _, config = task
     result = run_command("--config", str(config), f"output_dir={tmp_path / 'o'}", "algorithm.clip_hi=1")
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["error: unknown key 'algorithm.clip_hi'; did you mean 'algorithm.clip_high'?"]
+    assert result.stderr.splitlines() == [
+        "error: unknown key 'algorithm.clip_hi'; did you mean 'algorithm.policy_loss.high'?"
+    ]
     assert result.stdout == ""
 
 
@@ -140,7 +142,7 @@ def test_a_run_folder_of_another_configuration_is_refused(task):
     finish(start(config, 1, output, "num_steps=2"), output)
     status, said = run_script(TRAIN, ["--config", config, f"output_dir={output}", "algorithm.clip_high=0.4"])
     assert status == 2
-    assert "algorithm.clip_high: 0.28 -> 0.4" in said
+    assert "algorithm.policy_loss.high: 0.28 -> 0.4" in said
     assert "--accept-changes" in said
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from dapo_mega.batching import microbatch
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.model import unwrapped
@@ -123,7 +123,7 @@ def test_rotary_frequencies_stay_in_float32_in_a_bf16_policy(checkpoints, proces
 def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, processes, kl):
     """The first update of a step starts from the weights that are its old ones."""
     path = make_model(tmp_path / "model", tied=True)
-    objective = PolicyGradient(LossSettings(kl_coefficient=kl))
+    objective = PolicyGradient(AlgorithmConfig(kl={"coefficient": kl}))
     batches = [pack(make_samples(7, seed)) for seed in (0, 1)]
     sizes = [int(b.targets.response_mask.sum()) for b in batches]
     references = [torch.full((size,), -3.0, device=processes.device) for size in sizes]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from dapo_mega.algorithms import value_loss
+from dapo_mega.algorithms.value_loss import value_loss
 from dapo_mega.batching import microbatch
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint

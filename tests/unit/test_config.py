@@ -6,8 +6,10 @@ from typing import get_args
 import pytest
 import yaml
 
+from dapo_mega.algorithms.policy_losses import ClipLoss
 from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, dump_config, load_config
 from dapo_mega.config.base import differences, may_change_at_resume, merged
+from dapo_mega.config.choices import owner_of
 from dapo_mega.config.files import read_yaml
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
@@ -27,7 +29,7 @@ def file(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.clip_hihg=0.3", "unknown key 'algorithm.clip_hihg'; did you mean 'algorithm.clip_high'?"),
+        ("algorithm.clip_hihg=0.3", "unknown key 'algorithm.clip_hihg'; did you mean 'algorithm.policy_loss.high'?"),
         ("algoritm.preset=dapo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("algorithm.kl.beta=1", "unknown key 'algorithm.kl.beta'; valid keys: coefficient, estimator"),
         ("data.train.columns.promt=x", "did you mean 'data.train.columns.prompt'?"),
@@ -61,9 +63,16 @@ def file(tmp_path):
         ("data={train: null, mixture: {a: {path: m, wieght: 1}}}", "did you mean 'data.mixture.a.weight'?"),
         ("data.mixture=[m]", "data.mixture=['m']: input should be a valid dictionary"),
         ("data={train: null, mixture: [m]}", "data.mixture=['m']: input should be a valid dictionary"),
-        ("data.sampling.floor=1.5", "data.sampling.floor=1.5: input should be less than or equal to 1"),
+        ("data.sampling.floor=0.5", "data.sampling.order.floor is a key of kind prioritised, and the kind is shuffle"),
+        (
+            "data.sampling.order={kind: prioritised, floor: 1.5}",
+            "data.sampling.order.floor=1.5: input should be less than or equal to 1",
+        ),
         ("data.sampling.retire_after=0", "data.sampling.retire_after=0: input should be greater than or equal to 1"),
-        ("data.sampling.order=random", "data.sampling.order='random': input should be 'shuffle', 'curriculum' or"),
+        (
+            "data.sampling.order=random",
+            "data.sampling.order.kind='random' must be one of shuffle, curriculum, prioritised, function",
+        ),
         ("data.sampling.order=curriculum", "set data.train.columns.difficulty to a column of numbers"),
         ("reward.correct=-2", "must be larger than reward.incorrect"),
         ("algorithm.importance_cap=0", "algorithm.importance_cap=0 must be positive, auto or null"),
@@ -82,11 +91,17 @@ def file(tmp_path):
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=dapoo", "algorithm.preset='dapoo'"),
         ("algorithm.token_mask=[1.5, 2]", "algorithm.token_mask=[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
-        ("algorithm.covariance_bounds=[5, 1]", "algorithm.covariance_bounds=[5.0, 1.0] must be [low, high]"),
-        ("algorithm.soft_gate=[1, 0]", "algorithm.soft_gate=[1.0, 0.0] must be two positive numbers"),
+        (
+            "algorithm.policy_loss={kind: clip_cov, bounds: [5, 1]}",
+            "algorithm.policy_loss.bounds=[5.0, 1.0] must be [low, high]",
+        ),
+        (
+            "algorithm.policy_loss={kind: sapo, gate: [1, 0]}",
+            "algorithm.policy_loss.gate=[1.0, 0.0] must be two positive numbers",
+        ),
         ("algorithm={old_policy: engine, importance_cap: 2}", "would count the engine's probabilities twice"),
         ("reward.length_phase_in=[4, 2]", "reward.length_phase_in=[4, 2] must be [first, last]"),
-        ("reward.components=[{kind: answr}]", "must be a mapping with a kind, which is one of answer, r1_format"),
+        ("reward.components=[{kind: answr}]", "must be one of answer, r1_format, "),
         ("reward.components=[{kind: answer, wieght: 1}]", "did you mean 'reward.components.0.weight'?"),
         ("reward.components=[{kind: answer}, {kind: answer}]", "are called 'answer'; give each a name of its own"),
         ("reward.components=[{kind: answer}, {kind: answer, name: b}]", "set reward.correct_from to one of answer, b"),
@@ -100,8 +115,11 @@ def file(tmp_path):
         ("reward={function: a.b:c, components: [{kind: answer}]}", "are both given; put the function into the list"),
         ("reward={function: a.b:c, extraction: boxed}", "reward.extraction=boxed is not read with reward.function"),
         ("reward={function: a.b:c, correct_from: score}", "choose one of function"),
-        ("algorithm.score_threshold=1", "give a threshold with dynamic_sampling_on=score_threshold, and with nothing"),
-        ("algorithm.dynamic_sampling_on=score_threshold", "with algorithm.score_threshold=null; give a threshold"),
+        (
+            "algorithm.score_threshold=1",
+            "threshold is a key of kind score_threshold, and the kind is correctness",
+        ),
+        ("algorithm.dynamic_sampling_on=score_threshold", "algorithm.dynamic_sampling_on.threshold is missing"),
         ("reward.correct=.inf", "reward.correct=inf"),
         ("reward.incorrect=.nan", "reward.incorrect=nan"),
         ("batch.group_size=1", "leaves algorithm.advantage=group_norm no other response to compare with"),
@@ -137,17 +155,29 @@ def test_every_preset_can_be_given_and_sets_what_it_lists(file):
     assert set(PRESETS) == set(get_args(AlgorithmConfig.model_fields["preset"].annotation))
     for preset, settings in PRESETS.items():
         algorithm = load_config(RunConfig, file, [f"algorithm.preset={preset}"]).algorithm.model_dump()
-        assert merged(algorithm, settings) == algorithm, preset
+        for key, value in settings.items():
+            if owner := owner_of(AlgorithmConfig, key):  # A bound that the preset's loss has not is no key of it.
+                assert algorithm[owner[0]].get(owner[1], value) == value, (preset, key)
+            elif isinstance(algorithm[key], dict):
+                given = {"kind": value} if isinstance(value, str) else value
+                assert merged(algorithm[key], given) == algorithm[key], (preset, key)
+            else:
+                assert algorithm[key] == value, (preset, key)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("clip_high", 0.2), ("aggregation", "sequence_mean_token_mean"), ("dynamic_sampling", False), ("dual_clip", None)],
+    [
+        ("policy_loss.high", 0.2),
+        ("aggregation", "sequence_mean_token_mean"),
+        ("dynamic_sampling", False),
+        ("policy_loss.dual_clip", None),
+    ],
 )
 def test_a_part_of_dapo_is_switched_off_by_itself(file, key, value):
-    whole = load_config(RunConfig, file, []).algorithm.model_dump()
-    part = load_config(RunConfig, file, [f"algorithm.{key}={json.dumps(value)}"]).algorithm.model_dump()
-    assert {name for name in whole if whole[name] != part[name]} == {key}
+    whole = load_config(RunConfig, file, []).algorithm
+    part = load_config(RunConfig, file, [f"algorithm.{key}={json.dumps(value)}"]).algorithm
+    assert set(differences(whole, part)) == {key}
 
 
 FLEET = ["rollout.placement=fleet", "rollout.fleet={urls: [http://a:1]}"]
@@ -262,7 +292,7 @@ def test_responses_of_an_asynchronous_run_continue_over_weight_updates(file):
     ],
 )
 def test_mismatch_is_corrected_where_dtypes_differ(file, overrides, cap, mask):
-    objective = load_config(RunConfig, file, overrides).loss_settings
+    objective = load_config(RunConfig, file, overrides).objective
     assert (objective.importance_cap, objective.sequence_mask) == (cap, mask)
 
 
@@ -322,8 +352,8 @@ def test_dotted_overrides_reach_every_level_and_keep_the_rest(file):
     run = load_config(
         RunConfig, file, ["algorithm.clip_high=0.3", "optimizer.learning_rate=1e-5", "data.train.columns.prompt=q"]
     )
-    assert run.algorithm.clip_high == 0.3
-    assert run.algorithm.clip_low == 0.2
+    assert run.algorithm.policy_loss.high == 0.3
+    assert run.algorithm.policy_loss.low == 0.2
     assert run.optimizer.learning_rate == 1e-5
     assert run.data.train.path == "d"
     assert run.data.train.columns.prompt == "q"
@@ -384,7 +414,7 @@ def test_the_papers_run_has_the_papers_numbers():
     assert (run.batch.groups_per_step, run.batch.group_size, run.generation_groups) == (512, 16, 1536)
     assert run.batch.updates_per_step == 16
     assert run.batch.mini_batch_groups * run.batch.group_size == 512
-    assert (run.algorithm.clip_low, run.algorithm.clip_high, run.algorithm.dual_clip) == (0.2, 0.28, 10.0)
+    assert run.algorithm.policy_loss == ClipLoss(low=0.2, high=0.28, dual_clip=10.0)
     assert run.rollout.max_response_tokens - run.reward.overlong_cache_tokens == 16384
     assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.warmup_steps) == (1e-6, 0.1, 20)
     assert (run.evaluation.samples_per_prompt, run.evaluation.top_p) == (32, 0.7)

@@ -8,10 +8,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"atomic_files", "own_code", "trajectory_records"},
+    {"atomic_files", "declared", "own_code", "trajectory_records"},
+    {"algorithms"},
     {"cli", "config", "metrics", "distributed"},
     {"rewards"},
-    {"algorithms", "data", "models"},
+    {"data", "models"},
     {"batching"},
     {"planning", "megatron", "engines"},
     {"checkpoints", "rollout", "weight_sync"},

@@ -33,7 +33,7 @@ import torch
 from benchmark_workload import lone_policy
 from torch import Tensor
 
-from dapo_mega.algorithms import effective_share, within_bounds
+from dapo_mega.algorithms.ratios import effective_share, within_bounds
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError

@@ -20,8 +20,9 @@ import torch
 from benchmark_timing import Duration, measure, median_cpu, median_wall, take_turns
 from benchmark_update import make_groups
 
+from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
 from dapo_mega.cli import quiet_libraries, run_command
-from dapo_mega.config import PRESETS, RunConfig
+from dapo_mega.config import PRESETS, KlConfig, RunConfig
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
@@ -53,12 +54,12 @@ def _compare(ppo: TrainingRun, config: RunConfig, options: argparse.Namespace) -
     [mini_batch, _] = trainer.score(dapo, trainer.hand_over(dapo, groups), groups).mini_batches
 
     def one_update(preset: str) -> Callable[[], Duration]:
-        settings = _preset(config, preset).loss_settings
+        settings = _preset(config, preset).objective
         # KL adds a model, not a loss: its reference log-probs are computed before the update.
-        settings = replace(settings, kl_coefficient=0.0)
+        settings = settings.model_copy(update={"kl": KlConfig()})
         batches = list(mini_batch)
-        if settings.kind in ("clip_cov", "kl_cov"):
-            batches = choose_tokens(batches, settings, ppo.policy.processes, seed=0)
+        if isinstance(settings.policy_loss, ClipCovLoss | KlCovLoss):
+            batches = choose_tokens(batches, settings.policy_loss, ppo.policy.processes, seed=0)
         return lambda: measure(lambda: ppo.policy.update(batches, PolicyGradient(settings)))
 
     def one_step(run: TrainingRun) -> Callable[[], Duration]:

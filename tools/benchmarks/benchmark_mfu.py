@@ -214,10 +214,10 @@ def _make_batch(policy: Any, shape: Shape, options: argparse.Namespace) -> tuple
 
 
 def _make_update(policy: Any, batches: list[Any]) -> Callable[[], object]:
-    from dapo_mega.config import LossSettings
+    from dapo_mega.config import AlgorithmConfig
     from dapo_mega.megatron.objectives import PolicyGradient
 
-    objective = PolicyGradient(LossSettings())
+    objective = PolicyGradient(AlgorithmConfig())
     return lambda: policy.update(batches, objective)
 
 

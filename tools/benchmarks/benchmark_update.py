@@ -30,7 +30,7 @@ import torch
 from benchmark_timing import Duration, measure, median_cpu, median_wall, speed_ratio, take_turns
 from torch import Tensor
 
-from dapo_mega.algorithms import group_advantages
+from dapo_mega.algorithms.advantages import GroupNormAdvantage
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.megatron.objectives import PolicyGradient
 from dapo_mega.training import loop as trainer
@@ -62,7 +62,7 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
     groups = make_groups(pipeline, options)
     batch = trainer.hand_over(pipeline, groups)
     [mini_batch] = trainer.score(pipeline, batch).mini_batches
-    objective = PolicyGradient(pipeline.config.loss_settings)
+    objective = PolicyGradient(pipeline.config.objective)
     theirs = TransformersUpdate(model, groups, options.dtype)
     num_tokens = sum(len(row.tokens) for row in theirs.rows)
 
@@ -227,7 +227,7 @@ class TransformersUpdate:
 
 def _rows(groups: Sequence[Group]) -> Iterator[_Row]:
     for group in groups:
-        advantages = group_advantages([scored.reward for scored in group.trajectories], "group_norm")
+        advantages = GroupNormAdvantage().of_group([scored.reward for scored in group.trajectories])
         for scored, advantage in zip(group.trajectories, advantages, strict=True):
             tokens = np.concatenate([group.prompt.token_ids, scored.token_ids]).astype(np.int64)
             yield _Row(torch.from_numpy(tokens), len(group.prompt.token_ids), float(advantage))

@@ -1,52 +1,45 @@
-"""The policy losses by kind. A new kind needs a file here, a line in `POLICY_LOSSES` and its name in
-`config.algorithm.PolicyLossKind`.
+"""The policy losses, each a section of the configuration with its parameters and metrics.
+
+A new kind: a file here, and its class in `PolicyLossChoice`. A user's own: `{kind: function, path: FILE.py:NAME}`.
 """
 
-from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from functools import cache
 from typing import get_args
 
-from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
+from dapo_mega.algorithms.policy_losses.base import LossInputs, PolicyLoss, TokenLosses
+from dapo_mega.algorithms.policy_losses.clip import ClipLoss, GspoLoss
 from dapo_mega.algorithms.policy_losses.covariance import ClipCovLoss, KlCovLoss
 from dapo_mega.algorithms.policy_losses.mirror_descent import MirrorDescentLoss
-from dapo_mega.algorithms.policy_losses.own import OwnPolicyLoss
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, PolicyLoss, TokenLosses
-from dapo_mega.algorithms.policy_losses.reinforce import ClippedImportanceLoss, ReinforceLoss, TaperedLoss
-from dapo_mega.algorithms.policy_losses.sequence_clip import SequenceClippedLoss
-from dapo_mega.algorithms.policy_losses.soft_gate import SoftGateLoss
-from dapo_mega.config import OwnLoss, PolicyLossKind
+from dapo_mega.algorithms.policy_losses.own import OwnLoss
+from dapo_mega.algorithms.policy_losses.reinforce import CispoLoss, ReinforceLoss, ToprLoss
+from dapo_mega.algorithms.policy_losses.soft_gate import SapoLoss
+from dapo_mega.declared import Metric
 
-POLICY_LOSSES: Mapping[PolicyLossKind, PolicyLoss] = {
-    "clip": ClippedLoss(),
-    "gspo": SequenceClippedLoss(),
-    "reinforce": ReinforceLoss(),
-    "cispo": ClippedImportanceLoss(),
-    "sapo": SoftGateLoss(),
-    "topr": TaperedLoss(),
-    "mirror_descent": MirrorDescentLoss(),
-    "clip_cov": ClipCovLoss(),
-    "kl_cov": KlCovLoss(),
-}
-assert POLICY_LOSSES.keys() == set(get_args(PolicyLossKind))
+__all__ = [
+    "POLICY_LOSS_METRICS",
+    "ClipCovLoss",
+    "ClipLoss",
+    "KlCovLoss",
+    "LossInputs",
+    "OwnLoss",
+    "PolicyLoss",
+    "PolicyLossChoice",
+    "TokenLosses",
+]
 
+PolicyLossChoice = (
+    ClipLoss
+    | GspoLoss
+    | ReinforceLoss
+    | CispoLoss
+    | SapoLoss
+    | ToprLoss
+    | MirrorDescentLoss
+    | ClipCovLoss
+    | KlCovLoss
+    | OwnLoss
+)
 
-def policy_loss(kind: PolicyLossKind | OwnLoss) -> PolicyLoss:
-    """The loss of this kind. Code of the user's own is loaded and tried once in a process. Raises InputError if it
-    cannot be used."""
-    return POLICY_LOSSES[kind] if isinstance(kind, str) else _own(kind.model_dump_json())
-
-
-def forget() -> None:
-    """Load code of the user's own anew when it is asked for next."""
-    _own.cache_clear()
-
-
-@cache
-def _own(section: str) -> OwnPolicyLoss:
-    return OwnPolicyLoss(OwnLoss(**json.loads(section)))
-
-
-__all__ = ["POLICY_LOSSES", "LossInputs", "OwnPolicyLoss", "PolicyLoss", "TokenLosses", "policy_loss"]
+POLICY_LOSS_METRICS: tuple[Metric, ...] = tuple(
+    {metric.name: metric for kind in get_args(PolicyLossChoice) for metric in kind.described_metrics}.values()
+)
+"""The catalogue's entries of all losses, each once."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
+from dapo_mega.algorithms.policy_losses.base import (
+    CLIP_HIGH_SHARE,
+    CLIP_LOW_SHARE,
+    RATIO_MEAN,
+    LossInputs,
+    PolicyLoss,
+    TokenLosses,
+)
 from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,13 +60,13 @@ def clipped_loss(
     ratio = log_ratio.exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = torch.maximum(unclipped, clipped)
+    loss = unclipped.maximum(clipped)
     active = clipped > unclipped
-    clipped_dual = torch.zeros_like(active)
+    clipped_dual = active.new_zeros(active.shape)
     if dual_clip is not None:
         bound = -dual_clip * advantages
         clipped_dual = (advantages < 0) & (loss > bound)
-        loss = torch.where(clipped_dual, bound, loss)
+        loss = bound.where(clipped_dual, loss)
     return ClippedTokens(
         loss=loss,
         ratio=ratio.detach(),
@@ -66,18 +76,83 @@ def clipped_loss(
     )
 
 
-class ClippedLoss:
-    """`clipped_loss` with the shares of clipped tokens as metrics."""
+class ClipLoss(PolicyLoss):
+    """`r A` within two bounds, with `r` the new / old probability of a token (PPO, DAPO)."""
 
-    sum_names = ("clipped_low", "clipped_high", "clipped_dual", "ratio", "up_clipped_probability")
-    is_sequence_level = False
+    kind: Literal["clip"] = "clip"
+    low: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="The loss stops pushing a token's probability down below (1 - low) times its old value; 1: no "
+        "lower bound.",
+    )
+    high: float = Field(
+        default=0.28,
+        gt=0,
+        description="The loss stops pushing a token's probability up above (1 + high) times its old value. Raise it if "
+        "entropy falls too fast, lower it if training is unstable.",
+    )
+    dual_clip: float | None = Field(
+        default=10.0,
+        gt=1,
+        description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound.",
+    )
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
-        return clip_with_sums(tokens, tokens.logprobs, tokens.old_logprobs, settings)
+    sum_names: ClassVar[tuple[str, ...]] = (
+        "clipped_low",
+        "clipped_high",
+        "clipped_dual",
+        "ratio",
+        "up_clipped_probability",
+    )
+    described_metrics: ClassVar[tuple[Metric, ...]] = (
+        RATIO_MEAN,
+        CLIP_LOW_SHARE,
+        CLIP_HIGH_SHARE,
+        Metric(
+            "policy/dual_clip_share",
+            "share",
+            "Share of tokens with negative advantage whose loss the dual clip bounds; 0 without "
+            "`algorithm.policy_loss.dual_clip`.",
+            "0 or nearly: the ratio of such a token exceeds 10 by default",
+            "above 0 in many steps",
+            "lower `optimizer.learning_rate`; look at the mismatch",
+        ),
+        Metric(
+            "policy/up_clipped_probability",
+            "probability",
+            "Mean probability of the tokens that the upper bound clips; missing where it clips none.",
+            "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
+            "near 1: likely tokens are held back",
+            "read `policy/kl_to_old`; lower `optimizer.learning_rate`",
+        ),
+    )
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
+        return self._of(tokens, tokens.logprobs, tokens.old_logprobs)
+
+    def _of(self, tokens: LossInputs, logprobs: Tensor, old_logprobs: Tensor) -> TokenLosses:
+        """`clipped_loss` of these log-probs [T], which may be those of whole responses."""
+        terms = clipped_loss(
+            logprobs,
+            old_logprobs,
+            tokens.advantages,
+            clip_low=self.low,
+            clip_high=self.high,
+            dual_clip=self.dual_clip,
+        )
+        up_clipped = terms.clipped_high & tokens.in_loss
+        sums = {
+            "clipped_low": (terms.clipped_low & tokens.in_loss).sum(),
+            "clipped_high": up_clipped.sum(),
+            "clipped_dual": (terms.clipped_dual & tokens.in_loss).sum(),
+            "ratio": (terms.ratio * tokens.in_loss).sum(),
+            "up_clipped_probability": (tokens.logprobs.detach().exp() * up_clipped).sum(),
+        }
+        return TokenLosses(terms.loss, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         tokens = sums["loss_tokens"]
         shares = {
             "policy/clip_low_share": sums["clipped_low"],
@@ -89,23 +164,21 @@ class ClippedLoss:
         return {**means_over(tokens, shares), **means_over(sums["clipped_high"], up_clipped)}
 
 
-def clip_with_sums(tokens: LossInputs, logprobs: Tensor, old_logprobs: Tensor, settings: LossSettings) -> TokenLosses:
-    """`clipped_loss` of these log-probs [T], which may be those of whole responses, with `ClippedLoss`'s sums."""
-    terms = clipped_loss(
-        logprobs,
-        old_logprobs,
-        tokens.advantages,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-    )
-    with torch.no_grad():
-        up_clipped = terms.clipped_high & tokens.in_loss
-        sums = {
-            "clipped_low": (terms.clipped_low & tokens.in_loss).sum(),
-            "clipped_high": up_clipped.sum(),
-            "clipped_dual": (terms.clipped_dual & tokens.in_loss).sum(),
-            "ratio": (terms.ratio * tokens.in_loss).sum(),
-            "up_clipped_probability": (tokens.logprobs.exp() * up_clipped).sum(),
-        }
-    return TokenLosses(terms.loss, sums)
+class GspoLoss(ClipLoss):
+    """clip with the geometric mean of a whole response's ratio in place of `r` (GSPO).
+
+    -min(s A, clip(s, 1 - low, 1 + high) A) per token (arXiv 2507.18071, eq. 5-7), where s is the geometric mean over
+    the response of pi_theta / pi_old. As in GSPO-token (eq. 13), each token has the value of s and the gradient
+    s grad log pi_theta of its own; over a response of n tokens their mean has the loss and the gradient of eq. 5.
+    """
+
+    kind: Literal["gspo"] = "gspo"  # type: ignore[assignment]
+
+    @property
+    def is_sequence_level(self) -> bool:
+        return True
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
+        means = tokens.response_log_ratios() / tokens.response_lengths()
+        log_ratios = means + tokens.logprobs - tokens.logprobs.detach()
+        return self._of(tokens, log_ratios, log_ratios.new_zeros(log_ratios.shape))

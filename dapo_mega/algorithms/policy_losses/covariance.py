@@ -7,49 +7,104 @@ These tokens have a high covariance of log-prob and advantage, (log p - mean) (A
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
+from pydantic import Field, model_validator
 
-from dapo_mega.algorithms.policy_losses.clip import ClippedLoss
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
+from dapo_mega.algorithms.policy_losses.base import RATIO_MEAN, LossInputs, PolicyLoss, TokenLosses
+from dapo_mega.algorithms.policy_losses.clip import ClipLoss
 from dapo_mega.algorithms.ratios import means_over
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NO_COVARIANCE = 1e-12
+
+COVARIANCE_SHARE = Metric(
+    "policy/covariance_share",
+    "share",
+    "Share of tokens that `algorithm.policy_loss.kind=clip_cov` or `kl_cov` holds back.",
+    "near `algorithm.policy_loss.share`, or above where an update has few tokens",
+    "0 with clip_cov: no token is within `algorithm.policy_loss.bounds`",
+    "lower the bounds",
+)
 
 
-class ClipCovLoss:
-    """PPO's clipped loss, without any gradient of the chosen tokens (eq. 11)."""
+class ClipCovLoss(ClipLoss):
+    """clip, without any gradient of some tokens of high covariance (arXiv 2505.22617, eq. 11)."""
 
-    sum_names = (*ClippedLoss.sum_names, "chosen")
-    is_sequence_level = False
+    kind: Literal["clip_cov"] = "clip_cov"  # type: ignore[assignment]
+    share: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that are held back, at least one token. Published: 0.0002.",
+    )
+    bounds: tuple[float, float] = Field(
+        default=(1.0, 5.0),
+        description="[low, high]: the tokens are drawn from those whose covariance of log-prob and advantage is "
+        "within.",
+    )
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
-        losses = ClippedLoss().token_losses(tokens, settings)
+    sum_names: ClassVar[tuple[str, ...]] = (*ClipLoss.sum_names, "chosen")
+    described_metrics: ClassVar[tuple[Metric, ...]] = (*ClipLoss.described_metrics, COVARIANCE_SHARE)
+    chooses_tokens: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> ClipCovLoss:
+        if self.bounds[0] >= self.bounds[1]:
+            raise ValueError(
+                f"algorithm.policy_loss.bounds={list(self.bounds)} must be [low, high] with low < high, such as [1, 5]"
+            )
+        return self
+
+    def ranks(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """What tokens are chosen by, from the highest down, and which can be, of covariances [N]: equal ranks are
+        drawn from."""
+        low, high = self.bounds
+        return covariance.new_zeros(covariance.shape), (covariance >= low) & (covariance <= high)
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
+        losses = super().token_losses(tokens)
         chosen = tokens.chosen_tokens()
         sums = {**losses.sums, "chosen": (chosen & tokens.in_loss).sum()}
-        return TokenLosses(torch.where(chosen, losses.loss.detach(), losses.loss), sums)
+        return TokenLosses(losses.loss.detach().where(chosen, losses.loss), sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         share = {"policy/covariance_share": sums["chosen"]}
-        return {**ClippedLoss().metrics(sums), **means_over(sums["loss_tokens"], share)}
+        return {**super().metrics(sums), **means_over(sums["loss_tokens"], share)}
 
 
-class KlCovLoss:
-    """-r A without clipping, and `covariance_kl` |log r| more for the chosen tokens (eq. 12); r = pi_theta / pi_old."""
+class KlCovLoss(PolicyLoss):
+    """`r A` without bounds, and `kl` |log r| more for the tokens of highest covariance (arXiv 2505.22617, eq. 12)."""
 
-    sum_names = ("ratio", "chosen")
-    is_sequence_level = False
+    kind: Literal["kl_cov"] = "kl_cov"
+    share: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that are held back, at least one token. Published: 0.002 for 7B (the "
+        "preset's), 0.0002 for 32B.",
+    )
+    kl: float = Field(default=1.0, ge=0, description="Weight of |log r| in the loss of the tokens that are held back.")
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
+    sum_names: ClassVar[tuple[str, ...]] = ("ratio", "chosen")
+    described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, COVARIANCE_SHARE)
+    chooses_tokens: ClassVar[bool] = True
+
+    def ranks(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ClipCovLoss.ranks`. In one mini-batch tokens have covariances of about 1; the noise of equal log-probs
+        or advantages is no rank."""
+        return covariance, covariance.abs() > _NO_COVARIANCE
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         log_ratios, chosen = tokens.log_ratios(), tokens.chosen_tokens()
         ratios = log_ratios.exp()
-        loss = -ratios * tokens.advantages + settings.covariance_kl * chosen * log_ratios.abs()
+        loss = -ratios * tokens.advantages + self.kl * chosen * log_ratios.abs()
         sums = {"ratio": (ratios.detach() * tokens.in_loss).sum(), "chosen": (chosen & tokens.in_loss).sum()}
         return TokenLosses(loss, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         totals = {"policy/ratio_mean": sums["ratio"], "policy/covariance_share": sums["chosen"]}
         return means_over(sums["loss_tokens"], totals)

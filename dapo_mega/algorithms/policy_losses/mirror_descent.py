@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
+from pydantic import Field
+
+from dapo_mega.algorithms.policy_losses.base import LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.ratios import means_over
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric
 
 
-class MirrorDescentLoss:
-    """(A - tau S)^2 / (2 tau) - A^2 / (2 tau) = -A S + tau S^2 / 2 per response, spread over its tokens.
+class MirrorDescentLoss(PolicyLoss):
+    """`A log s - temperature / 2 (log s)^2`, with `s` the new / old probability of a whole response (Kimi k1.5).
 
-    S is the sum over the response of log(pi_theta / pi_old) and tau `mirror_temperature`; pi_old are the weights that
-    the step starts from. The gradient, (tau S - A) grad log pi_theta(response), is eq. 3 of the paper. Take the sum
-    over tokens as aggregation: a mean over tokens would weigh short responses more.
+    (A - tau S)^2 / (2 tau) - A^2 / (2 tau) = -A S + tau S^2 / 2 per response, spread over its tokens, where S is the
+    sum over the response of log(pi_theta / pi_old) and pi_old the weights that the step starts from. The gradient,
+    (tau S - A) grad log pi_theta(response), is eq. 3 of the paper. Take the sum over tokens as aggregation: a mean over
+    tokens would weigh short responses more.
     """
 
-    sum_names = ("squared_log_ratios", "responses")
-    is_sequence_level = True
+    kind: Literal["mirror_descent"] = "mirror_descent"
+    temperature: float = Field(
+        default=0.1, gt=0, description="tau: how strongly a response's probability is held at its old value."
+    )
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
-        tau, log_ratios = settings.mirror_temperature, tokens.logprobs - tokens.old_logprobs
+    sum_names: ClassVar[tuple[str, ...]] = ("squared_log_ratios", "responses")
+    described_metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "policy/squared_log_ratio",
+            "nats^2",
+            "Mean over responses of the square of log(policy's probability / that at the step's start), which "
+            "`algorithm.policy_loss.kind=mirror_descent` keeps small.",
+            "small; exactly 0 with one update per step",
+            "grows from step to step",
+            "raise `algorithm.policy_loss.temperature`",
+        ),
+    )
+
+    @property
+    def is_sequence_level(self) -> bool:
+        return True
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
+        tau, log_ratios = self.temperature, tokens.logprobs - tokens.old_logprobs
         total = tokens.response_log_ratios()
         # The first term has the value, with half of the square's gradient; the second, without a value, the other half.
         loss = (0.5 * tau * total - tokens.advantages) * log_ratios + 0.5 * tau * total * (
@@ -32,5 +54,4 @@ class MirrorDescentLoss:
         return TokenLosses(loss, {"squared_log_ratios": (total.square() * share).sum(), "responses": share.sum()})
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         return means_over(sums["responses"], {"policy/squared_log_ratio": sums["squared_log_ratios"]})

@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-import torch
+from pydantic import Field
 
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
+from dapo_mega.algorithms.policy_losses.base import (
+    CLIP_HIGH_SHARE,
+    CLIP_LOW_SHARE,
+    RATIO_MEAN,
+    LossInputs,
+    PolicyLoss,
+    TokenLosses,
+)
 from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric
 
 
-class ReinforceLoss:
-    """-A log pi_theta per token (Williams 1992), without any ratio; ReMax and RLOO use it with their baselines.
+class ReinforceLoss(PolicyLoss):
+    """`A log p` without any ratio (Williams 1992); ReMax and RLOO use it with their baselines.
 
     It is exact for a single update per step only: later updates train on responses of an older policy as if they were
     their own.
     """
 
-    sum_names: tuple[str, ...] = ()
-    is_sequence_level = False
+    kind: Literal["reinforce"] = "reinforce"
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         return TokenLosses(-tokens.advantages * tokens.logprobs, {})
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
-        return {}
 
+class CispoLoss(PolicyLoss):
+    """`A log p` times the bounded, detached `r` of the token (CISPO of MiniMax-M1, arXiv 2506.13585).
 
-class ClippedImportanceLoss:
-    """CISPO: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta per token (MiniMax-M1, arXiv 2506.13585).
-
-    r is pi_theta / pi_old of the token and sg stops the gradient, so that a clipped token still has one. `clip_low` 1
-    is no lower bound, as in the paper.
+    -sg(clip(r, 1 - low, 1 + high)) A log pi_theta per token, where r is pi_theta / pi_old and sg stops the gradient, so
+    that a clipped token still has one. `low` 1 is no lower bound, as in the paper.
     """
 
-    sum_names = ("clipped_low", "clipped_high", "ratio")
-    is_sequence_level = False
+    kind: Literal["cispo"] = "cispo"
+    low: float = Field(default=0.2, gt=0, le=1, description="r counts as no less than 1 - low; 1: no lower bound.")
+    high: float = Field(default=0.28, gt=0, description="r counts as no more than 1 + high.")
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
+    sum_names: ClassVar[tuple[str, ...]] = ("clipped_low", "clipped_high", "ratio")
+    described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, CLIP_LOW_SHARE, CLIP_HIGH_SHARE)
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         ratio = tokens.ratios().detach()
-        weights = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        weights = ratio.clamp(1 - self.low, 1 + self.high)
         sums = {
             "clipped_low": ((ratio < weights) & tokens.in_loss).sum(),
             "clipped_high": ((ratio > weights) & tokens.in_loss).sum(),
@@ -52,7 +57,6 @@ class ClippedImportanceLoss:
         return TokenLosses(-weights * tokens.advantages * tokens.logprobs, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         totals = {
             "policy/clip_low_share": sums["clipped_low"],
             "policy/clip_high_share": sums["clipped_high"],
@@ -61,24 +65,29 @@ class ClippedImportanceLoss:
         return means_over(sums["loss_tokens"], totals)
 
 
-class TaperedLoss:
-    """TOPR: -w A log pi_theta per token (tapered off-policy REINFORCE, arXiv 2503.14286, eq. 8).
+class ToprLoss(PolicyLoss):
+    """`A log p`, for A < 0 times min(s, 1) with `s` of the whole response (tapered off-policy REINFORCE, arXiv
+    2503.14286, eq. 8).
 
-    Responses with A >= 0 have w = 1, as in supervised training. The others have w = min(s, 1), detached, with s the
-    product of pi_theta / pi_old over the response: what the policy has unlearnt already is pushed no further.
+    Responses with A >= 0 have weight 1, as in supervised training. For the others s, detached, is the product of
+    pi_theta / pi_old over the response: what the policy has unlearnt already is pushed no further.
     """
 
-    sum_names = ("tapered",)
-    is_sequence_level = True
+    kind: Literal["topr"] = "topr"
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
+    sum_names: ClassVar[tuple[str, ...]] = ("tapered",)
+    described_metrics: ClassVar[tuple[Metric, ...]] = (CLIP_LOW_SHARE,)
+
+    @property
+    def is_sequence_level(self) -> bool:
+        return True
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         # Smaller weights would only make denormal gradients, which are slow.
         tapered = tokens.response_log_ratios().clamp(-MAX_LOG_RATIO, 0.0).exp()
-        weights = torch.where(tokens.advantages < 0, tapered, 1.0)
+        weights = tapered.masked_fill(~(tokens.advantages < 0), 1.0)
         sums = {"tapered": ((weights < 1) & tokens.in_loss).sum()}
         return TokenLosses(-weights * tokens.advantages * tokens.logprobs, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         return means_over(sums["loss_tokens"], {"policy/clip_low_share": sums["tapered"]})

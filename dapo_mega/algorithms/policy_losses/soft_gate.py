@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-import torch
+from pydantic import Field, model_validator
 
-from dapo_mega.algorithms.policy_losses.protocol import LossInputs, TokenLosses
+from dapo_mega.algorithms.policy_losses.base import RATIO_MEAN, LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.ratios import means_over
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric
 
 
-class SoftGateLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A per token, with r = pi_theta / pi_old of the token.
+class SapoLoss(PolicyLoss):
+    """A smooth gate around `r` = 1 in place of bounds (SAPO).
 
-    tau is `soft_gate[0]` for A > 0 and `soft_gate[1]` otherwise. On policy (r = 1) the gradient is that of REINFORCE;
-    the further r is from 1, the smaller it gets.
+    -(4 / tau) sigmoid(tau (r - 1)) A per token, with r = pi_theta / pi_old of the token and tau `gate[0]` for A > 0,
+    `gate[1]` otherwise. On policy (r = 1) the gradient is that of REINFORCE; the further r is from 1, the smaller it
+    gets.
     """
 
-    sum_names = ("gate", "ratio")
-    is_sequence_level = False
+    kind: Literal["sapo"] = "sapo"
+    gate: tuple[float, float] = Field(
+        default=(1.0, 1.05),
+        description="Steepness of the gate for tokens with A > 0, and for others. Higher attenuates tokens whose "
+        "probability has changed more.",
+    )
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
-        """See `PolicyLoss`."""
+    sum_names: ClassVar[tuple[str, ...]] = ("gate", "ratio")
+    described_metrics: ClassVar[tuple[Metric, ...]] = (
+        RATIO_MEAN,
+        Metric(
+            "policy/gate_mean",
+            "share",
+            "Mean share of a token's gradient that the soft gate of `algorithm.policy_loss.kind=sapo` lets pass.",
+            "near 1; exactly 1 with one update per step",
+            "falls in later steps",
+            "lower `optimizer.learning_rate`",
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SapoLoss:
+        if min(self.gate) <= 0:
+            raise ValueError(f"algorithm.policy_loss.gate={list(self.gate)} must be two positive numbers")
+        return self
+
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         ratio = tokens.ratios()
-        positive, negative = settings.soft_gate
-        tau = torch.where(tokens.advantages > 0, positive, negative)
-        opened = torch.sigmoid(tau * (ratio - 1))
-        with torch.no_grad():
-            sums = {
-                "gate": (4 * opened * (1 - opened) * tokens.in_loss).sum(),
-                "ratio": (ratio * tokens.in_loss).sum(),
-            }
+        positive, negative = self.gate
+        is_positive = tokens.advantages > 0
+        tau = is_positive * positive + ~is_positive * negative
+        opened = (tau * (ratio - 1)).sigmoid()
+        gate = opened.detach()
+        sums = {
+            "gate": (4 * gate * (1 - gate) * tokens.in_loss).sum(),
+            "ratio": (ratio.detach() * tokens.in_loss).sum(),
+        }
         return TokenLosses(-(4 / tau) * opened * tokens.advantages, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `PolicyLoss`."""
         return means_over(sums["loss_tokens"], {"policy/gate_mean": sums["gate"], "policy/ratio_mean": sums["ratio"]})

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from dapo_mega.declared import Metric
 from dapo_mega.metrics.catalogue.engines_and_time import ENGINES_AND_TIME
 from dapo_mega.metrics.catalogue.evaluations import EVALUATIONS
 from dapo_mega.metrics.catalogue.groups_and_rewards import GROUPS_AND_REWARDS
-from dapo_mega.metrics.catalogue.metric import Metric
 from dapo_mega.metrics.catalogue.rollouts import ROLLOUTS
 from dapo_mega.metrics.catalogue.updates import UPDATES
 

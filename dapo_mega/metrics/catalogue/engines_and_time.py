@@ -1,6 +1,6 @@
 """Metrics of the run itself: its times, and its engines."""
 
-from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.declared import Metric
 
 ENGINES_AND_TIME: tuple[Metric, ...] = (
     Metric(

@@ -1,6 +1,6 @@
 """Metrics of held-out evaluations."""
 
-from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.declared import Metric
 
 EVALUATIONS: tuple[Metric, ...] = (
     Metric(

@@ -1,6 +1,6 @@
 """Metrics of groups: the filter, the buffer, sources, the choice of prompts, and rewards."""
 
-from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.declared import Metric
 
 GROUPS_AND_REWARDS: tuple[Metric, ...] = (
     Metric("groups/offered", "groups", "Complete groups that were scored, all of them."),

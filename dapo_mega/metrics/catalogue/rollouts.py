@@ -1,6 +1,6 @@
 """Metrics of what the engines generated: responses, agreement with the trainer, and requests."""
 
-from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.declared import Metric
 
 ROLLOUTS: tuple[Metric, ...] = (
     # ---- what was generated ----

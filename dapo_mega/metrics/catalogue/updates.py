@@ -1,6 +1,7 @@
 """Metrics of the update: agreement with the engines, the policy, the critic, and the packing of batches."""
 
-from dapo_mega.metrics.catalogue.metric import Metric
+from dapo_mega.algorithms.policy_losses import POLICY_LOSS_METRICS
+from dapo_mega.declared import Metric
 
 UPDATES: tuple[Metric, ...] = (
     Metric(
@@ -144,14 +145,7 @@ UPDATES: tuple[Metric, ...] = (
         "grows fast while held-out accuracy falls",
         "raise `algorithm.kl.coefficient`",
     ),
-    Metric(
-        "policy/ratio_mean",
-        "ratio",
-        "Mean of policy's probability over that at the step's start.",
-        "near 1; exactly 1 with one update per step",
-        "drifts away from 1",
-        "as for `policy/kl_to_old`",
-    ),
+    *POLICY_LOSS_METRICS,
     Metric(
         "policy/ratio",
         "ratio",
@@ -163,75 +157,12 @@ UPDATES: tuple[Metric, ...] = (
         is_histogram=True,
     ),
     Metric(
-        "policy/own_<name>",
-        "any",
-        "Mean over the tokens in the loss of a value that a policy loss of your own returns beside the loss.",
-        "what its function says",
-    ),
-    Metric(
-        "policy/gate_mean",
-        "share",
-        "Mean share of a token's gradient that the soft gate of `algorithm.policy_loss=sapo` lets pass.",
-        "near 1; exactly 1 with one update per step",
-        "falls in later steps",
-        "lower `optimizer.learning_rate`",
-    ),
-    Metric(
-        "policy/squared_log_ratio",
-        "nats^2",
-        "Mean over responses of the square of log(policy's probability / that at the step's start), which "
-        "`algorithm.policy_loss=mirror_descent` keeps small.",
-        "small; exactly 0 with one update per step",
-        "grows from step to step",
-        "raise `algorithm.mirror_temperature`",
-    ),
-    Metric(
-        "policy/covariance_share",
-        "share",
-        "Share of tokens that `algorithm.policy_loss=clip_cov` or `kl_cov` holds back.",
-        "near `algorithm.covariance_share`, or above where an update has few tokens",
-        "0 with clip_cov: no token is within `algorithm.covariance_bounds`",
-        "lower the bounds",
-    ),
-    Metric(
         "policy/entropy_coefficient",
         "weight",
         "Weight of the entropy bonus in this step. Only with `algorithm.entropy_target`.",
         "0 while the entropy is above the target",
         "grows while the entropy stays below the target",
         "raise `algorithm.entropy_step` or `algorithm.entropy_max`, or look for the cause of the collapse",
-    ),
-    Metric(
-        "policy/clip_low_share",
-        "share",
-        "Share of tokens whose gradient the lower clipping bound removes.",
-        "no general value; exactly 0 with one update per step",
-        "much larger in later steps",
-        "lower `optimizer.learning_rate`",
-    ),
-    Metric(
-        "policy/clip_high_share",
-        "share",
-        "Share of tokens whose gradient the upper clipping bound removes.",
-        "no general value; exactly 0 with one update per step",
-        "much larger in later steps",
-        "lower `optimizer.learning_rate`",
-    ),
-    Metric(
-        "policy/dual_clip_share",
-        "share",
-        "Share of tokens with negative advantage whose loss the dual clip bounds; 0 without `algorithm.dual_clip`.",
-        "0 or nearly: the ratio of such a token exceeds 10 by default",
-        "above 0 in many steps",
-        "lower `optimizer.learning_rate`; look at the mismatch",
-    ),
-    Metric(
-        "policy/up_clipped_probability",
-        "probability",
-        "Mean probability of the tokens that the upper bound clips; missing where it clips none.",
-        "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
-        "near 1: likely tokens are held back",
-        "read `policy/kl_to_old`; lower `optimizer.learning_rate`",
     ),
     Metric(
         "policy/advantage",

@@ -36,7 +36,7 @@ def test_the_rows_are_table_1_in_its_order():
 
 STEPS_OF_TABLE_1 = [
     {"reward.overlong_filtering": (False, True)},
-    {"algorithm.clip_high": (0.2, 0.28)},
+    {"algorithm.policy_loss.high": (0.2, 0.28)},
     {"reward.overlong_punishment": (False, True)},
     {"algorithm.aggregation": ("sequence_mean_token_mean", "token_mean")},
     # Over-sampling is a part of the technique.
@@ -57,8 +57,8 @@ def test_each_row_changes_one_technique_whatever_the_file_says(tmp_path, algorit
 def test_the_first_row_is_grpo_without_kl_and_the_last_is_dapo(tmp_path):
     first, *_, last = configs_of_rows(tmp_path)
     algorithm = first.algorithm
-    assert (algorithm.advantage, algorithm.aggregation) == ("group_norm", "sequence_mean_token_mean")
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl.coefficient) == (0.2, 0.2, 0.0)
+    assert (algorithm.advantage.kind, algorithm.aggregation) == ("group_norm", "sequence_mean_token_mean")
+    assert (algorithm.policy_loss.low, algorithm.policy_loss.high, algorithm.kl.coefficient) == (0.2, 0.2, 0.0)
     dapo = load_config(RunConfig, base_file(tmp_path))
     assert last.algorithm == dapo.algorithm
     assert changed_keys(dapo.model_copy(update={"evaluation": last.evaluation}), last) == {
@@ -68,8 +68,8 @@ def test_the_first_row_is_grpo_without_kl_and_the_last_is_dapo(tmp_path):
 
 def test_a_row_may_not_be_overridden_but_everything_else_may(tmp_path):
     configs = configs_of_rows(tmp_path, "optimizer.learning_rate=1e-4", "algorithm.clip_low=0.1")
-    assert {(c.optimizer.learning_rate, c.algorithm.clip_low) for c in configs} == {(1e-4, 0.1)}
-    with pytest.raises(InputError, match=r"algorithm\.clip_high: the rows of the ladder set this themselves"):
+    assert {(c.optimizer.learning_rate, c.algorithm.policy_loss.low) for c in configs} == {(1e-4, 0.1)}
+    with pytest.raises(InputError, match=r"algorithm\.policy_loss\.high: the rows of the ladder set this themselves"):
         configs_of_rows(tmp_path, "algorithm.clip_high=0.3")
     with pytest.raises(InputError, match="seed differs from run to run; use"):
         configs_of_rows(tmp_path, "seed=3")
@@ -120,15 +120,13 @@ def test_the_description_names_every_arm_and_its_change(tmp_path):
     text = "\n".join(describe(plan_of(tmp_path, rows=ROWS, methods=("dapo", "rloo"), seeds=(0, 1))))
     assert "16 runs (arms: 8, seeds: 2) of 4 steps" in text
     assert "  Naive GRPO (naive_grpo): the first\n" in text
-    assert "  + Clip-Higher (clip_higher): algorithm.clip_high 0.2 -> 0.28\n" in text
-    assert "algorithm.advantage group_norm -> leave_one_out" in text
+    assert "  + Clip-Higher (clip_higher): algorithm.policy_loss.high 0.2 -> 0.28\n" in text
+    assert "algorithm.advantage.kind group_norm -> leave_one_out" in text
     assert "whatever the file says" not in text
     plan = plan_of(
         tmp_path, rows=ROWS, algorithm={"clip_high": 0.3, "kl": {"coefficient": 0.1}, "entropy_coefficient": 0}
     )
-    assert "set by each arm, whatever the file says: algorithm.clip_high, algorithm.kl.coefficient" in list(
-        describe(plan)
-    )
+    assert "set by each arm, whatever the file says: algorithm.policy_loss, algorithm.kl" in list(describe(plan))
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -5,36 +5,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.algorithms import are_equal, group_advantages
+from dapo_mega.algorithms.advantages import are_equal
+from dapo_mega.config import AlgorithmConfig
+
+
+def advantage(kind):
+    return AlgorithmConfig(advantage=kind).advantage
+
 
 KINDS = ("group_norm", "group_mean", "leave_one_out")
 
 
 def test_group_norm_divides_by_the_unbiased_std_plus_1e_6():
     # Rewards 1, -1, -1, -1: mean -1/2, unbiased variance (2.25 + 3 * 0.25) / 3 = 1.
-    advantages = group_advantages([1, -1, -1, -1], "group_norm")
+    advantages = advantage("group_norm").of_group([1, -1, -1, -1])
     np.testing.assert_allclose(advantages, np.array([1.5, -0.5, -0.5, -0.5]) / (1 + 1e-6), rtol=1e-12)
 
 
 def test_the_biased_std_would_give_another_number():
     # Two rewards 1 and 0: unbiased std sqrt(1/2), population std 1/2.
-    advantages = group_advantages([1.0, 0.0], "group_norm")
+    advantages = advantage("group_norm").of_group([1.0, 0.0])
     np.testing.assert_allclose(advantages, np.array([0.5, -0.5]) / (math.sqrt(0.5) + 1e-6), rtol=1e-12)
 
 
 def test_group_mean_only_centres():
-    np.testing.assert_allclose(group_advantages([1, 0, 0, 1], "group_mean"), [0.5, -0.5, -0.5, 0.5])
+    np.testing.assert_allclose(advantage("group_mean").of_group([1, 0, 0, 1]), [0.5, -0.5, -0.5, 0.5])
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():
     # 3 - (0 + 1) / 2, 0 - (3 + 1) / 2, 1 - (3 + 0) / 2.
-    np.testing.assert_allclose(group_advantages([3, 0, 1], "leave_one_out"), [2.5, -2.0, -0.5])
+    np.testing.assert_allclose(advantage("leave_one_out").of_group([3, 0, 1]), [2.5, -2.0, -0.5])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(value=st.floats(-1e6, 1e6), size=st.integers(2, 64))
 def test_equal_rewards_give_exact_zeros(kind, value, size):
-    assert group_advantages([value] * size, kind).tolist() == [0.0] * size
+    assert advantage(kind).of_group([value] * size).tolist() == [0.0] * size
 
 
 def test_rewards_that_are_equal_up_to_rounding_are_equal():
@@ -47,7 +53,7 @@ def test_rewards_that_are_equal_up_to_rounding_are_equal():
     ):
         assert are_equal(rewards), rewards
         for kind in KINDS:
-            assert group_advantages(rewards, kind).tolist() == [0.0] * len(rewards), (kind, rewards)
+            assert advantage(kind).of_group(rewards).tolist() == [0.0] * len(rewards), (kind, rewards)
     for rewards in ([0.3, 0.30001], [0.0, 1e-6], [-1.0, 1.0], [1e6, 1e6 + 1]):
         assert not are_equal(rewards), rewards
 
@@ -55,7 +61,7 @@ def test_rewards_that_are_equal_up_to_rounding_are_equal():
 @pytest.mark.parametrize("kind", KINDS)
 @given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=32))
 def test_advantages_are_finite_and_sum_to_zero(kind, rewards):
-    advantages = group_advantages(rewards, kind)
+    advantages = advantage(kind).of_group(rewards)
     assert np.isfinite(advantages).all()
     assert abs(advantages.sum()) <= 1e-9 * max(1.0, np.abs(advantages).sum()) + 1e-9 / 1e-6 * 1e-6
 
@@ -63,4 +69,4 @@ def test_advantages_are_finite_and_sum_to_zero(kind, rewards):
 @pytest.mark.parametrize("rewards", [[1.0], [[1.0, 2.0]], [1.0, math.nan], [math.inf, 0.0]])
 def test_rewards_that_are_no_group_are_refused(rewards):
     with pytest.raises(ValueError, match="rewards must be"):
-        group_advantages(rewards, "group_norm")
+        advantage("group_norm").of_group(rewards)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dapo_mega.algorithms import effective_share, importance_weights, kl_estimate, segment_sums, within_bounds
 from dapo_mega.algorithms.policy_losses.clip import clipped_loss
+from dapo_mega.algorithms.ratios import effective_share, importance_weights, kl_estimate, segment_sums, within_bounds
 
 
 def loss_of(ratios, advantages, **settings):

@@ -5,16 +5,16 @@ them on packed tokens.
 """
 
 import math
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from dapo_mega.algorithms import group_advantages, whitened
+from dapo_mega.algorithms.advantages import whitened
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import PRESETS, RunConfig
+from dapo_mega.config import PRESETS, AlgorithmConfig, KlConfig, RunConfig
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
 
 REWARDS = [1.0, -1.0, 1.0, -1.0]
@@ -41,8 +41,16 @@ def draws():
     return new, old, engine
 
 
+def advantage(kind):
+    return AlgorithmConfig(advantage=kind).advantage
+
+
+def group_with(greedy_reward):
+    return SimpleNamespace(greedy=SimpleNamespace(reward=greedy_reward))
+
+
 def advantages_of(algorithm):
-    values = group_advantages(REWARDS, algorithm.advantage, GREEDY_REWARD)
+    values = algorithm.advantage.of_group(REWARDS, group_with(GREEDY_REWARD))
     return whitened(values, LENGTHS) if algorithm.normalize_advantages else values
 
 
@@ -55,7 +63,7 @@ def ours(algorithm, new, old, engine, advantages):
     micro = pack(flatten(samples), aggregation=algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
     logprobs = torch.cat(new).float().requires_grad_()
     batch = TokenBatch(micro, torch.cat(old).float())
-    objective = PolicyGradient(algorithm.loss_settings(engine_differs=False))
+    objective = PolicyGradient(algorithm.resolved(engine_differs=False))
     term = objective.evaluate(TokenOutputs(logprobs, torch.zeros_like(logprobs)), batch)
     assert set(term.sums) == set(objective.sum_names)
     loss = term.total / term.denominator
@@ -85,7 +93,7 @@ def ppo(new, old, engine, advantages, algorithm):
 
 def gspo(new, old, engine, advantages, algorithm):
     """GSPO eq. 5 and 7: one ratio per response, (pi(y) / pi_old(y))^(1 / |y|)."""
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    low, high = 1 - algorithm.policy_loss.low, 1 + algorithm.policy_loss.high
     return -mean_over_responses(
         [
             surrogate(((n.sum() - o.sum()) / len(n)).exp(), a, low, high)
@@ -97,7 +105,7 @@ def gspo(new, old, engine, advantages, algorithm):
 def cispo(new, old, engine, advantages, algorithm):
     """MiniMax-M1: 1 / sum |o_i| sum_i sum_t sg(clip(r)) A log pi, without a lower bound."""
     terms = [
-        (n - o).exp().detach().clamp(max=1 + algorithm.clip_high) * a * n
+        (n - o).exp().detach().clamp(max=1 + algorithm.policy_loss.high) * a * n
         for n, o, a in zip(new, old, advantages, strict=True)
     ]
     return -torch.cat(terms).mean()
@@ -125,7 +133,7 @@ def topr(new, old, engine, advantages, algorithm):
 
 def kimi(new, old, engine, advantages, algorithm):
     """Kimi k1.5 eq. 2: the squared distance of A from tau log(pi(y) / pi_old(y)), over 2 tau, less its constant."""
-    tau = algorithm.mirror_temperature
+    tau = algorithm.policy_loss.temperature
     terms = [
         ((a - tau * (n.sum() - o.sum())) ** 2 - a**2) / (2 * tau) for n, o, a in zip(new, old, advantages, strict=True)
     ]
@@ -200,7 +208,7 @@ def one_response(preset, ratios, advantage, **changes):
         max_response_tokens=MAX_RESPONSE_TOKENS,
     )
     new = (old + torch.tensor(ratios).log()).requires_grad_()
-    term = PolicyGradient(algorithm.loss_settings(engine_differs=False)).evaluate(
+    term = PolicyGradient(algorithm.resolved(engine_differs=False)).evaluate(
         TokenOutputs(new, torch.zeros_like(new)), TokenBatch(micro, old)
     )
     loss = term.total / term.denominator
@@ -258,7 +266,7 @@ def test_chosen_tokens_are_held_back():
         new = torch.tensor([1.0, 2.0, 0.5]).log().requires_grad_()
         micro = pack(flatten([single_turn(np.arange(2), np.arange(3), advantage=2.0)]), max_response_tokens=8)
         batch = TokenBatch(micro, old, chosen=torch.tensor([False, True, True]))
-        objective = PolicyGradient(settings_of(preset).loss_settings(engine_differs=False))
+        objective = PolicyGradient(settings_of(preset).resolved(engine_differs=False))
         term = objective.evaluate(TokenOutputs(new, torch.zeros(3)), batch)
         term.total.backward()
         assert float(term.total.detach()) == pytest.approx(losses[preset], rel=1e-5), preset
@@ -285,7 +293,7 @@ def test_corrections_for_the_engine_weigh_tokens(changes, weights):
     engine = torch.tensor([0.25, 0.125, 4.0]).log()
     micro = pack(flatten([single_turn(np.arange(2), np.arange(3), engine.numpy(), advantage=1.0)]),
                  max_response_tokens=8)  # fmt: skip
-    term = PolicyGradient(algorithm.loss_settings(engine_differs=False)).evaluate(
+    term = PolicyGradient(algorithm.resolved(engine_differs=False)).evaluate(
         TokenOutputs(old, torch.zeros(3)), TokenBatch(micro, old.detach())
     )
     term.total.backward()
@@ -297,7 +305,7 @@ def test_what_is_left_out_of_the_loss_need_not_be_a_number(preset):
     """The second response has no token in the loss, and its numbers are NaN: loss, gradients and metrics are as if they
     were others."""
     algorithm = settings_of(preset, importance_level="sequence", kl={"coefficient": 0.1}, entropy_coefficient=0.1)
-    objective = PolicyGradient(algorithm.loss_settings(engine_differs=True))
+    objective = PolicyGradient(algorithm.resolved(engine_differs=True))
     found = []
     for filling in (0.5, math.nan):
         left_out = torch.tensor([0.0] * 3 + [filling] * 2)
@@ -319,7 +327,7 @@ def test_what_is_left_out_of_the_loss_need_not_be_a_number(preset):
 
 def test_an_update_without_tokens_has_no_means():
     for preset in PRESETS:
-        objective = PolicyGradient(settings_of(preset, kl={"coefficient": 0.1}).loss_settings(engine_differs=False))
+        objective = PolicyGradient(settings_of(preset, kl={"coefficient": 0.1}).resolved(engine_differs=False))
         assert objective.metrics(dict.fromkeys(objective.sum_names, 0.0)) == {"policy/loss_tokens": 0}, preset
 
 
@@ -335,15 +343,15 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
 
 
 def test_baselines():
-    assert group_advantages([1.0, -1.0], "reward").tolist() == [1, -1]
-    assert group_advantages([1.0, -1.0], "greedy_baseline", 1.0).tolist() == [0, -2]
-    assert group_advantages([1.0], "reward").tolist() == [1]
+    assert advantage("reward").of_group([1.0, -1.0]).tolist() == [1, -1]
+    assert advantage("greedy_baseline").of_group([1.0, -1.0], group_with(1.0)).tolist() == [0, -2]
+    assert advantage("reward").of_group([1.0]).tolist() == [1]
     with pytest.raises(ValueError, match="finite reward of a greedy response, got None"):
-        group_advantages([1.0, -1.0], "greedy_baseline")
+        advantage("greedy_baseline").of_group([1.0, -1.0])
     with pytest.raises(ValueError, match="rewards must be finite"):
-        group_advantages([1.0, math.nan], "reward")
+        advantage("reward").of_group([1.0, math.nan])
     with pytest.raises(ValueError, match="at least 2 entries"):
-        group_advantages([1.0], "group_mean")
+        advantage("group_mean").of_group([1.0])
 
 
 @pytest.mark.parametrize("preset", ["dapo", *EQUATIONS])
@@ -356,7 +364,7 @@ def test_a_response_without_tokens_counts_nowhere(preset):
         ]
         micro = pack(flatten(samples), aggregation=algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
         old = torch.full((sum(lengths),), math.log(0.5))
-        term = PolicyGradient(replace(algorithm.loss_settings(engine_differs=False), kl_coefficient=0.0)).evaluate(
+        term = PolicyGradient(algorithm.model_copy(update={"kl": KlConfig()})).evaluate(
             TokenOutputs(old + 0.1, torch.zeros_like(old)), TokenBatch(micro, old)
         )
         return float(term.total), int(term.denominator)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from dapo_mega.algorithms.own_choices import own_advantages, try_own_code
-from dapo_mega.algorithms.policy_losses import LossInputs, policy_loss
-from dapo_mega.config import AlgorithmConfig, OwnCode
+from dapo_mega.algorithms.advantages import OwnAdvantage
+from dapo_mega.algorithms.orders import OrderedPrompts, OwnOrder
+from dapo_mega.algorithms.own import try_own_code
+from dapo_mega.algorithms.policy_losses import LossInputs
+from dapo_mega.config import AlgorithmConfig
 from dapo_mega.config.files import validated
-from dapo_mega.data.orders import own_order
 from dapo_mega.errors import InputError
 
 CODE = """
@@ -72,7 +73,7 @@ def algorithm(key, path, **rest):
     ],
 )
 def test_what_can_be_used_is_used(code, key, name, rest):
-    try_own_code(algorithm(key, f"{code}:{name}", **rest), 4)
+    try_own_code([getattr(algorithm(key, f"{code}:{name}", **rest), key)], 4)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_what_can_be_used_is_used(code, key, name, rest):
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_what_cannot_be_used_is_one_line_with_key_path_and_reason(code, key, name, said):
     with pytest.raises(InputError, match=said) as raised:
-        try_own_code(algorithm(key, f"{code}:{name}"), 4)
+        try_own_code([getattr(algorithm(key, f"{code}:{name}"), key)], 4)
     assert str(raised.value).startswith(f"algorithm.{key}: {code}:{name}: ")
     assert "\n" not in str(raised.value)
 
@@ -111,10 +112,13 @@ def test_what_cannot_be_used_is_one_line_with_key_path_and_reason(code, key, nam
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"policy_loss": "clipp"}, "policy_loss='clipp': input should be 'clip', "),
-        ({"policy_loss": 3}, "policy_loss=3 must be a name, or a mapping with kind: function, path and settings"),
+        ({"policy_loss": "clipp"}, "policy_loss.kind='clipp' must be one of clip, gspo, "),
+        ({"policy_loss": 3}, "policy_loss=3 must be a kind, or a mapping with one: clip, gspo, "),
         ({"policy_loss": {"kind": "function"}}, "policy_loss.path is missing"),
-        ({"policy_loss": {"kind": "clip", "path": "a.py:b"}}, "policy_loss.kind='clip': input should be 'function'"),
+        (
+            {"policy_loss": {"kind": "clip", "path": "a.py:b"}},
+            "policy_loss.path is a key of kind function, and the kind is clip, which has ",
+        ),
         ({"policy_loss": {"path": "a.py:b", "setings": {}}}, "unknown key 'policy_loss.setings'; did you mean"),
         ({"advantage": {"path": "a.py"}}, "function 'a.py' must be FILE.py:NAME or package.module:NAME"),
     ],
@@ -126,10 +130,10 @@ def test_a_section_that_is_none_is_named(given, said):
 
 
 def test_a_loss_has_its_values_as_metrics_over_the_tokens_in_the_loss(code):
-    own = policy_loss(algorithm("policy_loss", f"{code}:good").policy_loss)
+    own = algorithm("policy_loss", f"{code}:good").policy_loss
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old, in_loss = torch.tensor([-1.0, -1.5, -2.0]), torch.tensor([True, True, False])
-    losses = own.token_losses(LossInputs(logprobs, old, torch.ones(3), in_loss), None)
+    losses = own.token_losses(LossInputs(logprobs, old, torch.ones(3), in_loss))
     assert own.sum_names == ("own_far",)
     sums = {name: float(value) for name, value in losses.sums.items()}
     assert own.metrics({**sums, "loss_tokens": 2.0}) == {"policy/own_far": 0.5}
@@ -137,13 +141,13 @@ def test_a_loss_has_its_values_as_metrics_over_the_tokens_in_the_loss(code):
 
 
 def test_an_order_has_every_prompt_once(code):
-    assert own_order(OwnCode(path=f"{code}:backwards"), [None] * 3, 0, 0).tolist() == [2, 1, 0]
+    assert OwnOrder(path=f"{code}:backwards").of_epoch(OrderedPrompts([None] * 3, 0), 0).tolist() == [2, 1, 0]
     for name in ("too_few", "twice", "fractions"):
         with pytest.raises(InputError, match=f"data.sampling.order: .*{name}: it returned .*, not every index below 3"):
-            own_order(OwnCode(path=f"{code}:{name}"), [None] * 3, 0, 0)
+            OwnOrder(path=f"{code}:{name}").of_epoch(OrderedPrompts([None] * 3, 0), 0)
 
 
 def test_the_rewards_of_a_group_stay_as_they_are(code):
     rewards = np.array([1.0, 0.0])
-    assert own_advantages(OwnCode(path=f"{code}:changing"), rewards, None).tolist() == [0.5, -0.5]
+    assert OwnAdvantage(path=f"{code}:changing").of_group(rewards).tolist() == [0.5, -0.5]
     assert rewards.tolist() == [1.0, 0.0]

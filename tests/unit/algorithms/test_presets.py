@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from dapo_mega.algorithms import group_advantages
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import AlgorithmConfig, RunConfig
@@ -37,7 +36,7 @@ def algorithm(preset, **changes):
 
 
 def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float = 0.0, rollout: float = 0.5) -> float:
-    advantages = group_advantages(REWARDS, config.advantage)
+    advantages = config.advantage.of_group(REWARDS)
     samples = [
         single_turn(
             np.arange(2),
@@ -55,7 +54,7 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float
 
     batch = TokenBatch(micro_batch, old, reference)
     entropies = torch.full((len(ratios),), entropy)
-    objective = PolicyGradient(config.loss_settings(engine_differs=False))
+    objective = PolicyGradient(config.resolved(engine_differs=False))
     term = objective.evaluate(TokenOutputs(old + ratios.log(), entropies), batch)
     assert set(term.sums) == set(objective.sum_names)
     return float(term.total) / int(term.denominator)
@@ -111,7 +110,7 @@ def test_a_value_written_beside_a_preset_wins():
     assert algorithm("grpo").kl.coefficient == 0.04
     assert algorithm("grpo", kl={"coefficient": 0.1}).kl.coefficient == 0.1
     assert algorithm("grpo", kl={"coefficient": 0.1}).kl.estimator == "k3"
-    assert algorithm("dapo").clip_high == 0.28
+    assert algorithm("dapo").policy_loss.high == 0.28
 
 
 def test_entropy_bonus_lowers_the_loss_by_coefficient_times_mean_entropy():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_mega.algorithms import EntropyControl
+from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
 
 

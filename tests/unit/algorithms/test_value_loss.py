@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dapo_mega.algorithms import explained_variance, value_loss
+from dapo_mega.algorithms.value_loss import explained_variance, value_loss
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss

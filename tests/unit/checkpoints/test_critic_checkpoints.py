@@ -12,7 +12,7 @@ from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.commands import convert
-from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf, to_megatron
 from dapo_mega.conversion.inspection import describe
 from dapo_mega.errors import InputError
@@ -61,7 +61,7 @@ def update(models, seed):
     values = critic.score([batch])[0]
     returns = torch.sin(torch.arange(len(values)).float())
     return {
-        **policy.update([TokenBatch(batch, policy.score([batch])[0].logprobs)], PolicyGradient(LossSettings())),
+        **policy.update([TokenBatch(batch, policy.score([batch])[0].logprobs)], PolicyGradient(AlgorithmConfig())),
         **critic.update([ValueBatch(batch, values, returns)], ValueLoss(0.2)),
     }
 

@@ -16,7 +16,7 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import LossSettings, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
@@ -52,7 +52,7 @@ def policy(model, processes, dtype="fp32", *, updates_per_step=1, num_steps=10, 
 
 def update(subject, seed):
     batch = pack(flatten(make_samples(8, seed)), max_response_tokens=64)
-    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(LossSettings()))
+    return subject.update([TokenBatch(batch, subject.score([batch])[0].logprobs)], PolicyGradient(AlgorithmConfig()))
 
 
 def state(step):

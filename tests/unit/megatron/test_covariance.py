@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import LossSettings
+from dapo_mega.config import AlgorithmConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.objectives import TokenBatch
@@ -32,7 +32,7 @@ def chosen(processes, advantages, logprobs, order, num_parts, **settings):
         micro = pack(flatten(samples), max_response_tokens=8)
         batches.append(TokenBatch(micro, torch.tensor(np.concatenate([logprobs[i] for i in part]))))
     found = np.zeros((NUM_RESPONSES, LENGTH), bool)
-    for batch in choose_tokens(batches, LossSettings(**settings), processes, seed=3):
+    for batch in choose_tokens(batches, AlgorithmConfig(policy_loss=settings).policy_loss, processes, seed=3):
         mask = batch.micro_batch.targets.response_mask
         ids = batch.micro_batch.targets.sample_ids[mask].long().numpy()
         found[ids, batch.micro_batch.positions[mask].numpy()] = batch.chosen.numpy()
@@ -45,7 +45,7 @@ def test_as_many_tokens_as_wanted_are_chosen_in_every_split(processes, kind):
     advantages = np.where(np.arange(NUM_RESPONSES) % 2, 1.0, -1.0)
     logprobs = np.where(np.arange(LENGTH) % 2, -1.0, -3.0) * np.ones((NUM_RESPONSES, 1))
     for share, number in ((0.02, 1), (0.1, 6), (0.2, 12)):
-        settings = {"kind": kind, "covariance_share": share, "covariance_bounds": (0.5, 5.0)}
+        settings = {"kind": kind, "share": share} | ({"bounds": (0.5, 5.0)} if kind == "clip_cov" else {})
         expected = chosen(processes, advantages, logprobs, np.arange(NUM_RESPONSES), 1, **settings)
         assert expected.sum() == number
         for order, num_parts in ((np.arange(NUM_RESPONSES), 4), (np.arange(NUM_RESPONSES)[::-1], 3)):

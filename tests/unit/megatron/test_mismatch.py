@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.algorithms import within_bounds
+from dapo_mega.algorithms.ratios import within_bounds
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.config import LossSettings, RunConfig
+from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
     measure_engines,
@@ -54,7 +54,7 @@ def log(probabilities):
 def test_measures_of_a_step_by_hand(control):
     # pi_rollout = 1/2. Two responses: pi_old = 1/2, 1 and 1/4, so weights 1, 2 and 1/2. The first token and the last
     # response are stale, which leaves the token of weight 2 as the only fresh one.
-    settings = LossSettings(importance_cap=1.5, sequence_mask=(0.6, 2.0))
+    settings = AlgorithmConfig(importance_cap=1.5, sequence_mask=(0.6, 2.0))
     scored = [(micro_batch([2, 1], [1, 1], multiple_of=8), log([0.5, 1.0, 0.25]))]
     metrics = measure_mismatch(scored, settings, control=control)
     ln2 = math.log(2)
@@ -81,7 +81,7 @@ def test_measures_of_a_step_by_hand(control):
 def test_measures_are_those_of_any_split_and_off_changes_nothing(control):
     whole = [(micro_batch([2, 1], [0, 0]), log([0.5, 1.0, 0.25]))]
     split = [(micro_batch([2], [0]), log([0.5, 1.0])), (micro_batch([1], [0]), log([0.25]))]
-    settings = LossSettings()
+    settings = AlgorithmConfig()
     metrics = measure_mismatch(whole, settings, control=control)
     assert measure_mismatch(split, settings, control=control) == pytest.approx(metrics, rel=1e-12)
     assert metrics["mismatch/truncated_share"] == metrics["mismatch/masked_response_share"] == 0
@@ -121,7 +121,7 @@ def test_warnings_and_errors_name_the_engines_the_worst_first():
 
 
 def test_a_step_without_fresh_tokens_has_no_measure_of_them(control):
-    metrics = measure_mismatch([(micro_batch([2], [2]), log([0.5, 1.0]))], LossSettings(), control=control)
+    metrics = measure_mismatch([(micro_batch([2], [2]), log([0.5, 1.0]))], AlgorithmConfig(), control=control)
     assert not [name for name in metrics if name.startswith("rollout/")]
     assert metrics["mismatch/fresh_token_share"] == 0
 
@@ -157,7 +157,7 @@ def test_a_masked_response_has_no_gradient_and_stays_in_the_denominator(is_score
     results = {}
     for mask in (None, (0.5, 2.0)):
         logprobs = old.clone().requires_grad_()
-        settings = LossSettings(sequence_mask=mask, entropy_coefficient=0.1, kl_coefficient=0.3)
+        settings = AlgorithmConfig(sequence_mask=mask, entropy_coefficient=0.1, kl={"coefficient": 0.3})
         tokens = TokenBatch(batch, old if is_scored_before else None, reference_logprobs=old + 0.2)
         term = PolicyGradient(settings).evaluate(TokenOutputs(logprobs, torch.ones(4)), tokens)
         term.total.backward()

@@ -30,7 +30,7 @@ def test_counting_changes_no_bit_of_loss_and_gradient():
     micro = pack(flatten(samples), max_response_tokens=16)
     num_tokens = int(micro.targets.response_mask.sum())
     old = torch.randn(num_tokens, generator=generator)
-    settings = AlgorithmConfig().loss_settings(engine_differs=False)
+    settings = AlgorithmConfig().resolved(engine_differs=False)
 
     def evaluate(counts):
         logprobs = (old + 0.3 * torch.randn(num_tokens, generator=torch.Generator().manual_seed(1))).requires_grad_()

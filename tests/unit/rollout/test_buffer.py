@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_mega.algorithms.filters import ScoreThresholdFilter, UnequalScoresFilter
 from dapo_mega.rollout.admission import max_offered
 from dapo_mega.rollout.buffer import GroupBuffer
 from dapo_mega.rollout.group_state import dataset_fingerprint, pack_groups, unpack_groups
@@ -42,8 +43,8 @@ def test_scores_that_differ_by_rounding_are_no_signal():
         members = group(0, [True] * len(scores)).trajectories
         scored = tuple(replace(m, accuracy_reward=score) for m, score in zip(members, scores, strict=True))
         of_scores = Group(PROMPTS[0], scored)
-        assert GroupBuffer(dynamic_sampling_on="unequal_scores").keeps(of_scores) == keeps, scores
-        at_threshold = GroupBuffer(dynamic_sampling_on="score_threshold", score_threshold=max(scores))
+        assert GroupBuffer(filter=UnequalScoresFilter()).keeps(of_scores) == keeps, scores
+        at_threshold = GroupBuffer(filter=ScoreThresholdFilter(threshold=max(scores)))
         assert at_threshold.keeps(of_scores) == keeps, scores
 
 

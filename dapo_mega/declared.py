@@ -1,9 +1,40 @@
-"""One entry of the catalogue."""
+"""What is declared beside the code that it is about: sections of the configuration, and metrics."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from dapo_mega.types import METRIC_PART
+
+
+class Section(BaseModel):
+    """Base of every configuration section: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def checked_function(given: str | None) -> str | None:
+    """`given`. Raises ValueError unless it names a function of a file or of a module."""
+    if given is None:
+        return None
+    place, colon, name = given.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ValueError(f"function {given!r} must be FILE.py:NAME or package.module:NAME, such as my_code.py:score")
+    if not place.endswith(".py") and ("/" in place or not all(part.isidentifier() for part in place.split("."))):
+        raise ValueError(
+            f"function {given!r} names neither a file that ends in .py nor a module; give FILE.py:NAME or "
+            f"package.module:NAME"
+        )
+    return given
+
+
+FunctionPath = Annotated[str, "function", AfterValidator(checked_function)]
+FunctionPathOrNone = Annotated[str | None, "function", AfterValidator(checked_function)]
 
 
 @dataclass(frozen=True)
@@ -45,6 +76,6 @@ class Metric:
 
     def describes(self, name: str) -> bool:
         """Whether `name`, as recorded, is this metric or one of the family."""
-        part = r"[A-Za-z0-9][A-Za-z0-9_.@-]*" if "<name>" in self.name else r"\d+"
+        part = METRIC_PART.pattern if "<name>" in self.name else r"\d+"
         pattern = "|".join(re.sub("<.*>", lambda _: part, known) for known in self.names())
         return bool(re.fullmatch(pattern, name))

@@ -1,15 +1,16 @@
-"""The interface of policy losses: inputs, outputs and metrics."""
+"""What every policy loss is: a section of the configuration that computes the losses of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from dapo_mega.algorithms.ratios import MAX_LOG_RATIO
-from dapo_mega.config import LossSettings
+from dapo_mega.declared import Metric, Section
+
+if TYPE_CHECKING:  # The configuration is read without torch.
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,62 @@ class TokenLosses:
     sums: Mapping[str, Tensor]
 
 
-class PolicyLoss(Protocol):
-    """One kind of loss: per-token losses, and metrics from the sums that it declares.
+class PolicyLoss(Section):
+    """One kind of loss with its parameters: per-token losses, and metrics from the sums that it declares.
 
     The objective adds weighting and averaging over tokens, importance weights, KL and entropy terms for all kinds.
+    Nothing here imports torch: a loss uses the methods of the tensors that it is given.
     """
+
+    kind: str
+
+    described_metrics: ClassVar[tuple[Metric, ...]] = ()
+    """The catalogue's entries of what `metrics` returns."""
+    chooses_tokens: ClassVar[bool] = False
+    """Whether tokens of the whole step are chosen for it by their covariance, before the updates."""
 
     @property
     def is_sequence_level(self) -> bool:
         """Whether `token_losses` needs `of_responses`."""
+        return False
 
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the sums that `token_losses` returns."""
+        return ()
 
-    def token_losses(self, tokens: LossInputs, settings: LossSettings) -> TokenLosses:
+    def token_losses(self, tokens: LossInputs) -> TokenLosses:
         """The loss of every token. Raises ValueError for inputs of different shapes."""
+        raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a mini-batch from the sums over all its tokens and from `loss_tokens`, their number. A mean over
         nothing is left out."""
+        return {}
+
+
+RATIO_MEAN = Metric(
+    "policy/ratio_mean",
+    "ratio",
+    "Mean of policy's probability over that at the step's start.",
+    "near 1; exactly 1 with one update per step",
+    "drifts away from 1",
+    "as for `policy/kl_to_old`",
+)
+CLIP_LOW_SHARE = Metric(
+    "policy/clip_low_share",
+    "share",
+    "Share of tokens whose gradient the lower clipping bound removes.",
+    "no general value; exactly 0 with one update per step",
+    "much larger in later steps",
+    "lower `optimizer.learning_rate`",
+)
+CLIP_HIGH_SHARE = Metric(
+    "policy/clip_high_share",
+    "share",
+    "Share of tokens whose gradient the upper clipping bound removes.",
+    "no general value; exactly 0 with one update per step",
+    "much larger in later steps",
+    "lower `optimizer.learning_rate`",
+)
+"""Metrics of several losses."""
