@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from dapo_mega.config import PRESETS, AlgorithmConfig, PromptSamplingConfig, RunConfig, Section, SftConfig
 from dapo_mega.config.base import flat, may_change_at_resume
-from dapo_mega.config.choices import kinds_of, owner_of
+from dapo_mega.config.choices import FLAT, kinds_of, owner_of
 from dapo_mega.config.paths import sections_in
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, describe
@@ -47,9 +47,10 @@ def explained(name: str) -> str:
         settings = ", ".join(f"{key}={_shown(value)}" for key, value in changes.items())
         found.append(_wrapped(f"method algorithm.preset={name}", f"Changes to DAPO's defaults: {settings or 'none'}."))
     if found:
-        return "\n\n".join(found)
+        return "\n\n".join(dict.fromkeys(found))
     everything = [*keys, *(each for metric in CATALOGUE for each in metric.names()), *PRESETS]
     ends = {each.rpartition(".")[2]: each for each in everything}
+    ends |= {flat: f"{choice}.{key}" for choice, flats in FLAT.items() for flat, key in flats.items()}
     near = dict.fromkeys(difflib.get_close_matches(name, everything, _MOST_NEAR, 0.7))
     near |= dict.fromkeys(ends[end] for end in difflib.get_close_matches(name, ends, _MOST_NEAR, 0.7))
     hint = (
@@ -93,7 +94,9 @@ def _keys_of_kinds(name: str, kinds: Mapping[str, type[Section]]) -> Iterator[tu
                 text = _key("", field, may_change_at_resume(section, key))
                 texts.setdefault((f"{name}.{key}", text), []).append(kind)
     for (key, text), having in texts.items():
-        yield key, f"key {key} of {', '.join(having)}{text}"
+        whole = f"key {key} of {', '.join(having)}{text}"
+        yield key, whole
+        yield from ((f"{name}.{kind}{key.removeprefix(name)}", whole) for kind in having)
 
 
 def _key(title: str, field: FieldInfo, is_free: bool) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import yaml
 
 from dapo_mega.commands._arguments import at_least_one
+from dapo_mega.config import AlgorithmConfig
+from dapo_mega.config.choices import settled
 from dapo_mega.errors import InputError
 from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
 from dapo_mega.samples.page import ClipBounds, size_of, write_page
@@ -92,8 +94,9 @@ def _clip_bounds(run_dir: Path) -> ClipBounds | None:
     """The bounds of the run's loss, if it clips the ratio of single tokens."""
     try:
         algorithm = yaml.safe_load((run_dir / "config.yaml").read_text())["algorithm"]
-        if algorithm["policy_loss"] not in _CLIPPED:
+        loss = settled(AlgorithmConfig, algorithm, {}, is_record=True)["policy_loss"]
+        if loss["kind"] not in _CLIPPED:
             return None
-        return ClipBounds(algorithm["clip_low"], algorithm["clip_high"], algorithm["old_policy"] == "engine")
+        return ClipBounds(loss["low"], loss["high"], algorithm["old_policy"] == "engine")
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None  # The page is of use without them.

@@ -120,7 +120,7 @@ def _overridden(kind: type[Section], override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         given = _PASSWORD.sub("***@", repr(override))
-        raise InputError(f"override {given} is not of the form section.key=value, e.g. algorithm.clip_high=0.3")
+        raise InputError(f"override {given} is not of the form section.key=value, e.g. algorithm.policy_loss.high=0.3")
     parts = name.strip().split(".")
     value: Any = text if _takes_text(kind, parts, text) else _yaml_value(text, override)
     for part in reversed(parts):

@@ -133,6 +133,6 @@ def _scheduled(config: RunConfig, schedule: str, max_staleness: int) -> RunConfi
     # Prompts and rewards are simulated.
     raw["data"] |= {"train": {"path": "simulated"}, "mixture": {}, "evaluation": None, "sampling": {}}
     raw["reward"] = {"overlong_punishment": False}
-    raw["algorithm"] |= {"dynamic_sampling_on": "correctness", "score_threshold": None}
+    raw["algorithm"]["dynamic_sampling_on"] = "correctness"
     raw["evaluation"] = {"every": 0, "at_start": False, "at_end": False}
     return validated(RunConfig, raw)

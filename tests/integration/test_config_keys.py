@@ -10,6 +10,7 @@ import yaml
 import dapo_mega
 from dapo_mega.config import Fp8Config, RunConfig, Section, SftConfig, load_config
 from dapo_mega.config.base import section_in
+from dapo_mega.config.choices import kinds_of
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
@@ -45,14 +46,9 @@ OF_TRACKERS = dict.fromkeys(
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
     **OF_TRACKERS,
-    "algorithm.gae_": "with algorithm.advantage=gae",
     "critic.": "with algorithm.advantage=gae",
     "algorithm.preset": "while the file is read: it fills in other keys",
     "data.evaluation.columns.response": "by supervised fine-tuning",
-    "data.sampling.curriculum_epochs": "with data.sampling.order=curriculum",
-    "data.sampling.easiest": "with data.sampling.order=curriculum",
-    "data.sampling.floor": "with data.sampling.order=prioritised",
-    "data.sampling.stages": "with data.sampling.order=curriculum",
     "data.train.columns.response": "by supervised fine-tuning",
     "evaluation.engines": "with evaluation.beside_training",
     "evaluation.limit_s": "with evaluation.beside_training",
@@ -92,7 +88,7 @@ PARITY = "distributed/test_parallel_parity.py::test_a_{}_learns_the_same_under_e
 LAYOUTS = "integration/test_resume.py::test_resuming_in_another_layout_continues_with_the_same_data_and_loss"
 # Keys -> the test that changes them at a resume and sees the effect, beside the modules imported here.
 ELSEWHERE = {
-    **dict.fromkeys(("algorithm.dynamic_sampling_on", "algorithm.score_threshold"), HELD),
+    **dict.fromkeys(("algorithm.dynamic_sampling_on.kind", "algorithm.dynamic_sampling_on.threshold"), HELD),
     **dict.fromkeys(("reward.numeric_tolerance", "reward.time_limit_s"), HELD),
     **dict.fromkeys(
         ("model.layer_implementation", *(f"compute.fp8.{key}" for key in Fp8Config.model_fields)),
@@ -130,15 +126,6 @@ NOT_CHANGED = {
     "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
     "model.architecture": "a dry run where the model is not",
     "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",
-    **{
-        f"{key}.kind": "nothing: there is one"
-        for key in (
-            "algorithm.policy_loss",
-            "algorithm.advantage",
-            "algorithm.dynamic_sampling_on",
-            "data.sampling.order",
-        )
-    },
 }
 
 
@@ -154,7 +141,7 @@ def folder(tmp_path_factory):
 def reads(monkeypatch):
     """`reads(config)` returns a set that gets the dotted name of every key of it that is read from then on."""
     names, seen = {}, set()
-    original = Section.__getattribute__
+    original, copy, copies = Section.__getattribute__, Section.model_copy, []
 
     def recording(section, key):
         if id(section) in names and key in type(section).model_fields:
@@ -167,12 +154,19 @@ def reads(monkeypatch):
                 names[id(value)] = names[id(config)] + key + "."
                 follow(value)
 
+    def following_copy(section, **given):
+        copies.append(copy(section, **given))
+        if id(section) in names:
+            names[id(copies[-1])] = names[id(section)]
+        return copies[-1]
+
     def begin(config):
         names[id(config)] = ""
         follow(config)
         return seen
 
     monkeypatch.setattr(Section, "__getattribute__", recording)
+    monkeypatch.setattr(Section, "model_copy", following_copy)
     return begin
 
 
@@ -184,9 +178,10 @@ def keys_of(config, prefix=""):
 def keys_in(section, prefix=""):
     """All keys that a configuration can have, those of a mapping's sections without their names."""
     for key, field in section.model_fields.items():
-        inner = section_in(field.annotation)
-        yield from keys_in(inner, f"{prefix}{key}.") if inner else ()
-        if not inner or isinstance(field.default, str):  # A choice by name or section.
+        kinds = kinds_of(field.annotation) if section_in(field.annotation) else {}
+        inner = [*kinds.values()] or [each for each in (section_in(field.annotation),) if each]
+        yield from (name for each in inner for name in keys_in(each, f"{prefix}{key}."))
+        if not inner:
             yield prefix + key
 
 

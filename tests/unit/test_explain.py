@@ -13,14 +13,17 @@ from dapo_mega.metrics.catalogue import CATALOGUE
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("algorithm.clip_high", ["key algorithm.clip_high\n", "Default: 0.28.", "may not change at a resume"]),
-        ("clip_high", ["key algorithm.clip_high\n"]),
+        (
+            "algorithm.policy_loss.high",
+            ["key algorithm.policy_loss.high of clip, gspo", "Default: 0.28.", "may not change"],
+        ),
+        ("algorithm.clip_high", ["key algorithm.policy_loss.high of clip, gspo, clip_cov\n"]),
         ("path", ["key model.path\n", "It must be given.", "key data.mixture.NAME.path\n"]),
         ("algorithm.policy_loss.settings", ["Keyword arguments of the function", "Default: {}."]),
-        ("reward.components.judge.urls", ["key reward.components.judge.urls\n"]),
+        ("reward.components.judge.urls", ["key reward.components.urls of judge, remote\n"]),
         ("policy/entropy", ["metric policy/entropy\n", "Unit: "]),
         ("reward/part_sevens", ["metric reward/part_sevens\n"]),
-        ("gspo", ["method algorithm.preset=gspo\n", "clip_high=0.0004"]),
+        ("gspo", ["method algorithm.preset=gspo\n", "policy_loss.high=0.0004", "kind gspo of algorithm.policy_loss\n"]),
         ("rollout.fleet", ["section rollout.fleet\n", "Keys: "]),
         ("batch_samples", ["key batch_samples\n"]),
     ],
@@ -44,7 +47,7 @@ def _fields(section):
 
 
 def test_a_wrong_name_is_answered_with_near_ones():
-    with pytest.raises(InputError, match=r"is called 'clip_hihg'; near it are algorithm\.clip_high"):
+    with pytest.raises(InputError, match=r"is called 'clip_hihg'; near it are policy_loss\.high"):
         explain.explained("clip_hihg")
     with pytest.raises(InputError, match="see configs/"):
         explain.explained("qqqqqq")

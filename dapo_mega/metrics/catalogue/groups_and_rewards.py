@@ -18,8 +18,8 @@ GROUPS_AND_REWARDS: tuple[Metric, ...] = (
     Metric(
         "groups/all_right_share",
         "share",
-        "Share of these groups in which every response is correct, or scores at least `algorithm.score_threshold`. "
-        "Missing where nothing says so.",
+        "Share of these groups in which every response is correct, or scores at least "
+        "`algorithm.dynamic_sampling_on.threshold`. Missing where nothing says so.",
         "rises during training (DAPO, figure 3b)",
         "most groups",
         "add harder prompts, or raise `batch.group_size`",

@@ -261,7 +261,7 @@ UPDATES: tuple[Metric, ...] = (
         "Mean return of the tokens in the loss, which the values are trained on.",
         "follows the rewards",
         "drifts away from `rollout/reward_mean`",
-        "check `algorithm.gae_discount` and the KL penalty",
+        "check `algorithm.advantage.discount` and the KL penalty",
     ),
     Metric(
         "critic/clip_share",

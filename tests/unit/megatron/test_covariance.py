@@ -66,6 +66,6 @@ def test_without_covariance_no_token_is_chosen(processes):
             np.arange(NUM_RESPONSES),
             2,
             kind=kind,
-            covariance_share=0.2,
+            share=0.2,
         )
         assert not found.any(), (kind, advantage)

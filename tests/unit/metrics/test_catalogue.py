@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 
 from dapo_mega.config import RunConfig, SftConfig
+from dapo_mega.config.paths import sections_in
 from dapo_mega.metrics import names
 from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, describe
 
@@ -144,8 +144,8 @@ def keys(section, prefix=""):
     """The names of all keys of a configuration, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys(field.annotation, f"{prefix}{name}.")
+        for inner in sections_in(field.annotation):
+            yield from keys(inner, f"{prefix}{name}.")
 
 
 @pytest.mark.parametrize("page", [PAGE, ROOT / "launch" / "troubleshooting.md"], ids=lambda page: page.name)

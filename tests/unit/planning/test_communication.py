@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from dapo_mega.algorithms.advantages import GaeAdvantage
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang import weight_protocol
 from dapo_mega.megatron import shares
@@ -184,7 +185,7 @@ def test_an_engine_keeps_the_latent_vectors_of_latent_attention():
 
 
 def with_critic(work):
-    algorithm = work.config.algorithm.model_copy(update={"advantage": "gae"})
+    algorithm = work.config.algorithm.model_copy(update={"advantage": GaeAdvantage()})
     return replace(work, config=work.config.model_copy(update={"algorithm": algorithm}))
 
 
