@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dapo_mega.algorithms.entropy_control import EntropyControl
-from dapo_mega.algorithms.orders import OrderedPrompts
+from dapo_mega.algorithms.orders import OrderedPrompts, OwnOrder
 from dapo_mega.algorithms.own import try_own_code
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
@@ -146,7 +146,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     try_own_code(config.own_code.values(), config.batch.group_size)
-    config.data.sampling.order.of_epoch(OrderedPrompts(train_prompts.prompts, config.seed), 0)
+    if isinstance(order := config.data.sampling.order, OwnOrder):
+        order.of_epoch(OrderedPrompts(train_prompts.prompts, config.seed), 0)
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 

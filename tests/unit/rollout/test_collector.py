@@ -203,7 +203,7 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
         "greedy baselines": ({"algorithm": REMAX}, 0),
         **{f"reward.{name}": ({"reward": {name: value}}, 0) for name, value in OTHER_REWARDS.items()},
         "what changes no reward": ({"reward": {"num_workers": 1, "max_failed_share": 0.5}}, 2),
-        "another filter": ({"algorithm": {"dynamic_sampling_on": "score_threshold", "score_threshold": 2.0}}, 0),
+        "another filter": ({"algorithm": {"dynamic_sampling_on": {"kind": "score_threshold", "threshold": 2.0}}}, 0),
         "no filter": ({"algorithm": {"dynamic_sampling": False}}, 2),
     }
     for name, (changed, num_held) in changes.items():
