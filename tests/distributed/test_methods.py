@@ -126,7 +126,7 @@ def _update(policy, processes, case, settings):
         for b, s in zip(micro_batches, scores, strict=True)
     ]
     settings = algorithm.resolved(engine_differs=False)
-    if algorithm.chooses_tokens:
+    if algorithm.policy_loss.chooses_tokens:
         batches = choose_tokens(batches, algorithm.policy_loss, processes, seed=5)
     return policy.update(batches, PolicyGradient(settings, processes.context))
 
