@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: the file tree, and the references of configuration keys and metrics.
+"""Write the generated parts of the documentation: the list of rooms, the references of configuration keys and metrics.
 
 python tools/reference.py           # writes all of them
 python tools/reference.py --check   # names the outdated ones, and exits with 1 if there are any
@@ -54,47 +54,38 @@ class GeneratedPart:
         return f"{head}{self.begin}\n\n{self.make()}\n\n{self.end}{tail}"
 
 
-# The file tree ----------------------------------------------------------------------------------------------------
+# The rooms ---------------------------------------------------------------------------------------------------------
 
 _ROOMS = (
     "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "algorithms", "cli", "config",
-    "metrics", "distributed",
-    "rewards", "data", "models", "batching", "planning", "megatron", "engines", "checkpoints", "rollout",
-    "weight_sync", "conversion", "sglang_plugin", "samples", "simulation", "evaluation", "preparation", "training",
-    "ablation", "commands", "library", "__main__",
+    "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "rollout", "weight_sync",
+    "sglang_plugin", "checkpoints", "samples", "training", "library",
 )  # fmt: skip
+_SATELLITES = (
+    "planning", "simulation", "evaluation", "preparation", "conversion", "ablation", "commands", "__main__",
+)  # fmt: skip
+"""What no step of training goes through."""
 
 
-def file_tree() -> str:
-    """Every module in the order of the rooms, with its first sentence. Raises ValueError for a room that has no place
-    in the order, and for a module without a docstring."""
+def list_of_rooms() -> str:
+    """Every room with its first sentence, from the ground up, then those beside training. Raises ValueError for a room
+    that has no place in the order, and for one without a docstring."""
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    if unknown := rooms - {*_ROOMS, "__init__"}:
+    if unknown := rooms - {*_ROOMS, *_SATELLITES, "__init__"}:
         raise ValueError(f"{sorted(unknown)} have no place in the order of rooms of {__file__}")
-    return "\n".join(line for room in _ROOMS for line in _lines(PACKAGE / room))
+    head = ["| room | what lives there |", "|---|---|"]
+    satellites = ["", "Beside training:", "", *head, *map(_room, _SATELLITES)]
+    return "\n".join([*head, *map(_room, _ROOMS), *satellites])
 
 
-def _lines(path: Path) -> Iterator[str]:
-    depth = len(path.relative_to(PACKAGE).parts)
-    if not path.is_dir():
-        yield _line(path.with_suffix(".py"), f"{path.name}.py", depth)
-        return
-    yield _line(path / "__init__.py", f"{path.name}/", depth)
-    files = sorted(file for file in path.glob("*.py") if file.name != "__init__.py")
-    for file in files:
-        yield _line(file, file.name, depth + 1)
-    for folder in sorted(part.parent for part in path.glob("*/__init__.py")):
-        yield from _lines(folder)
-
-
-def _line(module: Path, name: str, depth: int) -> str:
+def _room(name: str) -> str:
+    is_folder = (PACKAGE / name).is_dir()
+    module = PACKAGE / name / "__init__.py" if is_folder else PACKAGE / f"{name}.py"
     text = ast.get_docstring(ast.parse(module.read_text()))
     if not text:
         raise ValueError(f"{module} has no docstring")
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    sentence = paragraph.split(". ")[0].removesuffix(".")
-    indent = "    " + "  " * (depth - 1)
-    return f"{indent}{name:{34 - 2 * depth}} {sentence}"
+    sentence = " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+    return f"| `{name}{'/' if is_folder else '.py'}` | {sentence} |"
 
 
 # The configuration keys -------------------------------------------------------------------------------------------
@@ -271,9 +262,9 @@ def _value_text(value: Any) -> str:
 # All of them ------------------------------------------------------------------------------------------------------
 
 PARTS = [
-    GeneratedPart(PACKAGE / "README.md", "file tree", file_tree),
-    GeneratedPart(REPOSITORY / "configs" / "README.md", "reference of configuration keys", configuration_keys),
-    GeneratedPart(PACKAGE / "metrics" / "README.md", "tables of metrics", metric_tables),
+    GeneratedPart(PACKAGE / "README.md", "list of rooms", list_of_rooms),
+    GeneratedPart(REPOSITORY / "configs" / "keys.md", "reference of configuration keys", configuration_keys),
+    GeneratedPart(PACKAGE / "metrics" / "tables.md", "tables of metrics", metric_tables),
     GeneratedPart(REPOSITORY / "tools" / "evaluation.md", "table of benchmarks", benchmark_table),
 ]
 """Every generated part. To add one: a function that makes its text, a line here, and the two comments in its page."""
