@@ -58,8 +58,8 @@ class GeneratedPart:
 
 _ROOMS = (
     "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "algorithms", "cli", "config",
-    "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "rollout", "weight_sync",
-    "sglang_plugin", "checkpoints", "samples", "training", "library",
+    "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "environments", "rollout",
+    "weight_sync", "sglang_plugin", "checkpoints", "samples", "training", "library",
 )  # fmt: skip
 _SATELLITES = (
     "planning", "simulation", "evaluation", "preparation", "conversion", "ablation", "commands", "__main__",

@@ -37,7 +37,7 @@ class OwnCode(Section):
         try:
             return function(*given.values())
         except Exception as error:
-            raise self.unusable(f"it raises {described(error, self.path.rpartition(':')[0])}") from error
+            raise self.raised("it", error) from error
 
     def loaded(self, *given: str) -> partial[Any]:
         """What is called with arguments of these names, loaded once. Raises InputError if there is no such code."""
@@ -45,6 +45,10 @@ class OwnCode(Section):
             return _prepared(self.path, self.settings, given)
         except MisuseError as error:
             raise self.unusable(error) from error.__cause__
+
+    def raised(self, what: str, error: Exception) -> InputError:
+        """The error of a part of the code that raised this one."""
+        return self.unusable(f"{what} raises {described(error, self.path.rpartition(':')[0])}")
 
     def unusable(self, problem: object) -> InputError:
         """The error of code that cannot be used."""
@@ -69,7 +73,7 @@ def _prepared(path: str, settings: Mapping[str, Any], given: tuple[str, ...]) ->
     if key in _loaded:
         return _loaded[key]
     function = load_function(path)
-    if inspect.isclass(function):
+    if inspect.isclass(function) and given:  # Without arguments the class itself is what is called.
         check_call(function, (), settings)
         try:
             made = function(**settings)

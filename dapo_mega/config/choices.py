@@ -26,6 +26,7 @@ FLAT: Mapping[str, Mapping[str, str]] = {
     },
     "advantage": {"gae_discount": "discount", "gae_decay": "decay"},
     "dynamic_sampling_on": {"score_threshold": "threshold"},
+    "environment": {},
     "order": {"floor": "floor", "easiest": "easiest", "stages": "stages", "curriculum_epochs": "epochs"},
 }
 """For each choice, the keys that earlier versions had beside it, and their names in its section."""

@@ -13,10 +13,12 @@ from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.config.algorithm import AlgorithmConfig
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
+from dapo_mega.config.choices import settled
 from dapo_mega.config.components import LengthDapoComponent
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
+from dapo_mega.config.environment import EnvironmentChoice, SingleTurnEnvironment
 from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
@@ -32,6 +34,11 @@ class RunConfig(TrainingConfig):
 
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentChoice = Field(
+        default=SingleTurnEnvironment(),
+        discriminator="kind",
+        description="What the policy acts in. With turns, rollout.max_response_tokens is for all of a trajectory.",
+    )
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -39,6 +46,11 @@ class RunConfig(TrainingConfig):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
     samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, raw: Any) -> Any:
+        return settled(cls, raw, {})
 
     @model_validator(mode="before")
     @classmethod
@@ -181,7 +193,13 @@ class RunConfig(TrainingConfig):
     def own_code(self) -> dict[str, OwnCode]:
         """The code of the user's own in this run's choices, by its key."""
         algorithm = self.algorithm
-        choices = (algorithm.policy_loss, algorithm.advantage, algorithm.dynamic_sampling_on, self.data.sampling.order)
+        choices = (
+            algorithm.policy_loss,
+            algorithm.advantage,
+            algorithm.dynamic_sampling_on,
+            self.data.sampling.order,
+            self.environment,
+        )
         return {choice.key: choice for choice in choices if isinstance(choice, OwnCode)}
 
     @property

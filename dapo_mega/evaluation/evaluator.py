@@ -9,14 +9,15 @@ import numpy as np
 
 from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.engines.beside import beside
+from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
+from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import powers_of_two
 from dapo_mega.evaluation.statistics import pass_at_each_k
 from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, Rollout, roll_out
-from dapo_mega.rollout.beside import beside
-from dapo_mega.rollout.environment import Generate
 from dapo_mega.rollout.scoring import ResponseScorer, parts_of
 from dapo_mega.rollout.sources import label_of, source_labels
 from dapo_mega.types import GenerationRequest, Prompt, SamplingParams, ScoredTrajectory, Trajectory
@@ -35,8 +36,14 @@ def make_evaluator(
     reward: ComposedReward,
     decode: Decode,
     stop_token_ids: tuple[int, ...],
+    environment: Environment = SINGLE_TURN,
 ) -> Evaluator:
-    """The run's evaluator, which scores by `reward`."""
+    """The run's evaluator, which scores by `reward`. Raises InputError without the environment that the run has."""
+    if config.environment.kind != "single_turn" and environment is SINGLE_TURN:
+        raise InputError(
+            f"environment={config.environment.path}: responses in turns are evaluated within a run only, by its "
+            f"section evaluation; continue the run with evaluation.at_end=true"
+        )
     scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
     return Evaluator(
         config.evaluation,
@@ -46,6 +53,7 @@ def make_evaluator(
         max_response_tokens=config.rollout.max_response_tokens,
         seed=config.seed,
         num_examples=config.tracking.samples_per_evaluation,
+        environment=environment,
     )
 
 
@@ -66,9 +74,11 @@ class Evaluator:
         max_response_tokens: int,
         seed: int,
         num_examples: int = 0,
+        environment: Environment = SINGLE_TURN,
     ) -> None:
         """`examples` are the first responses to `num_examples` prompts in the last evaluation."""
         self.examples: list[Example] = []
+        self._environment = environment
         self._num_examples = num_examples
         self._config = config
         self._prompts = prompts
@@ -95,9 +105,16 @@ class Evaluator:
             for (prompt, trajectory), result in zip(asked, scored, strict=True)
         ]
 
+    async def roll_out(self, generate: Generate) -> list[Rollout]:
+        """What came of `requests`, in their order."""
+        asked = [
+            (prompt, request) for i, prompt in enumerate(self._prompts) for request in self._numbering.of(i, prompt)
+        ]
+        return await roll_out(asked, generate, self._environment)
+
     async def run(self, generate: Generate) -> dict[str, float]:
         """Ask all `requests`, and return the metrics, scored beside the event loop."""
-        return await beside(partial(self.measure, await roll_out(self.requests, generate)))
+        return await beside(partial(self.measure, await self.roll_out(generate)))
 
     def measure(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """The metrics, of what came of `requests`. Where responses could not be generated (`evaluation/failed`)

@@ -15,6 +15,7 @@ from dapo_mega.config.components import (
     CodeComponent,
     CoinComponent,
     ComponentConfig,
+    EnvironmentComponent,
     FunctionComponent,
     JudgeComponent,
     LanguageComponent,
@@ -28,6 +29,7 @@ from dapo_mega.config.components import (
 from dapo_mega.rewards.built_in import (
     AnswerReward,
     CoinReward,
+    EnvironmentReward,
     LanguageReward,
     OverlongReward,
     R1FormatReward,
@@ -95,6 +97,7 @@ def _code(component: CodeComponent, run: Surroundings) -> Reward:
 _MAKERS: Mapping[type[ComponentConfig], Callable[[Any, Surroundings], Reward]] = {
     AnswerComponent: _answer,
     CoinComponent: lambda component, run: CoinReward(run.seed, component.correct, component.incorrect),
+    EnvironmentComponent: lambda component, run: EnvironmentReward(),
     R1FormatComponent: lambda component, run: R1FormatReward(),
     LanguageComponent: lambda component, run: LanguageReward(component.language),
     RepetitionComponent: lambda component, run: RepetitionReward(component.ngram_tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Final
@@ -44,6 +44,25 @@ _NOT_PROSE: Final = re.compile(
 )
 _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _R1_TAGS: Final = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+class EnvironmentReward:
+    """The sum of the rewards of all turns; the last turn with `correct` decides whether the response is. A response
+    without turns, as one that was made up, is worth 0 and not correct."""
+
+    def score(self, records: Sequence[RewardRecord]) -> Scores:
+        return [self._of(record.turns) for record in records]
+
+    def _of(self, turns: Sequence[Mapping[str, float]]) -> Score:
+        sums = Counter[str]()
+        for turn in turns:
+            sums.update(turn)
+        said = [turn["correct"] for turn in turns if "correct" in turn] if turns else [0.0]
+        parts = {name: total for name, total in sums.items() if name not in ("reward", "correct")}
+        return Score(sums["reward"], bool(said[-1]) if said else None, parts)
+
+    def close(self) -> None:
+        pass
 
 
 class AnswerReward(Budgeted):

@@ -20,7 +20,7 @@ class RewardRecord:
     `prompt` is the problem's text and `messages` what the model was shown, as {role, content}. `token_ids` [L] are
     those of the response. `fields` are the other columns of the dataset's row. `request_id` is unique within a run.
     `opened_thought` is the tag, such as `<think>`, of a thought that the end of the prompt has opened; the response
-    begins in it.
+    begins in it. `turns` have what an environment gave in each turn: reward, correct (1 or 0) and parts by name.
     """
 
     prompt: str
@@ -33,6 +33,7 @@ class RewardRecord:
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     request_id: int = -1
     opened_thought: str = ""
+    turns: tuple[Mapping[str, float], ...] = ()
 
     @property
     def whole_response(self) -> str:

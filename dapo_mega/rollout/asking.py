@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from dapo_mega.rollout.beside import beside
-from dapo_mega.rollout.environment import Generate, SingleTurn
+from dapo_mega.engines.beside import beside
+from dapo_mega.environments.base import Environment, Generate
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # Apart from training's, which begin at 0, so that no response is drawn with the random numbers of another purpose.
@@ -42,16 +42,26 @@ class Numbering:
         return (request_id - self.first_id) // self.k
 
 
-async def _rollout(request: GenerationRequest, generate: Generate) -> Rollout:
+async def _rollout(prompt: Prompt, request: GenerationRequest, generate: Generate, environment: Environment) -> Rollout:
     try:
-        return await SingleTurn().run(request, generate)
+        return await environment.run(prompt, request, generate)
     except GenerationFailure as failure:
         return failure
 
 
-async def roll_out(requests: Sequence[GenerationRequest], generate: Generate) -> list[Rollout]:
-    """A trajectory for each request, or why there is none, in the order given. To cancel it gives all requests up."""
-    return await asyncio.gather(*(_rollout(request, generate) for request in requests))
+async def roll_out(
+    asked: Iterable[tuple[Prompt, GenerationRequest]], generate: Generate, environment: Environment
+) -> list[Rollout]:
+    """A trajectory for each request of a prompt, or why there is none, in the order given. To cancel it gives all
+    requests up."""
+    return await asyncio.gather(*(_rollout(prompt, request, generate, environment) for prompt, request in asked))
+
+
+async def _answer(request: GenerationRequest, generate: Generate) -> Rollout:
+    try:
+        return Trajectory.of(await generate(request))
+    except GenerationFailure as failure:
+        return failure
 
 
 async def ask_in_parts(
@@ -60,8 +70,8 @@ async def ask_in_parts(
     use: Callable[[int, list[Rollout]], None],
     most_open: int,
 ) -> None:
-    """Roll numbered parts of requests out. `use` gets a part's number and what `roll_out` gives when all of it is
-    there: beside the event loop, one part at a time.
+    """Ask numbered parts of requests, each for a single answer. `use` gets a part's number and what `roll_out` gives
+    when all of it is there: beside the event loop, one part at a time.
 
     As there may be millions, the next part is asked, as a whole, when fewer than `most_open` requests are open and no
     part is in use. What `use` raises is raised, and gives the open requests up.
@@ -73,7 +83,7 @@ async def ask_in_parts(
         while True:
             while len(open_ones) < most_open and (part := next(waiting, None)):
                 number, requests = part
-                tasks = [asyncio.create_task(_rollout(request, generate)) for request in requests]
+                tasks = [asyncio.create_task(_answer(request, generate)) for request in requests]
                 for task in tasks:
                     open_ones[task] = number, tasks
                     task.add_done_callback(ended.put_nowait)

@@ -29,13 +29,13 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data.outcomes import GroupTally
 from dapo_mega.data.sampler import PromptSampler
 from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.environments.base import SINGLE_TURN, Environment
 from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.admission import Admission, Counts
 from dapo_mega.rollout.buffer import GroupBuffer
 from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
-from dapo_mega.rollout.environment import SingleTurn
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
 from dapo_mega.rollout.latency import GroupLatency
@@ -83,6 +83,7 @@ class Collector:
         scorer: ResponseScorer,
         stop_token_ids: tuple[int, ...],
         activity: Activity | None = None,
+        environment: Environment = SINGLE_TURN,
     ) -> None:
         """`activity` notes when responses are scored. `recent` holds the responses that were scored last, kept or not;
         `pop_fates` says where groups went, and `left_over` how many groups were held and in flight when the last step
@@ -93,7 +94,7 @@ class Collector:
         self._asks_ahead = self._schedule == "asynchronous"
         self.prompts = prompts
         self._engine = engine
-        self._environment = SingleTurn()
+        self._environment = environment
         self._scorer = scorer
         self._sampling = SamplingParams(
             temperature=config.rollout.temperature,

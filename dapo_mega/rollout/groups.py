@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_mega.engines.protocol import Generation
-from dapo_mega.rollout.environment import Environment, Generate
+from dapo_mega.environments.base import Environment, Generate
 from dapo_mega.trajectory_records import Arrays, Record, pack_trajectories, unpack_trajectories
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Trajectory
 
@@ -50,7 +50,7 @@ class OpenGroup:
                 generation = self._under_way[request.request_id] = generate(of_turn)
                 return generation
 
-            found = await environment.run(request, noted)
+            found = await environment.run(self.prompt, request, noted)
             del self._under_way[request.request_id]
             self.trajectories[request.request_id] = found
 

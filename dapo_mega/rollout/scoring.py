@@ -13,12 +13,12 @@ from itertools import islice
 from dapo_mega.config import RewardConfig
 from dapo_mega.config.components import LengthKimiComponent
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.engines.beside import beside
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
 from dapo_mega.rewards.thoughts import opened_thought
 from dapo_mega.rewards.trial import made_up_record
-from dapo_mega.rollout.beside import beside
 from dapo_mega.types import Prompt, ScoredTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ def record_of(prompt: Prompt, trajectory: Trajectory, text: str) -> RewardRecord
         fields=prompt.fields,
         request_id=trajectory.id,
         opened_thought=opened_thought(prompt.text, prompt.messages, prompt.problem),
+        turns=tuple(turn.parts for turn in trajectory.turns),
     )
 
 

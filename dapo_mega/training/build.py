@@ -32,6 +32,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
+from dapo_mega.environments.turns import make_environment
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
 from dapo_mega.megatron.layer_specs import check_compute
@@ -293,9 +294,12 @@ def _controller(
     responses_per_step = config.batch.groups_per_step * config.batch.group_size
     rewards.training.begin_step()
     scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step)
+    environment = make_environment(config, tokenizer)
     evaluator = beside = None
     if evaluation_prompts:
-        evaluator = make_evaluator(config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids)
+        evaluator = make_evaluator(
+            config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment
+        )
         if config.evaluation.beside_training:
             beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
     datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
@@ -305,7 +309,7 @@ def _controller(
             reasons = " and ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
             dropped = f", {reasons} dropped" if reasons else ""
             logger.info("%s: %d of %d rows%s", name, len(dataset.prompts), dataset.num_rows, dropped)
-    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity)
+    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity, environment)
     return Controller(
         collector=collector,
         evaluator=evaluator,

@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 
 from dapo_mega.config import EvaluationConfig
+from dapo_mega.engines.beside import beside
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
 from dapo_mega.metrics import Example, read_metrics
 from dapo_mega.metrics.timeline import Activity
-from dapo_mega.rollout.asking import Rollout, roll_out
-from dapo_mega.rollout.beside import beside
+from dapo_mega.rollout.asking import Rollout
 from dapo_mega.types import GenerationFailure
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class BesideTraining:
         started = time.monotonic()
         with self._activity.span("evaluation", f"generation for step {step}"):
             async with fleet.reserved(version=step, num_engines=num_engines, limit_s=self._config.limit_s) as engines:
-                rollouts = await roll_out(self._evaluator.requests, engines.generate)
+                rollouts = await self._evaluator.roll_out(engines.generate)
         metrics = {
             "evaluation/engines": float(engines.num_engines),
             "evaluation/generation_s": time.monotonic() - started,

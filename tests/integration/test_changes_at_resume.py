@@ -181,7 +181,30 @@ CHANGES[(f"data.sampling.order={OWN.replace('NAME', 'order')}",)] = {
     "data.sampling.order.path": ("{folder}/choices.py:other_order", "asked"),
     "data.sampling.order.settings": ({"scale": 3}, "asked"),
 }
+# A digit is sampled, and two are observed, in each turn.
+CHANGES[(f"environment={OWN.replace('NAME', 'Game')[:-1]}, max_turns: 3, max_turn_tokens: 1}}",)] = {
+    "environment.path": ("{folder}/choices.py:OtherGame", "policy/loss"),
+    "environment.settings": ({"scale": 3}, "policy/loss"),
+    "environment.max_turns": (2, "rollout/turns_mean"),
+    "environment.max_turn_tokens": (2, "rollout/turns_mean"),
+    "environment.max_observation_tokens": (1, "rollout/turns_mean"),
+    "environment.kind": ("single_turn", "rollout/tokens"),
+}
 CHOICES = """
+class Game:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def reset(self, task, seed):
+        pass
+
+    def step(self, action):
+        return {"text": str(self.scale) * 2, "done": len(action["token_ids"]) > 1}
+
+class OtherGame(Game):
+    def step(self, action):
+        return {"text": "7"}
+
 def order(prompts, epoch, seed, scale):
     return sorted(range(len(prompts)), key=lambda i: (i * (scale + epoch + 5)) % 13)
 

@@ -15,6 +15,7 @@ FLOORS = (
     {"data", "models"},
     {"batching"},
     {"planning", "megatron", "engines"},
+    {"environments"},
     {"checkpoints", "rollout", "weight_sync"},
     {"conversion", "sglang_plugin", "samples", "simulation"},
     {"evaluation"},

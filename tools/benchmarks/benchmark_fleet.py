@@ -31,8 +31,8 @@ from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
+from dapo_mega.environments.base import Generate, SingleTurn
 from dapo_mega.errors import InputError
-from dapo_mega.rollout.environment import Generate, SingleTurn
 from dapo_mega.rollout.groups import OpenGroup
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
@@ -79,8 +79,8 @@ class _Noting(SingleTurn):
     def __init__(self) -> None:
         self.order: list[int] = []
 
-    async def run(self, request: GenerationRequest, generate: Generate) -> Trajectory:
-        trajectory = await super().run(request, generate)
+    async def run(self, prompt: Prompt, request: GenerationRequest, generate: Generate) -> Trajectory:
+        trajectory = await super().run(prompt, request, generate)
         self.order.append(request.request_id)
         return trajectory
 

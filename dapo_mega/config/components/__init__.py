@@ -13,6 +13,7 @@ from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
 from dapo_mega.config.components.built_in import (
     AnswerComponent,
     CoinComponent,
+    EnvironmentComponent,
     LanguageComponent,
     LengthDapoComponent,
     LengthKimiComponent,
@@ -31,6 +32,7 @@ __all__ = [
     "Component",
     "ComponentConfig",
     "CorrectnessOf",
+    "EnvironmentComponent",
     "FunctionComponent",
     "JudgeComponent",
     "LanguageComponent",
@@ -50,6 +52,7 @@ Component = Annotated[
     | LengthDapoComponent
     | LengthKimiComponent
     | FunctionComponent
+    | EnvironmentComponent
     | JudgeComponent
     | RemoteComponent
     | CodeComponent,

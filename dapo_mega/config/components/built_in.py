@@ -48,6 +48,15 @@ class AnswerComponent(ComponentConfig):
         return self
 
 
+class EnvironmentComponent(ComponentConfig):
+    """What an environment of your own gave in all turns of a trajectory together, and what it last said of correct."""
+
+    kind: Literal["environment"] = "environment"
+
+    gives_correctness: ClassVar[CorrectnessOf] = "maybe"
+    may_be_penalty: ClassVar[bool] = True
+
+
 class CoinComponent(ComponentConfig):
     """A fair coin that calls a response correct or not: `reward.source=random`, and in no list of components."""
 

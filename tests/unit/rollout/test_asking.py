@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from dapo_mega.environments.base import SINGLE_TURN
 from dapo_mega.rollout.asking import DIFFICULTY_IDS, EVALUATION_IDS, Numbering, ask_in_parts, roll_out
 from dapo_mega.types import GenerationFailure, Prompt, SamplingParams, Trajectory
 
@@ -83,7 +84,7 @@ def test_what_goes_wrong_is_raised_and_gives_open_requests_up():
     broken.answer = lambda request, version: broken.generations[request.request_id].set_exception(KeyError("broken"))
     broken.finish = lambda number: broken.answer(broken.in_flight.pop(number)[0], 0)
     with pytest.raises(KeyError):
-        broken.run(roll_out(parts()[0][1], broken.generate))
+        broken.run(roll_out([(None, request) for request in parts()[0][1]], broken.generate, SINGLE_TURN))
 
 
 def test_requests_are_numbered_by_prompt_and_seeded_by_number():
