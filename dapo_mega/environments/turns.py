@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from dapo_mega.data.tokenizer import Decode, decoder
 from dapo_mega.engines.beside import beside
 from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Response, Trajectory, Turn
+
+T = TypeVar("T")
 
 
 class Turns(Environment):
@@ -110,8 +112,8 @@ class _Rows:
         self._logprobs += response.logprobs.tolist()
         self._sampled += [True] * length
         versions = response.version_spans or ((response.weight_version, length),)
-        self._versions += [(version, start + end) for version, end in versions]
-        self._engines += [(engine, start + end) for engine, end in response.engine_spans]
+        _extend(self._versions, [(version, start + end) for version, end in versions])
+        _extend(self._engines, [(engine, start + end) for engine, end in response.engine_spans])
 
     def end_turn(self, response: Response, observation: dict[str, Any]) -> None:
         """Note what the environment says of the turn."""
@@ -130,6 +132,14 @@ class _Rows:
             tuple(self._engines),
             (len(self._token_ids),),
         )
+
+
+def _extend(spans: list[tuple[T, int]], more: Sequence[tuple[T, int]]) -> None:
+    """Add spans (what, end); those of one thing that follow one another become one."""
+    for what, end in more:
+        if spans and spans[-1][0] == what:
+            spans.pop()
+        spans.append((what, end))
 
 
 def make_environment(config: RunConfig, tokenizer: Any) -> Environment:

@@ -77,6 +77,9 @@ class RolloutStats:
         metrics = {f"reward/part_{name}": float(np.mean(values)) for name, values in parts_of(scored).items()}
         if verdicts := verdicts_of(scored):
             metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
+        if max(len(s.turns) for s in scored) > 1:
+            metrics["rollout/turns_mean"] = float(np.mean([len(s.turns) for s in scored]))
+            metrics["rollout/observed_share"] = 1 - float(lengths.sum()) / sum(s.num_rows for s in scored)
         return {
             **metrics,
             "rollout/reward_mean": float(np.mean([s.reward for s in scored])),

@@ -45,10 +45,26 @@ ROLLOUTS: tuple[Metric, ...] = (
     Metric(
         "rollout/response_length_mean",
         "tokens",
-        "Mean length of a response.",
+        "Mean length of a response, in sampled tokens.",
         "no general value; in DAPO's run it grows with accuracy, with pauses",
         "runs into `rollout.max_response_tokens`, or shrinks to a few tokens while accuracy falls",
         "too long: raise the limit or keep `reward.overlong_punishment`; too short: check the reward",
+    ),
+    Metric(
+        "rollout/turns_mean",
+        "turns",
+        "Turns of the policy per response. Only with an `environment`, where a response has several.",
+        "no general value; at most `environment.max_turns`",
+        "at `environment.max_turns` while the reward stays low",
+        "raise it, or end trajectories sooner",
+    ),
+    Metric(
+        "rollout/observed_share",
+        "share",
+        "Share of the responses' tokens that the environment wrote, which are not trained on. As `rollout/turns_mean`.",
+        "no general value",
+        "near 1: most of `rollout.max_response_tokens` is observed",
+        "shorten the observations, or lower `environment.max_observation_tokens`",
     ),
     Metric(
         "rollout/response_length_std",

@@ -95,8 +95,8 @@ def test_a_turns_prompt_is_all_rows_before_it_and_each_token_is_there_once(code)
     assert [r.sampling.max_new_tokens for r in requests] == [39, 34, 29]
     assert [(turn.stop, turn.finish_reason) for turn in trajectory.turns] == [(3, "stop"), (8, "stop"), (13, "stop")]
     assert [dict(turn.parts) for turn in trajectory.turns] == [{"reward": i + 0.5, "seen": 1} for i in range(3)]
-    assert trajectory.version_spans == ((4, 3), (5, 8), (5, 13))
-    assert trajectory.engine_spans == (("http://a", 3), ("http://a", 8), ("http://a", 13))
+    assert trajectory.version_spans == ((4, 3), (5, 13))
+    assert trajectory.engine_spans == (("http://a", 13),)
     assert trajectory.segments == (13,)
     assert trajectory.length == 6
 
