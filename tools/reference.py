@@ -57,9 +57,9 @@ class GeneratedPart:
 # The rooms ---------------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "algorithms", "cli", "config",
-    "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "environments", "rollout",
-    "weight_sync", "sglang_plugin", "checkpoints", "samples", "training", "library",
+    "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "event_loops", "algorithms", "cli",
+    "config", "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "environments",
+    "rollout", "weight_sync", "sglang_plugin", "checkpoints", "samples", "training", "library",
 )  # fmt: skip
 _SATELLITES = (
     "planning", "simulation", "evaluation", "preparation", "conversion", "ablation", "commands", "__main__",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+from dapo_mega.event_loops import outer_loop_set_aside
+
 T = TypeVar("T")
 
 _POLL_S = 0.2
@@ -45,13 +47,14 @@ class LockstepLoop(asyncio.SelectorEventLoop):
     def drive(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to its end; it is cancelled when a step or the stop raises."""
         task = self.create_task(work)
-        try:
-            return self.run_until_complete(task)
-        except BaseException:
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                self.run_until_complete(task)
-            raise
+        with outer_loop_set_aside():
+            try:
+                return self.run_until_complete(task)
+            except BaseException:
+                task.cancel()
+                with contextlib.suppress(BaseException):
+                    self.run_until_complete(task)
+                raise
 
     def shut(self) -> None:
         """Cancel what is left, and close."""
@@ -61,7 +64,8 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         tasks = asyncio.all_tasks(self)
         for task in tasks:
             task.cancel()
-        self.run_until_complete(_ended(tasks))
+        with outer_loop_set_aside():
+            self.run_until_complete(_ended(tasks))
         self.close()
 
     def _when_all_wait(self, timeout: float | None) -> float:

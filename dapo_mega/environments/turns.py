@@ -17,8 +17,8 @@ import numpy as np
 from dapo_mega.config import RunConfig
 from dapo_mega.config.environment import EARNED, OwnEnvironment
 from dapo_mega.data.tokenizer import Decode, decoder
-from dapo_mega.engines.beside import beside
 from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
+from dapo_mega.event_loops import beside
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Response, Trajectory, Turn
 
 T = TypeVar("T")

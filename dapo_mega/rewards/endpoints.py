@@ -19,6 +19,7 @@ import numpy as np
 
 from dapo_mega.config.components.servers import url_problem
 from dapo_mega.errors import InputError
+from dapo_mega.event_loops import outer_loop_set_aside
 from dapo_mega.rewards.bounded_http import open_session
 
 _MAX_ANSWER_BYTES = 16 * 2**20
@@ -103,7 +104,8 @@ class Endpoints:
         there, but not what is `Unanswered`; what it raises is raised at the end."""
         if not bodies:
             return []
-        return asyncio.run(self._post_all(bodies, on_answer))
+        with outer_loop_set_aside():
+            return asyncio.run(self._post_all(bodies, on_answer))
 
     async def _post_all(
         self, bodies: Sequence[Mapping[str, Any]], on_answer: Callable[[int, Any], None]

@@ -1,5 +1,6 @@
 """The public face: a run step by step is a run, the page's examples run, and the names stay."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -51,11 +52,16 @@ def test_a_run_step_by_step_and_in_two_parts_is_the_run_to_the_bit(file, tmp_pat
         run.collect()  # And left alone: the run that continues collects them.
     with pytest.raises(InputError, match="this Run is not open"):
         run.collect()
-    with dapo_mega.Run(config) as run:
-        assert run.step == 2
-        run.train()
-        with pytest.raises(InputError, match="all 4 steps are done"):
-            run.collect()
+
+    async def cell():
+        """As in a notebook, whose kernel runs an event loop in the same thread."""
+        with dapo_mega.Run(config) as run:
+            assert run.step == 2
+            run.train()
+            with pytest.raises(InputError, match="all 4 steps are done"):
+                run.collect()
+
+    asyncio.run(cell())
     assert (tmp_path / "parts" / "hf" / "config.json").is_file()
     assert values(tmp_path / "parts") == values(tmp_path / "whole")
 

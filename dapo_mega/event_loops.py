@@ -1,10 +1,11 @@
-"""Runs a function in a thread beside an event loop."""
+"""Event loops: a function in a thread beside one, and one within another."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -33,6 +34,18 @@ class _DaemonThreads(Executor):
 
 
 _THREADS = _DaemonThreads()
+
+
+@contextlib.contextmanager
+def outer_loop_set_aside() -> Iterator[None]:
+    """Let this thread run a loop to its end, also within one that runs already, as that of a notebook's kernel does
+    while a cell is executed. The outer loop stands still meanwhile, as during all of the cell."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
 
 
 async def beside(function: Callable[[], T]) -> T:
