@@ -214,6 +214,11 @@ class AlgorithmConfig(Section):
         return self.kl.coefficient > 0 and self.kl.placement == "reward"
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether a frozen copy of the starting model is in memory."""
+        return self.kl.coefficient > 0 or "reference" in self.policy_loss.needs
+
+    @property
     def kl_in_loss(self) -> float:
         """The coefficient of the KL penalty that stands in the loss."""
         return self.kl.coefficient if self.kl.placement == "loss" else 0.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.algorithms.policy_losses import LossInputs
+from dapo_mega.algorithms.policy_losses import LossInputs, LossNeed
 from dapo_mega.algorithms.ratios import (
     importance_weights,
     kl_estimate,
@@ -28,8 +28,6 @@ from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.megatron.mismatch import sum_engine_ratios
 from dapo_mega.megatron.ratio_counts import RatioCounts
 from dapo_mega.megatron.segments import sums_by_trajectory
-
-Need = Literal["entropy", "reference"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class Objective(Protocol):
     """A loss over packed micro-batches."""
 
     @property
-    def needs(self) -> frozenset[Need]:
-        """Whether `evaluate` needs entropies, or log-probs of the reference model."""
+    def needs(self) -> frozenset[LossNeed]:
+        """What `evaluate` needs: entropies, log-probs of the reference model or of the engine."""
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -99,10 +97,10 @@ class PolicyGradient:
     ratios: RatioCounts | None = None
 
     @property
-    def needs(self) -> frozenset[Need]:
-        entropy: set[Need] = {"entropy"} if self.settings.entropy_coefficient > 0 else set()
-        reference: set[Need] = {"reference"} if self.settings.kl_in_loss > 0 else set()
-        return frozenset(entropy | reference)
+    def needs(self) -> frozenset[LossNeed]:
+        entropy: set[LossNeed] = {"entropy"} if self.settings.entropy_coefficient > 0 else set()
+        reference: set[LossNeed] = {"reference"} if self.settings.kl_in_loss > 0 else set()
+        return frozenset(entropy | reference | self.settings.policy_loss.needs)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -128,6 +126,13 @@ class PolicyGradient:
         tokens = LossInputs(logprobs, old_logprobs, advantages, in_loss, chosen=batch.chosen)
         if own.is_sequence_level:
             tokens = replace(tokens, of_responses=self._of_responses(micro, tokens.log_ratios(), in_loss))
+        if "entropy" in own.needs:
+            tokens = replace(tokens, entropy=used(outputs.entropy))
+        if "reference" in own.needs:
+            assert batch.reference_logprobs is not None
+            tokens = replace(tokens, reference_logprobs=used(batch.reference_logprobs))
+        if "engine" in own.needs:
+            tokens = replace(tokens, engine_logprobs=used(micro.rollout_logprobs.to(logprobs.device)))
         losses = own.token_losses(tokens)
         token_loss = losses.loss if importance is None else losses.loss * used(importance)
         kl = torch.zeros_like(logprobs)
@@ -196,7 +201,7 @@ class PolicyGradient:
 class SupervisedLoss:
     """Negative log-likelihood of demonstrated response tokens, mean over the tokens of the batch."""
 
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[LossNeed] = frozenset()
     sum_names: tuple[str, ...] = ("loss", "denominator")
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:

@@ -81,7 +81,7 @@ def _passes(workload: Workload) -> tuple[float, float, float]:
     models = 1 + config.uses_critic
     epochs = float(config.batch.epochs)
     repeated = epochs if config.compute.recompute == "full" else 0.0
-    forward = models * (1 + epochs) + (config.algorithm.kl.coefficient > 0)
+    forward = models * (1 + epochs) + config.algorithm.uses_reference
     return forward, models * epochs, models * repeated
 
 

@@ -132,7 +132,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     }
     if config.compute.fp8.enabled:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
-    if config.algorithm.kl.coefficient > 0:
+    if config.algorithm.uses_reference:
         always["reference model"] = held.parameters
     if config.uses_critic:
         critic = stage_bytes(placement.of_critic, stage, config.model, config.compute)

@@ -79,7 +79,7 @@ def step_time(
     """The slowest stage's work, the pipeline's bubble, and the communication that nothing hides."""
     config, placement, measured = workload.config, workload.placement, machine.calibration
     num_micro_batches = workload.micro_batches(workload.mean_length)
-    passes = 1 + (config.algorithm.kl.coefficient > 0)
+    passes = 1 + config.algorithm.uses_reference
     forward = _slowest_stage(workload, machine, 1.0, 1.0) * passes
     layers, head = 3.0 + _recomputed_share(workload), 3.0 + config.compute.fused_output_layer
     update = _slowest_stage(workload, machine, layers, head) * config.batch.epochs

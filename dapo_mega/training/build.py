@@ -240,7 +240,7 @@ def build_models(
         compute=config.compute,
     )
     reference = None
-    if config.algorithm.kl.coefficient > 0:
+    if config.algorithm.uses_reference:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
 
     critic = None

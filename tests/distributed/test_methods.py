@@ -42,7 +42,7 @@ LAYOUTS = {
     },
     4: {"context_and_data": {"parallel": {"context": 2}}},
 }
-OWN_CODE = REPOSITORY / "configs" / "recipes" / "own_code" / "my_code.py"
+OWN_CODE = REPOSITORY / "configs" / "recipes" / "own_loss" / "my_loss.py"
 OWN_LOSSES = Path(__file__).with_name("own_losses.py")
 # Of every policy loss and every weighting one; KL in the reward for whole responses and token by token.
 METHODS = {
@@ -53,6 +53,14 @@ METHODS = {
     "engine_ratios": {"preset": "dapo", "old_policy": "engine", "entropy_coefficient": 0.01},
     "own": {"policy_loss": {"kind": "function", "path": f"{OWN_CODE}:tanh_loss", "settings": {"sharpness": 3}}},
     "own_of_responses": {"policy_loss": {"kind": "function", "path": f"{OWN_LOSSES}:tapered", "whole_responses": True}},
+    "own_of_all_inputs": {
+        "policy_loss": {
+            "kind": "function",
+            "path": f"{OWN_LOSSES}:Shifted",
+            "settings": {"weight": 0.5},
+            "inputs": ["entropy", "reference", "engine"],
+        }
+    },
     "kl_of_responses": {"preset": "grpo", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens": {"preset": "reinforce", "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
     "kl_of_tokens_normalized": {"preset": "reinforce_pp"},

@@ -167,6 +167,7 @@ CHANGES |= {
         "algorithm.policy_loss.path": ("{folder}/choices.py:other_loss", "policy/loss"),
         "algorithm.policy_loss.settings": ({"scale": 3}, "policy/loss"),
         "algorithm.policy_loss.whole_responses": (True, "policy/loss"),
+        "algorithm.policy_loss.inputs": (["entropy"], "policy/loss"),
     },
     (f"algorithm.advantage={OWN.replace('NAME', 'advantage')}",): {
         "algorithm.advantage.path": ("{folder}/choices.py:other_advantage", "policy/loss"),
@@ -213,7 +214,8 @@ def other_order(prompts, epoch, seed, scale):
 
 def loss(tokens, scale):
     lengths = 0 if tokens.of_responses is None else tokens.response_lengths()
-    return (scale + lengths) * -tokens.ratios() * tokens.advantages
+    entropy = 0 if tokens.entropy is None else tokens.entropy
+    return (scale + lengths) * -tokens.ratios() * tokens.advantages - entropy
 
 def other_loss(tokens, scale):
     return -loss(tokens, scale)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dapo_mega.algorithms.ratios import MAX_LOG_RATIO
 from dapo_mega.declared import Metric, Section
 
 if TYPE_CHECKING:  # The configuration is read without torch.
     from torch import Tensor
+
+LossNeed = Literal["entropy", "reference", "engine"]
+"""What a loss may ask for beside log-probs and advantages."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class LossInputs:
 
     `of_responses` [2, T] has, for every token, the sum of log(pi_theta / pi_old) over the tokens in the loss of its
     whole response, and their number; detached, and given to losses that are `is_sequence_level`. `chosen` [T] are the
-    tokens that `megatron/covariance.py` chose.
+    tokens that `megatron/covariance.py` chose. A loss that `needs` them is given entropies in nats (with gradient), the
+    log-probs of the reference model, and those of the engine at sampling.
     """
 
     logprobs: Tensor
@@ -29,6 +33,9 @@ class LossInputs:
     in_loss: Tensor
     of_responses: Tensor | None = None
     chosen: Tensor | None = None
+    entropy: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    engine_logprobs: Tensor | None = None
 
     def log_ratios(self) -> Tensor:
         """log(pi_theta / pi_old) per token [T] in nats, bounded so that its exponential is finite."""
@@ -81,6 +88,11 @@ class PolicyLoss(Section):
     def is_sequence_level(self) -> bool:
         """Whether `token_losses` needs `of_responses`."""
         return False
+
+    @property
+    def needs(self) -> frozenset[LossNeed]:
+        """What `token_losses` is to be given. A reference model is loaded for a loss that needs it."""
+        return frozenset()
 
     @property
     def sum_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from pydantic import Field
 
 from dapo_mega.algorithms.own import OwnCode
-from dapo_mega.algorithms.policy_losses.base import LossInputs, PolicyLoss, TokenLosses
+from dapo_mega.algorithms.policy_losses.base import LossInputs, LossNeed, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.declared import Metric
 from dapo_mega.types import METRIC_PART
@@ -34,6 +34,12 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
         default=False,
         description="Also give it sums of log-ratios over whole responses (tokens.of_responses).",
     )
+    inputs: tuple[LossNeed, ...] = Field(
+        default=(),
+        description="What else it is given. entropy: tokens.entropy, with gradient; reference: "
+        "tokens.reference_logprobs, of a frozen copy of the starting model in memory; engine: tokens.engine_logprobs, "
+        "at sampling.",
+    )
     depends_on_split: bool = Field(
         default=False,
         description="A token's loss may depend on which other tokens are in its micro-batch. false: such a loss is "
@@ -53,6 +59,10 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
     @property
     def is_sequence_level(self) -> bool:
         return self.whole_responses
+
+    @property
+    def needs(self) -> frozenset[LossNeed]:
+        return frozenset(self.inputs)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -83,7 +93,7 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
         another shape, or dependent on other tokens."""
         import torch
 
-        tokens = _made_up_tokens(with_responses=self.whole_responses)
+        tokens = _made_up_tokens(self.needs, with_responses=self.whole_responses)
         whole = self.token_losses(tokens).loss
         if not whole.requires_grad:
             raise self.unusable("its loss has no gradient; compute it from tokens.logprobs, without detach()")
@@ -118,7 +128,7 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
             )
 
 
-def _made_up_tokens(*, with_responses: bool) -> LossInputs:
+def _made_up_tokens(needs: frozenset[LossNeed], *, with_responses: bool) -> LossInputs:
     """Tokens with ratios around 1 and far from it, advantages of both signs and 0, and some out of the loss."""
     import torch
 
@@ -127,7 +137,16 @@ def _made_up_tokens(*, with_responses: bool) -> LossInputs:
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0, 0.1, -0.1, 1.0])
     in_loss = torch.arange(_NUM_TRIED) % 5 != 4
     of_responses = torch.stack([ratios.cumsum(0), torch.full((_NUM_TRIED,), 3.0)]) if with_responses else None
-    return LossInputs((old + ratios).requires_grad_(), old, advantages, in_loss, of_responses)
+    return LossInputs(
+        (old + ratios).requires_grad_(),
+        old,
+        advantages,
+        in_loss,
+        of_responses,
+        entropy=ratios.square().requires_grad_() if "entropy" in needs else None,
+        reference_logprobs=old - 0.1 if "reference" in needs else None,
+        engine_logprobs=old + 0.01 if "engine" in needs else None,
+    )
 
 
 def _part(tokens: LossInputs, part: slice) -> LossInputs:

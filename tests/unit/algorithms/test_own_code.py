@@ -30,6 +30,11 @@ def of_numbers(tokens): return 3.0
 def misnamed(tokens): return tokens.logprobs, {"a b": tokens.logprobs}
 def unnamed(tokens): return tokens.logprobs, tokens.logprobs
 def of_responses(tokens): return tokens.logprobs * tokens.response_log_ratios()
+def of_entropy(tokens): return -tokens.entropy - tokens.logprobs * (tokens.engine_logprobs - tokens.reference_logprobs)
+class Scaled:
+    def __init__(self, by): self.by = by
+    def __call__(self, tokens): return -self.by * tokens.logprobs
+class Uncallable: pass
 constant = 3
 
 def centred(rewards, group, scale=1.0): return scale * (rewards - rewards.mean())
@@ -67,6 +72,8 @@ def algorithm(key, path, **rest):
         ("policy_loss", "good", {"settings": {"sharpness": 3}}),
         ("policy_loss", "mixing", {"depends_on_split": True}),
         ("policy_loss", "of_responses", {"whole_responses": True}),
+        ("policy_loss", "of_entropy", {"inputs": ["entropy", "engine", "reference"]}),
+        ("policy_loss", "Scaled", {"settings": {"by": 3.0}}),
         ("advantage", "centred", {"settings": {"scale": 2}}),
         ("advantage", "changing", {}),
         ("dynamic_sampling_on", "mixed", {"settings": {"fewest": 2}}),
@@ -90,6 +97,9 @@ def test_what_can_be_used_is_used(code, key, name, rest):
         ("policy_loss", "misnamed", "'a b' cannot be a metric's name"),
         ("policy_loss", "unnamed", "not values .* by name"),
         ("policy_loss", "of_responses", r"must be is_sequence_level"),
+        ("policy_loss", "of_entropy", r"it raises TypeError: bad operand type for unary -: 'NoneType' \(line \d+\)"),
+        ("policy_loss", "Scaled", r"it takes \(by\) and is called with \(\)"),
+        ("policy_loss", "Uncallable", "what the class makes cannot be called; give it a method __call__"),
         ("policy_loss", "goood", "there is no 'goood'; did you mean 'good'"),
         ("policy_loss", "constant", "it is int, not a function"),
         ("policy_loss", "centred", "is called with"),
