@@ -16,7 +16,6 @@ class _DaemonThreads(Executor):
     """Makes each call in a daemon thread of its own: one that hangs does not keep the process from ending."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """See Executor."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -29,13 +29,11 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         super().__init__(_Selector(self._when_all_wait))
 
     def time(self) -> float:
-        """See the class."""
         return 0.0
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """See asyncio."""
         future = super().run_in_executor(executor, func, *args)
         self._num_beside += 1
         future.add_done_callback(self._one_less_beside)
@@ -86,7 +84,6 @@ class _Selector(selectors.DefaultSelector):
         self._when_all_wait = when_all_wait
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See selectors."""
         wait_s = 0.0 if timeout == 0 else self._when_all_wait(timeout)
         return super().select(wait_s) if wait_s else []
 

@@ -76,7 +76,6 @@ class FleetSampler(Sampler):
         self._gather_until = time.monotonic() + _GATHERING_S
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """See `RolloutEngine`."""
         return self._client.generate(request)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -108,7 +108,6 @@ class PolicyGradient:
         return (*own, *self.settings.policy_loss.sum_names)
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
-        """See `Objective`."""
         settings, micro = self.settings, batch.micro_batch
         in_loss = micro.in_loss.to(outputs.logprobs.device)
         start_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -184,7 +183,6 @@ class PolicyGradient:
         return importance, weights
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `Objective`."""
         tokens = sums["loss_tokens"]
         of_tokens = {"policy/kl_to_old": sums["kl_to_old"]}
         if self.settings.kl_in_loss > 0:
@@ -205,14 +203,12 @@ class SupervisedLoss:
     sum_names: tuple[str, ...] = ("loss", "denominator")
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
-        """See `Objective`."""
         micro, logprobs = batch.micro_batch, outputs.logprobs
         total = -(logprobs * micro.of_responses(micro.token_weights).to(logprobs.device)).sum()
         denominator = torch.tensor(float(micro.denominator), device=total.device)
         return LossTerm(total, _denominator(micro, total), {"loss": total.detach(), "denominator": denominator})
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """See `Objective`."""
         return means_over(sums["denominator"], {"policy/loss": sums["loss"]})
 
 

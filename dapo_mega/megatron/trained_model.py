@@ -211,7 +211,6 @@ class TrainedModel(MegatronModel):
         return self._gatherer.buckets(bucket_bytes, per_stage=True)
 
     def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
-        """See `WeightGatherer.planned_shares`."""
         return self._gatherer.planned_shares(bucket_bytes)
 
     def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:

@@ -67,6 +67,7 @@ def _answer(component: AnswerComponent, run: Surroundings) -> Reward:
 def _function(component: FunctionComponent, run: Surroundings) -> Reward:
     return FunctionReward(
         component.path,
+        settings=component.model_dump(mode="json")["settings"],
         num_workers=run.reward.num_workers,
         time_limit_s=run.reward.call_time_limit_s,
         memory_limit_mib=run.reward.memory_limit_mib,

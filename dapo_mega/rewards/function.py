@@ -6,7 +6,7 @@ import logging
 import pickle
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,6 +42,7 @@ class FunctionReward(Budgeted):
         self,
         path: str,
         *,
+        settings: Mapping[str, Any] | None = None,
         num_workers: int = 2,
         time_limit_s: float = 60.0,
         memory_limit_mib: int = 4096,
@@ -55,7 +56,7 @@ class FunctionReward(Budgeted):
         self._time_limit_s = time_limit_s
         budget_s = _BUDGET_LIMITS * num_workers * time_limit_s
         self.budget = StepBudget(budget_s, f"calls of {path} that fail", "no more are made (reward/num_failed)")
-        arguments = {"path": path, "memory_limit_mib": memory_limit_mib}
+        arguments = {"path": path, "memory_limit_mib": memory_limit_mib, "settings": settings or {}}
         self._workers = [WorkerProcess("function_worker", arguments, self._output) for _ in range(num_workers)]
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
         for worker in self._workers:

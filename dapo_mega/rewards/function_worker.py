@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import inspect
 import math
 import numbers
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from dapo_mega.own_code import MisuseError, described, load_function
+from dapo_mega.own_code import MisuseError, check_call, described, load_function
 from dapo_mega.rewards.processes import NUMBER, end_tree, kill_descendants
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
@@ -37,7 +38,14 @@ _MAX_DETAIL_CHARACTERS: Final = 20_000
 Function = Callable[[list[dict[str, Any]]], Any]
 
 
-def main(requests_fd: int, answers_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int) -> None:
+def main(
+    requests_fd: int,
+    answers_fd: int,
+    lifeline_fd: int,
+    path: str,
+    memory_limit_mib: int,
+    settings: Mapping[str, Any],
+) -> None:
     """Serve until the trainer closes the pipe of requests."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Orphans of the function become children of this process. A stopped process goes on when the trainer ends.
@@ -49,7 +57,7 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int, path: str, memory_
         os.close(lifeline_fd)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
-            _end_after(lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib))
+            _end_after(lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib, settings))
         os._exit(1)
     os.close(requests_fd)
     os.close(answers_fd)
@@ -86,11 +94,11 @@ def _end_after(run: Callable[[], None]) -> None:
         traceback.print_exc()
 
 
-def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> None:
+def _serve(requests: int, answers: int, path: str, memory_limit_mib: int, settings: Mapping[str, Any]) -> None:
     own_pid = os.getpid()
     with asyncio.Runner() as runner:
         try:
-            function = load_reward(path)
+            function = load_reward(path, settings)
             limit_memory(memory_limit_mib)
             answer: dict[str, Any] = {"ready": True, "number": 0}
         except MisuseError as error:
@@ -108,10 +116,22 @@ def _serve(requests: int, answers: int, path: str, memory_limit_mib: int) -> Non
                 write_frame(answers, {"failure": f"it returned too much: {error}", "detail": "", "number": number})
 
 
-def load_reward(path: str) -> Function:
-    """The function of FILE.py:NAME or package.module:NAME. Raises MisuseError if there is none that takes a list."""
+def load_reward(path: str, settings: Mapping[str, Any]) -> Function:
+    """The function of FILE.py:NAME or package.module:NAME with its settings, or what a class makes of them. Raises
+    MisuseError if there is none that takes a list."""
     function = load_function(path, before_others=True)
     name = path.rpartition(":")[2]
+    if inspect.isclass(function):
+        check_call(function, (), settings)
+        try:
+            function, settings = function(**settings), {}
+        except Exception as error:
+            raise MisuseError(f"it raises {described(error, path.rpartition(':')[0])}") from error
+        if not callable(function):
+            raise MisuseError("what the class makes cannot be called; give it a method __call__")
+    elif settings:
+        check_call(function, ("records",), settings)
+        return functools.update_wrapper(functools.partial(function, **settings), function)
     with contextlib.suppress(ValueError):  # Some built-in functions have no signature to ask for.
         signature = inspect.signature(function)
         try:
@@ -133,7 +153,10 @@ def _answer(function: Function, records: list[dict[str, Any]], runner: asyncio.R
         if inspect.isawaitable(returned):
             returned = runner.run(_wait_for(returned))
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the function too.
-        file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+        source = inspect.unwrap(function)
+        file = None
+        with contextlib.suppress(TypeError):  # Compiled code has none.
+            file = inspect.getsourcefile(source if inspect.isroutine(source) else type(source))
         return {
             "failure": described(error, file or "") + _absent_field(error, records),
             "detail": "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:],

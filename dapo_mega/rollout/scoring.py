@@ -151,7 +151,6 @@ class ScoringQueue:
         self._task: asyncio.Task[None] | None = None
 
     async def score(self, asked: Asked) -> Results:
-        """See `ResponseScorer`."""
         results: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
         self._waiting.append((asked, results))
         if self._task is None:

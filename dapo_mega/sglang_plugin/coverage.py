@@ -83,13 +83,11 @@ class TracedTensor(Wrapper):
         return traced
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
-        """See `Wrapper`."""
         for other in others:
             self.load_trace.used(other.tensor_name)
         return self.of(content, self.tensor_name, self.load_trace)
 
     def write_to(self, parameter: Tensor) -> None:
-        """See `Wrapper`."""
         parameter.copy_(self.content)
         self.load_trace.written(self.tensor_name, parameter)
 

@@ -66,13 +66,11 @@ class Patch(Wrapper):
         return patch
 
     def derived(self, content: Tensor, others: list[Self]) -> Self:
-        """See `Wrapper`."""
         patch = self.wrapping(content)
         patch.origin = reduce(_Origin.joined, (other.origin for other in others), self.origin)
         return patch
 
     def write_to(self, parameter: Tensor) -> None:
-        """See `Wrapper`."""
         new = torch.where(self.content.isnan(), parameter, self.content) if self.origin.has_gaps else self.content
         parameter.copy_(new)
         held = checksum(parameter) if self.origin.dtypes == {parameter.dtype} else None

@@ -43,7 +43,6 @@ class _Work(Generation):
         return self.spans[-1][1] if self.spans else 0
 
     def oldest_version(self) -> int:
-        """See `Generation`."""
         if self.spans:
             return self.spans[0][0]
         return self._engines.version if self.number is None else self.version
@@ -127,7 +126,6 @@ class SimulatedEngines(RolloutEngine):
         self._fruitless = 0
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """See `RolloutEngine`."""
         work = self._open[request.request_id] = _Work(request, self._length_of(request), self)
         self._waiting.append(work)
         self._start()

@@ -39,12 +39,10 @@ class FailureTimes:
 
     @property
     def keeps_parts(self) -> bool:
-        """See `Failures`."""
         return self._failures is not None and self._failures.keeps_parts
 
     @property
     def weights_s(self) -> float:
-        """See `Failures`."""
         return self._failures.weights_s if self._failures else 0.0
 
     def pop(self, now: float) -> tuple[float, int, bool]:

@@ -28,7 +28,6 @@ class VirtualTimeLoop(LockstepLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """See the class."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

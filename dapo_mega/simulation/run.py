@@ -190,7 +190,6 @@ class _Scorer(ResponseScorer):
         self._is_mixed = mixed.tolist()
 
     def score(self, asked: Sequence[tuple[Prompt, Trajectory]]) -> list[ScoredTrajectory]:  # type: ignore[override]
-        """See `ResponseScorer`."""
         return [
             ScoredTrajectory.judged(
                 trajectory, text="", correct=correct, accuracy_reward=float(correct), reward=float(correct)

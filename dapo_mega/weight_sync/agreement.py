@@ -50,7 +50,6 @@ class PolicyAgreement:
         self._logprobs = np.empty(0, np.float32)
 
     def expected(self, version: int) -> LogProbs:
-        """See `Agreement`."""
         if version != self._version:
             self._version, self._logprobs = version, self._score()
         return self._logprobs

@@ -98,7 +98,6 @@ class BroadcastTransport(Transport):
         self._bytes_made = self._bytes_sent = 0
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        """See `Transport`."""
         # gloo times out on a broadcast that an engine never finishes; its tensors must live until then.
         self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
         self._update = update.number
@@ -358,11 +357,9 @@ class BroadcastTransport(Transport):
                 self._groups[url] = future.result()
 
     def report_failure(self, url: str) -> None:
-        """See `Transport`."""
         self._mail.report_failure(self._update, url)
 
     def forget(self, urls: Sequence[str]) -> None:
-        """See `Transport`."""
         for url in urls:
             self._replica_of.pop(url, None)
             self._groups.pop(url, None)

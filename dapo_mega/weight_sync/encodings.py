@@ -31,7 +31,6 @@ class FlatEncoding:
     """SGLang's own encoding: the whole bucket in one broadcast."""
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """See `Encoding`."""
         pieces = None if bucket.tensors is None else (flatten(bucket.specs, bucket.tensors),)
         return EncodedBucket(bucket.stage, bucket.specs, "flattened_bucket", pieces, bucket.place)
 

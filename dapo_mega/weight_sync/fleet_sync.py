@@ -84,7 +84,6 @@ class FleetWeightSync(WeightSync):
         )
 
     def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """See `WeightSync`."""
         return self._push(policy, version, only_outdated=True)
 
     def _push(self, policy: WeightSource, version: int, only_outdated: bool) -> dict[str, float]:

@@ -39,7 +39,6 @@ class EmbeddedWeightSync(WeightSync):
         self._bucket_bytes = int(bucket_mib * 2**20)
 
     def push(self, policy: WeightSource, version: int) -> dict[str, float]:
-        """See `WeightSync`."""
         started = time.perf_counter()
         self._engine.load_weights(policy.weights(self._bucket_bytes), version)
         return {"time/weight_sync_s": time.perf_counter() - started}

@@ -50,7 +50,6 @@ class SharedMemoryTransport(Transport):
             )
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        """See `Transport`."""
         num_bytes = 0
         buckets = policy.stage_weights(self._bucket_bytes)
         for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:

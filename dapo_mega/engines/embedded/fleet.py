@@ -45,7 +45,6 @@ class EmbeddedTurns(RolloutEngine):
         return generation
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """See `RolloutFleet`."""
         return self._loop.drive(work)
 
     def close(self) -> None:
@@ -150,7 +149,6 @@ class _Embedded(Generation):
         self._turns = turns
 
     def oldest_version(self) -> int:
-        """See `Generation`."""
         return self._turns.weight_version
 
 

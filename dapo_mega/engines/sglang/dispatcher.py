@@ -54,12 +54,10 @@ class _Request(Generation):
         self.task: asyncio.Task[None] | None = None
 
     def oldest_version(self) -> int:
-        """See `Generation`."""
         under_way = self._dispatcher.newest_version if self.version is None else self.version
         return min([under_way, *(version for part in self.parts for version, _ in part.version_spans)])
 
     def cancel(self, msg: object = None) -> bool:
-        """See asyncio."""
         if not super().cancel(msg):
             return False
         self._dispatcher.give_up(self)

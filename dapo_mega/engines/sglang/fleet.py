@@ -39,7 +39,6 @@ class SglangFleet(RolloutFleet):
         return self._client
 
     def on_outdated_engines(self, update: Callable[[], object]) -> None:
-        """See `RolloutFleet`."""
         self._update_outdated_engines = update
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -47,7 +46,6 @@ class SglangFleet(RolloutFleet):
         return self.client.generate(request)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """See `RolloutFleet`."""
         return self.client.run(work, self._tend_engines)
 
     def _tend_engines(self) -> None:
@@ -61,17 +59,14 @@ class SglangFleet(RolloutFleet):
             self._others_left = False
 
     def call(self, function: Callable[[], T]) -> T:
-        """See `RolloutFleet`."""
         return self.client.call_on_loop(function)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """See `RolloutFleet`."""
         return self.client.start(work)
 
     def reserved(
         self, *, version: int, num_engines: int | None, limit_s: float
     ) -> AbstractAsyncContextManager[ReservedEngines]:
-        """See `FleetClient`."""
         return self.client.reserved(version=version, num_engines=num_engines, limit_s=limit_s)
 
     def serve(self) -> None:
@@ -93,7 +88,6 @@ class SglangFleet(RolloutFleet):
         return self.client.pop_metrics()
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
-        """See `RolloutFleet`."""
         return self.client.pop_loads()
 
     def close(self) -> None:

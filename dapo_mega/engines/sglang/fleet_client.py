@@ -90,7 +90,6 @@ class FleetClient:
     # ---- generation, on the event loop ----
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """See `RolloutEngine`."""
         return self._dispatcher.generate(request)
 
     @contextlib.asynccontextmanager
@@ -137,7 +136,6 @@ class FleetClient:
         return self.call_on_loop(self._pop_metrics)
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
-        """See `RolloutFleet`."""
         return self.call_on_loop(self._dispatcher.pop_loads)
 
     def _pop_metrics(self) -> dict[str, float]:

@@ -59,7 +59,6 @@ class ReservedOfFleet(ReservedEngines):
         await asyncio.gather(*(self._membership.give_back(url) for url in self._urls))
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """See `RolloutEngine`."""
         generation = self._dispatcher.generate(request)
         if self.ended_early:
             self._dispatcher.fail_all(self.ended_early)

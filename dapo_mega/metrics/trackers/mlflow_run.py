@@ -46,7 +46,6 @@ class MlflowRun:
         self.url = f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._id}" if uri.startswith("http") else None
 
     def log(self, record: Record) -> None:
-        """See `Tracker`."""
         now = int(time.time() * 1000)
         metrics = [Metric(n.replace("@", "_at_"), value, now, record.step) for n, value in record.metrics.items()]
         for start in range(0, len(metrics), _MAX_METRICS):
@@ -56,7 +55,6 @@ class MlflowRun:
             self._client.log_text(self._id, text, f"samples/evaluation_step_{record.step:08d}.md")
 
     def finish(self, *, is_finished: bool) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self._id, "FINISHED" if is_finished else "KILLED")
 
     def _experiment(self, name: str) -> str:

@@ -42,7 +42,6 @@ class TrackioRun:
         self.url = f"https://huggingface.co/spaces/{run.trackio_space}" if run.trackio_space else None
 
     def log(self, record: Record) -> None:
-        """See `Tracker`."""
         values: dict[str, Any] = dict(record.metrics)
         for name, histogram in record.histograms.items():
             edges = np.array(histogram.edges())

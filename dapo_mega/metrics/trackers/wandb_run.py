@@ -38,7 +38,6 @@ class WandbRun:
         self.url: str | None = None if self._run.offline else self._run.url
 
     def log(self, record: Record) -> None:
-        """See `Tracker`."""
         values: dict[str, Any] = dict(record.metrics)
         values.update({name: _histogram(histogram) for name, histogram in record.histograms.items()})
         if record.examples:
@@ -51,7 +50,6 @@ class WandbRun:
             self._run.log(values, step=record.step)
 
     def finish(self, *, is_finished: bool) -> None:
-        """See `Tracker`."""
         self._run.finish(exit_code=0 if is_finished else 1)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,26 @@ print("printed while it is imported")
 
 def length(records):
     return [len(record["response"]) for record in records]
+
+
+def scaled(records, by):
+    return [by * value for value in length(records)]
+
+
+class Counting:
+    """Made once, and called for every batch."""
+
+    def __init__(self, start=0):
+        self.calls = start
+
+    def __call__(self, records):
+        self.calls += 1
+        return [self.calls] * len(records)
+
+
+class Refusing:
+    def __init__(self):
+        raise OSError("no model here")
 
 
 async def verdicts(records):

@@ -74,6 +74,20 @@ def test_scores_come_in_the_order_of_the_records_whatever_the_batches():
     ]
 
 
+def test_a_function_has_settings_and_a_class_is_made_once_with_them():
+    assert scores("scaled", ["ab", "c"], settings={"by": 3}) == [Score(6.0), Score(3.0)]
+    assert scores("Counting", ["a"] * 3, settings={"start": 5}, max_responses=1) == [Score(6.0), Score(7.0), Score(8.0)]
+    for name, settings, said in (
+        ("scaled", {"bye": 3}, r"it takes \(records, by\) and is called with \(records, bye=...\)"),
+        ("scaled", {}, "cannot be called with one argument"),
+        ("Counting", {"begin": 1}, r"it takes \(start=0\) and is called with \(begin=...\)"),
+        ("Refusing", {}, r"it raises OSError: no model here \(line \d+\)"),
+        ("Path", {}, "what the class makes cannot be called"),
+    ):
+        with reward(name, settings=settings) as own, pytest.raises(InputError, match=said):
+            own.load()
+
+
 def test_a_function_may_be_async_and_say_more_than_a_number():
     assert scores("verdicts", ["4", "5"]) == [
         Score(0.5, True, {"tokens": 3.0, "level": 3.0}, "4"),
