@@ -44,9 +44,10 @@ async def _ended(tasks):
 
 async def _settled():
     while True:
-        for _ in range(12):
+        was_quiet = LOOP.is_quiet()
+        for _ in range(12):  # What has just come from beside the loop goes on for some turns.
             await asyncio.sleep(0)
-        if LOOP.is_quiet():
+        if was_quiet and LOOP.is_quiet():
             return
 
 
