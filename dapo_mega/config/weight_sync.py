@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dapo_mega.config.base import Section
 from dapo_mega.config.paths import OutputPathOrNone
@@ -42,11 +43,6 @@ class WeightSyncConfig(Section):
         "only values that changed in bf16: less traffic between machines. Needs rollout.placement=fleet, bf16 engines "
         "and dapo_mega in their environments.",
     )
-    relays: bool = Field(
-        default=True,
-        description="Whether engines pass weights on to other engines where a data-parallel replica has more engines "
-        "than processes (transport=distributed). They need the plugin and connections to each other.",
-    )
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -55,6 +51,12 @@ class WeightSyncConfig(Section):
     folder: OutputPathOrNone = Field(
         default=None, description="Folder of transport=disk, which engines must see; null: output_dir/weight_sync."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_relays(cls, raw: Any) -> Any:
+        """Earlier versions had the key `relays`, whether engines pass weights on, which they do no more."""
+        return {key: value for key, value in raw.items() if key != "relays"} if isinstance(raw, Mapping) else raw
 
     @property
     def bucket_bytes(self) -> int:

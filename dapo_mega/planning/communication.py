@@ -12,9 +12,6 @@ from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
 _WEIGHT_SYNC = "weight sync"
-# What an engine that passes weights on is behind the one before it, and the fewest buckets of processes that share.
-CHUNK_BYTES = 2**21
-FEWEST_BUCKETS = 10
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,9 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
     """Embedded: each replica's leader receives all weights of its replica. `distributed`: every process receives its
-    share of its stage's weights and sends it to as many engines of its replica as the replica has processes, and each
-    engine receives all weights, some chunks later for each engine that passed them on. Otherwise the leader of each
-    pipeline stage of one replica receives the stage's weights and sends them on: to a disk once, to engines on its own
-    machine through memory."""
+    share of its stage's weights and sends it to all engines of its replica, and each engine receives all weights.
+    Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them on: to a disk
+    once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline
@@ -148,15 +144,10 @@ def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> T
         num_sharing = parallel.tensor * parallel.context
         num_places = num_sharing * parallel.pipeline
         share = size / num_places
-        relays = config.weight_sync.relays
-        by_process = share * (received + (min(engines, num_places) if relays else engines))
-        num_before = math.ceil(engines / num_places) - 1 if relays else 0
-        rounds = max(math.ceil(share / (config.weight_sync.bucket_bytes / 2)), FEWEST_BUCKETS if num_sharing > 1 else 1)
-        to_engine = size + num_before * rounds * min(CHUNK_BYTES, share / rounds)
-        if by_process > to_engine:
+        by_process = share * (received + engines)
+        if by_process > size:
             return Traffic(f"{_WEIGHT_SYNC} (by every process)", by_process, placement.world_size)
-        chains = f", passed on in chains of {num_before + 1}" if num_before else ""
-        return Traffic(f"{_WEIGHT_SYNC} (to each engine{chains})", to_engine, placement.world_size)
+        return Traffic(f"{_WEIGHT_SYNC} (to each engine)", size, placement.world_size)
     if config.rollout.placement != "embedded":
         sent = {"disk": 1, "tensor": 0}[config.sync_transport]
         return Traffic(

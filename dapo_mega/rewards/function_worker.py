@@ -124,11 +124,12 @@ def load_reward(path: str, settings: Mapping[str, Any]) -> Function:
     if inspect.isclass(function):
         check_call(function, (), settings)
         try:
-            function, settings = function(**settings), {}
+            made: Any = function(**settings)
         except Exception as error:
             raise MisuseError(f"it raises {described(error, path.rpartition(':')[0])}") from error
-        if not callable(function):
+        if not callable(made):
             raise MisuseError("what the class makes cannot be called; give it a method __call__")
+        function = made
     elif settings:
         check_call(function, ("records",), settings)
         return functools.update_wrapper(functools.partial(function, **settings), function)

@@ -1,5 +1,5 @@
-"""SGLang plugin: receives weights in pieces or as changes only, passes them on to other engines, compares them with the
-engine's model, and lets engines on CPUs be deterministic.
+"""SGLang plugin: receives weights in pieces or as changes only, compares them with the engine's model, and lets
+engines on CPUs be deterministic.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
 `engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
@@ -23,16 +23,13 @@ from dapo_mega.engines.sglang.weight_protocol import (
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    PassedOn,
     PiecesFormat,
-    is_relay_group,
     weight_specs,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.sglang_plugin.relaying import Relays
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +39,6 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 # All by model.
 _traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
-_relays: WeakKeyDictionary[Any, Relays] = WeakKeyDictionary()
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -55,7 +51,6 @@ def register() -> None:
         updater = module.WeightUpdater
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
         _ = module.init_custom_process_group, updater.begin_weight_update
-        _ = updater.init_weights_update_group
         _ = importlib.import_module(_MANAGER).SchedulerWeightUpdaterManager.end_weight_update
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
@@ -66,7 +61,6 @@ def register() -> None:
         except (ImportError, AttributeError) as error:
             logger.warning("this version of SGLang cannot be deterministic on a CPU (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.init_weights_update_group", _join, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.begin_weight_update", _begin, HookType.AFTER)
@@ -79,59 +73,19 @@ def _trace(updater: Any) -> LoadTrace:
     return _traces.setdefault(updater.get_model(), LoadTrace())
 
 
-def _relays_of(updater: Any) -> Relays:
-    return _relays.setdefault(updater.get_model(), Relays())
-
-
-def _join(
-    join: Callable[..., tuple[bool, str]],
-    updater: Any,
-    master_address: str,
-    master_port: int,
-    rank_offset: int,
-    world_size: int,
-    group_name: str,
-    backend: str = "nccl",
-) -> tuple[bool, str]:
-    """Join a relay's group; other groups are SGLang's."""
-    if not is_relay_group(group_name):
-        return join(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
-    is_sender, failure = rank_offset == 0, ""
-    if not is_sender or updater.tp_rank == 0:  # All ranks have the same bytes, so the first one sends.
-        try:
-            _relays_of(updater).join(
-                group_name,
-                address=master_address,
-                port=master_port,
-                rank=rank_offset + updater.tp_rank,
-                world_size=world_size,
-                device=updater.device,
-                is_sender=is_sender,
-            )
-        except (RuntimeError, OSError) as error:
-            failure = f"cannot join {group_name}: {error}"
-    # The trainer hears the first rank only.
-    if failures := [each for each in _everywhere(failure) if each]:
-        _relays_of(updater).leave(group_name)
-        return False, failures[0]
-    return True, "joined"
-
-
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     """The names and tensors to give to the model's loader."""
-    load_format, passed_on = PassedOn.split_from(request["load_format"] or "")
-    relays = _relays_of(updater)
-    follower = relays.follower(passed_on)
+    load_format = request["load_format"] or ""
     pieces = PiecesFormat.parse(load_format)
     if pieces is None:
         _trace(updater).miss()
     if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    group = relays.source(request["group_name"]) or updater._model_update_group[request["group_name"]]
+    group = updater._model_update_group[request["group_name"]]
     specs = weight_specs(request["names"], request["dtypes"], request["shapes"])
     if pieces is None:
-        return ChangedWeights(group, updater.device, specs, follower)
-    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater), follower)
+        return ChangedWeights(group, updater.device, specs)
+    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater))
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
@@ -142,9 +96,6 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
             # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
             _trace(updater).close()
         weights.drain()
-        if weights.is_relayed and not all(_everywhere(success)):
-            # An engine that dies may have served some ranks and not others, and only the first rank's answer is heard.
-            return False, message if not success else "not all ranks got the weights"
     if not isinstance(weights, ChangedWeights):
         return success, message
     parts = _everywhere(None if weights.is_broken else weights.written())
@@ -174,7 +125,6 @@ def _end(end: Callable[..., None], updater: Any, **request: Any) -> None:
     """Compare the sent weights with the model, before SGLang's post-processing replaces parameters."""
     model = updater.get_model()
     _misfits[model] = _model_difference(_everywhere(_trace(updater).differences(model.named_parameters())))
-    _relays_of(updater).settle()
     end(updater, **request)
 
 

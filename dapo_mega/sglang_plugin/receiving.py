@@ -14,7 +14,6 @@ from torch import Tensor
 from dapo_mega.engines.sglang.weight_protocol import (
     Change,
     PiecesFormat,
-    chunks,
     most_packed_bytes,
     split_specs,
     unpack_changes,
@@ -22,7 +21,6 @@ from dapo_mega.engines.sglang.weight_protocol import (
 )
 from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
-from dapo_mega.sglang_plugin.relaying import Follower, Source
 from dapo_mega.types import WeightSpec
 
 
@@ -38,24 +36,11 @@ class Receiving(Protocol):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a bucket, received into `memory` chunk by chunk."""
+    """A piece of a bucket, which is received into `memory`."""
 
     specs: Sequence[WeightSpec]
     memory: Tensor
-    arriving: Sequence[tuple[Tensor, _Waiting]]
-
-
-def _receipts(group: Receiving, memory: Tensor) -> list[tuple[Tensor, _Waiting]]:
-    """Start to receive into the memory: its chunks, with what to wait for."""
-    return [(chunk, group.broadcast(chunk, 0)) for chunk in chunks(memory)]
-
-
-def _wait_for(arriving: Sequence[tuple[Tensor, _Waiting]], follower: Follower | None) -> None:
-    """Wait for the chunks, and pass on each as soon as it is there."""
-    for chunk, receipt in arriving:
-        receipt.wait()
-        if follower:
-            follower.pass_on(chunk)
+    receipt: _Waiting
 
 
 class ArrivingWeights:
@@ -68,15 +53,11 @@ class ArrivingWeights:
         specs: Sequence[WeightSpec],
         pieces: PiecesFormat,
         trace: LoadTrace | None = None,
-        follower: Follower | None = None,
     ) -> None:
-        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies; the
-        `follower` gets everything, too. `is_relayed`: the weights come from another engine."""
-        self.is_relayed = isinstance(group, Source)
+        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies."""
         self._group = group
         self._device = device
         self._trace = trace
-        self._follower = follower
         self._expected = deque(split_specs(specs, pieces.lengths))
         self._arriving: deque[_Piece] = deque()
         self._free_bytes = pieces.window_bytes
@@ -93,7 +74,7 @@ class ArrivingWeights:
                 return
             self._free_bytes -= num_bytes
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._arriving.append(_Piece(self._expected.popleft(), memory, _receipts(self._group, memory)))
+            self._arriving.append(_Piece(self._expected.popleft(), memory, self._group.broadcast(memory, 0)))
 
     def _next(self) -> _Piece | None:
         """Wait for the next piece; None if there are no more."""
@@ -102,7 +83,7 @@ class ArrivingWeights:
             if not self._arriving:
                 return None
             piece = self._arriving.popleft()
-            _wait_for(piece.arriving, self._follower)
+            piece.receipt.wait()
         except RuntimeError:
             self.is_broken = True
             raise
@@ -127,17 +108,14 @@ class ArrivingWeights:
 class ChangedWeights:
     """The changed values since the last update, as tensors that write only these values into parameters."""
 
-    def __init__(
-        self, group: Receiving, device: str, specs: Sequence[WeightSpec], follower: Follower | None = None
-    ) -> None:
-        """Receive both pieces, also for the `follower`. `is_broken` is set if they do not come, which the first
-        iteration raises."""
+    def __init__(self, group: Receiving, device: str, specs: Sequence[WeightSpec]) -> None:
+        """Receive both pieces. `is_broken` is set if they do not come, which the first iteration raises."""
         self._specs = specs
         self._changes: list[Change] = []
         self._writes: list[Write] = []
         self._failure: RuntimeError | None = None
         try:
-            self._changes = list(unpack_changes(_received_changes(group, device, specs, follower), specs))
+            self._changes = list(unpack_changes(_received_changes(group, device, specs), specs))
         except RuntimeError as error:
             self._failure = error
 
@@ -179,13 +157,13 @@ class ChangedWeights:
         return sorted(missing) + differing
 
 
-def _received_changes(group: Receiving, device: str, specs: Sequence[WeightSpec], follower: Follower | None) -> Tensor:
+def _received_changes(group: Receiving, device: str, specs: Sequence[WeightSpec]) -> Tensor:
     """The packed changes [bytes] uint8. Raises RuntimeError for more than there can be of these tensors."""
     length = torch.empty(1, dtype=torch.int64, device=device)
-    _wait_for(_receipts(group, length.view(torch.uint8)), follower)
+    group.broadcast(length.view(torch.uint8), 0).wait()
     num_bytes, most = int(length), most_packed_bytes(specs)
     if not 0 <= num_bytes <= most:
         raise RuntimeError(f"{num_bytes} bytes of changes are said to come, and there can be {most}")
     packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _wait_for(_receipts(group, packed), follower)
+    group.broadcast(packed, 0).wait()
     return packed

@@ -2,11 +2,10 @@
 
     sender:    gather its next bucket  ||  broadcast this one to each engine of its replica that was told to receive it
     rank 0:                                tells engines when to receive which bucket, and senders to send it
-    engine:                                receives and loads one bucket at a time, and passes it on where told to
+    engine:                                receives and loads one bucket at a time
 
 A replica's engines get all weights from its own processes, and each engine has a group of its own with each of them:
-an engine that fails or dies delays no other. Where a replica has more engines than processes, engines get them from
-other engines of the replica, and from its processes only if that fails. `delivery.py` has the order.
+an engine that fails or dies delays no other. `delivery.py` has the order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,32 +27,19 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import connect_store, local_address, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.weight_protocol import PassedOn, dtype_name, limited_group
+from dapo_mega.engines.sglang.weight_protocol import dtype_name, limited_group
 from dapo_mega.types import WeightBucket, WeightSource
 from dapo_mega.weight_sync.buckets import EncodedBucket
-from dapo_mega.weight_sync.chains import sources_of
-from dapo_mega.weight_sync.delivery import Delivery, Order, Sender
+from dapo_mega.weight_sync.delivery import Delivery, Sender
 from dapo_mega.weight_sync.encodings import Encoding, Encodings
 from dapo_mega.weight_sync.engine_groups import EngineGroup, backend_name, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.mail import Mail, Message
-from dapo_mega.weight_sync.relays import Relays
 from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.05
-_LONGEST_WAIT = 20  # Of a call in which an engine waits for another one, in time limits; mostly it ends much earlier.
 _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
-
-
-@dataclass
-class _KeptBucket:
-    """A bucket that engines still lack: the pieces that are to be made and those that were made, and what sends them,
-    by engine."""
-
-    remaining: Iterator[Tensor]
-    made: list[Tensor] = field(default_factory=list)
-    works: dict[str, list[dist.Work]] = field(default_factory=dict)
 
 
 class BroadcastTransport(Transport):
@@ -72,28 +57,21 @@ class BroadcastTransport(Transport):
         self._timeout_s = config.timeout_s
         self._replica_size = processes.tensor_size * processes.context_size
         self._address = local_address(towards)
-        self._num_places = processes.pipeline_size * self._replica_size
-        # A sender waits for a message while each of the others sends a bucket, also to engines that did not get it from
-        # another engine, and as long as rank 0 waits for engines.
-        waits_s = (3 + 2 * self._num_places) * self._timeout_s
+        # A sender waits for a message while each of the others sends a bucket, and as long as rank 0 waits for engines.
+        num_places = processes.pipeline_size * self._replica_size
+        waits_s = (3 + 2 * num_places) * self._timeout_s
         self._store = open_store(self._address, waits_s)  # It serves other processes as long as it is referenced.
         everyones: list[Any] = [None] * processes.world_size
         mine = (self._address, self._store.port, secrets.token_hex(4))
         dist.all_gather_object(everyones, mine, group=processes.control)
         self._listening = [(address, port) for address, port, _ in everyones]
         self._run_id = everyones[0][2]
-        self._relays: Relays | None = None
-        if processes.rank == 0 and config.relays:
-            limit_s = _JOINING_SHARE * self._timeout_s
-            backend = backend_name(processes.device)
-            self._relays = Relays(self._run_id, self._store, self._listening[0], backend, limit_s)
         store = self._store if processes.rank == 0 else connect_store(*self._listening[0], waits_s)
         self._mail = Mail(store, processes.rank, waits_s)
         self._update = 0
         self._group_names: dict[str, str] = {}
         self._replica_of: dict[str, int] = {}
         self._groups: dict[str, EngineGroup] = {}
-        self._kept: dict[int, _KeptBucket] = {}
         self._abandoned: list[tuple[EngineGroup, Sequence[dist.Work]]] = []
         self._bytes_made = self._bytes_sent = 0
 
@@ -101,30 +79,26 @@ class BroadcastTransport(Transport):
         # gloo times out on a broadcast that an engine never finishes; its tensors must live until then.
         self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
         self._update = update.number
-        self._kept.clear()
         self._bytes_made = self._bytes_sent = 0
         joining = self._join_groups(update, session)
         replicas = sorted({self._replica_of[target.url] for target in update.targets})
         encoding = self._encodings.choose(update, any(map(self._is_mine, joining)))
-        delivery = self._start_delivery(policy, encoding, update, replicas, session) if session else None
-        for number, bucket in enumerate(policy.shares(self._bucket_bytes, replicas)):
+        if session:
+            self._start_delivery(policy, encoding, update, replicas, session)
+        for bucket in policy.shares(self._bucket_bytes, replicas):
             if bucket and bucket.tensors is not None:
-                self._serve(number, self._encoded(bucket, encoding))
-        while self._kept:
-            self._obey(self._mail.read())
+                self._serve(self._encoded(bucket, encoding))
         if session:
             session.finish()
-        sent = self._sent()
-        return replace(sent, metrics={**sent.metrics, **self._relaying(delivery)}) if delivery else sent
+        return self._sent()
 
     def _encoded(self, bucket: WeightBucket, encoding: Encoding) -> EncodedBucket:
         return encoding.encode(quantised_bucket(bucket) if self._is_fp8 else bucket)
 
     def _start_delivery(
         self, policy: WeightSource, encoding: Encoding, update: Update, replicas: Sequence[int], session: UpdateCalls
-    ) -> Delivery:
+    ) -> None:
         """Start to tell the engines to receive, and the senders to send."""
-        sources = self._sources(update, session)
         rounds = [
             [self._encoded(bucket, encoding) for bucket in buckets]
             for buckets in policy.planned_shares(self._bucket_bytes)
@@ -133,60 +107,20 @@ class BroadcastTransport(Transport):
         for target in session.targets:
             engines[self._replica_of[target.url]].append(target.url)
 
-        async def tell(client: EngineClient, order: Order) -> None:
-            bucket, load_format = order.bucket, order.bucket.load_format
-            group_name = self._group_name(client.url, bucket.stage, bucket.place)
-            if self._relays and order.source:
-                group_name = self._relays.name(client.url, order.source)
-            if self._relays and order.follower:
-                name = f"{update.number}-{order.name}"
-                load_format = PassedOn(name, self._relays.name(order.follower, client.url)).added_to(load_format)
+        async def tell(client: EngineClient, bucket: EncodedBucket, is_last: bool) -> None:
             await client.update_weights_from_distributed(
                 names=[spec.name for spec in bucket.specs],
                 dtypes=[dtype_name(spec.dtype) for spec in bucket.specs],
                 shapes=[spec.shape for spec in bucket.specs],
-                group_name=group_name,
-                version=update.label if order.is_last else None,
-                flush_cache=update.flush_cache and order.is_last,
-                load_format=load_format,
-                limit_s=_LONGEST_WAIT * self._timeout_s if order.source else None,
+                group_name=self._group_name(client.url, bucket.stage, bucket.place),
+                version=update.label if is_last else None,
+                flush_cache=update.flush_cache and is_last,
+                load_format=bucket.load_format,
             )
 
-        largest = max(
-            (sum(spec.num_bytes for spec in bucket.specs) for buckets in rounds for bucket in buckets), default=1
-        )
-        max_kept = max(1, self._bucket_bytes // largest - 1)
-        end = self._relays.end if self._relays else None
-        delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s, sources, max_kept, end)
-        # An engine may wait for others as long as it receives, also for each one before it in its chain, and receive
-        # twice what another one did not pass on.
-        num_parts = 3 * delivery.num_buckets + 2 * len(session.targets) + 2
-        session.start(delivery.deliver, num_parts)
-        return delivery
-
-    def _sources(self, update: Update, session: UpdateCalls) -> dict[str, str]:
-        """The engines that get this update's weights from other engines, and those others."""
-        if not self._relays or not all(target.has_plugin for target in update.targets):
-            return {}
-        of_replica: dict[int, list[str]] = {}
-        for target in session.targets:
-            of_replica.setdefault(self._replica_of[target.url], []).append(target.url)
-        wanted: dict[str, str] = {}
-        for urls in of_replica.values():
-            wanted |= sources_of(urls, self._num_places)
-        sources = self._relays.connect(wanted, {target.url: target.tp_size for target in session.targets}, session)
-        present = {target.url for target in session.targets}
-        return {url: source for url, source in sources.items() if present.issuperset((url, source))}
-
-    def _relaying(self, delivery: Delivery) -> dict[str, float]:
-        """Metrics of what engines passed on. The pairs of which one failed are used no more."""
-        if not self._relays or not delivery.num_delivered:
-            return {}
-        self._relays.drop(delivery.broken)
-        return {
-            "weight_sync/relayed_share": delivery.num_relayed / delivery.num_delivered,
-            "weight_sync/relays_failed": float(len(delivery.broken)),
-        }
+        delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s)
+        # An engine may wait for others as long as it receives.
+        session.start(delivery.deliver, 2 * delivery.num_buckets + len(session.targets) + 2)
 
     def _rank(self, sender: Sender) -> int:
         """Megatron numbers processes by tensor, context, data and pipeline rank."""
@@ -204,28 +138,19 @@ class BroadcastTransport(Transport):
         """Whether this process sends to the engine."""
         return self._replica_of[url] == self._processes.data_rank
 
-    def _serve(self, number: int, bucket: EncodedBucket) -> None:
-        """Send the round's bucket to engines as rank 0 says, until those that get it from here have it or have failed.
-        It is kept for those that get it from other engines."""
+    def _serve(self, bucket: EncodedBucket) -> None:
+        """Send the round's bucket to engines as rank 0 says, until all have it or have failed."""
         assert bucket.pieces is not None
-        self._kept[number] = _KeptBucket(iter(bucket.pieces))
-        while True:
-            message = self._mail.read()
-            self._obey(message)
-            if message.kind != "send" and message.number == number:
-                return
-
-    def _obey(self, message: Message) -> None:
-        if message.kind == "send":
-            bucket = self._kept[message.number]
+        remaining = iter(bucket.pieces)
+        made: list[Tensor] = []
+        works: dict[str, list[dist.Work]] = {}
+        while (message := self._mail.read()).kind == "send":
             (url,) = message.urls
             if url in self._groups:
-                bucket.works[url] = self._broadcast(self._groups[url], bucket.made, bucket.remaining)
-                self._bytes_sent += sum(piece.nbytes for piece in bucket.made)
-        elif message.kind == "done":
-            bucket = self._kept.pop(message.number)
-            self._bytes_made += sum(piece.nbytes for piece in bucket.made)
-            self._finish(bucket.works, message.urls)
+                works[url] = self._broadcast(self._groups[url], made, remaining)
+                self._bytes_sent += sum(piece.nbytes for piece in made)
+        self._bytes_made += sum(piece.nbytes for piece in made)
+        self._finish(works, message.urls)
 
     def _broadcast(self, group: EngineGroup, made: list[Tensor], remaining: Iterator[Tensor]) -> list[dist.Work]:
         """Start the broadcasts of all pieces: those that were `made` for an engine before, or are made now."""
@@ -281,8 +206,6 @@ class BroadcastTransport(Transport):
         old_names = {target.url: self._group_names.get(target.url) for target in lacking}
         sizes = {target.url: 1 + target.tp_size for target in lacking}
         self._assign_replicas(update, list(sizes))
-        if self._relays:
-            self._relays.forget(sizes)
         for index, url in enumerate(sizes):
             name = f"dapo-mega-{self._run_id}-{update.number}-{index}"
             self._group_names[url] = limited_group(name, _JOINING_SHARE * self._timeout_s)
@@ -363,8 +286,6 @@ class BroadcastTransport(Transport):
         for url in urls:
             self._replica_of.pop(url, None)
             self._groups.pop(url, None)
-        if self._relays:
-            self._relays.forget(urls)
 
     def close(self) -> None:
         """See `Transport`. Takes up to `timeout_s` if an engine never finished a broadcast."""

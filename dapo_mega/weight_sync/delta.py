@@ -11,7 +11,6 @@ from torch import Tensor
 from dapo_mega.engines.sglang.weight_protocol import (
     CHANGES_FORMAT,
     checksum,
-    chunks,
     differing,
     find_changes,
     pack_changes,
@@ -38,7 +37,7 @@ class DeltaEncoding:
         self._held.clear()
 
     def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """See `Encoding`. First comes the number of bytes [8], then the packed changes in chunks; afterwards engines
+        """See `Encoding`. First comes the number of bytes [8], then the packed changes; afterwards engines
         are assumed to hold the bucket."""
         specs = tuple(
             replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point and len(spec.shape) > 1 else spec
@@ -63,7 +62,7 @@ class DeltaEncoding:
             held.copy_(new)
         packed = pack_changes(found, checksums)
         length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
-        return length, *chunks(packed)
+        return length, packed
 
     def _count(self, new: Tensor, before: Tensor, places: Tensor | None) -> None:
         """Count a compared tensor; `places` are those of its changes, None if all of its values are sent."""

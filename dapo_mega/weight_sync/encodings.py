@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, chunks, split_specs
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, split_specs
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.buckets import EncodedBucket, flatten
 from dapo_mega.weight_sync.delta import DeltaEncoding
@@ -64,13 +64,13 @@ def _piece_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
 
 
 def _pieces(specs_of_pieces: Sequence[Sequence[WeightSpec]], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The pieces' bytes in chunks; a tensor alone in its piece is sent from its own memory, without a copy."""
+    """The pieces' bytes; a tensor alone in its piece is sent from its own memory, without a copy."""
     remaining = iter(tensors)
     for specs in specs_of_pieces:
         if len(specs) == 1:
-            yield from chunks(next(remaining).contiguous().flatten().view(torch.uint8))
+            yield next(remaining).contiguous().flatten().view(torch.uint8)
         else:
-            yield from chunks(flatten(specs, islice(remaining, len(specs))))
+            yield flatten(specs, islice(remaining, len(specs)))
 
 
 class Encodings:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 @dataclass(frozen=True)
 class Message:
     """What the process is to do: `join` the groups of these engines, `send` its bucket of round `number` to the engine,
-    `pass` on to the next one but keep this one, or free it, being `done`: these engines have it."""
+    or free it, being `done`: these engines have it."""
 
     kind: str
     urls: tuple[str, ...] = ()

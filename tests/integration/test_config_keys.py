@@ -62,7 +62,6 @@ NOT_READ_BY_A_RUN = {
     "weight_sync.full_every": "with engines of a fleet",
     "weight_sync.in_flight": "with engines of a fleet",
     "weight_sync.pause": "with engines of a fleet",
-    "weight_sync.relays": "with engines of a fleet",
     "weight_sync.timeout_s": "with engines of a fleet",
     "weight_sync.transport": "with engines of a fleet",
 }
@@ -107,8 +106,6 @@ ELSEWHERE = {
     "test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",
     "weight_sync.full_every": "integration/test_fleet.py::"
     "test_engines_that_got_only_changes_hold_the_whole_new_weights",
-    "weight_sync.relays": "integration/test_fleet.py::"
-    "test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_once",
 }
 CHANGED = {
     *ELSEWHERE,

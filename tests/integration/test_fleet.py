@@ -24,7 +24,6 @@ from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
-from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop
 from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, run_script, start_workers, wait_for
 
@@ -342,8 +341,7 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
 
 
 def run_losing_an_engine(training_run, engines, index, fault):
-    """Train to the end, with the fault at this engine in the middle of the update after step 2. The first engine passes
-    weights on to the second one."""
+    """Train to the end, with the fault at this engine in the middle of the update after step 2."""
     shares = training_run.policy.shares
 
     def interrupted(*arguments):
@@ -359,8 +357,6 @@ def run_losing_an_engine(training_run, engines, index, fault):
     finally:
         training_run.policy.shares = shares
     assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
-    assert records[0]["weight_sync/relayed_share"] == 0.5
-    assert 0 < records[1]["weight_sync/relayed_share"] < 0.5
     assert records[1]["time/weight_sync_s"] < 60
     assert call(engines.launcher.urls[1 - index], "/model_info")[1]["weight_version"].endswith(":3")
 
@@ -425,14 +421,8 @@ def test_a_killed_trainer_finds_its_engines_and_has_each_group_and_evaluation_on
         assert workers[0].exitcode is None, (tmp_path / "logs" / "rank_0.log").read_text()[-3000:]
     finally:
         kill(workers)
-    num_recorded = steps_done(tmp_path / "run")
-    values["weight_sync"]["relays"] = False
     finish_run(start_run(tmp_path, values, 1), tmp_path, RESTART_LIMIT_S)
     check_restarted_run(tmp_path / "run", 4)
-    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"]]
-    relayed = [r.get("weight_sync/relayed_share", 0.0) for r in records]
-    assert relayed[num_recorded:] == [0.0] * (4 - num_recorded)
-    assert max(relayed[:num_recorded]) > 0
     check_evaluations_beside(tmp_path / "run", 4)
 
 

@@ -6,9 +6,8 @@ python tools/benchmark.py senders --layout data=2 --engines 2 4 8 --mib 48 --buc
 
 The trainer's processes (as many as --layout says) send to engines, each on a host of its own. The trainer is
 `FleetWeightSync` with its broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light
-processes with the plugin's receiving code, which compare what they get and pass it on where engines outnumber
-processes. `allowed` is the time that the rate allows an engine for the payload; `one group` broadcasts the same pieces
-from one process to all engines in one group. The first update of a row, in which engines join, does not count. CPU is
+processes with the plugin's receiving code, which compare what they get. `allowed` is the time that the rate allows an
+engine for the payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first update of a row, in which engines join, does not count. CPU is
 of all processes of the benchmark, as a share of the machine's cores.
 """
 
@@ -40,7 +39,7 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, chunks, dtype_name
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name
 from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
@@ -64,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=48, help="size of the weights")
     parser.add_argument("--bucket-mib", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-relays", action="store_true", help="engines pass nothing on")
     parser.add_argument("--role", choices=("engine", "sender"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
@@ -109,8 +107,8 @@ def run(options: argparse.Namespace) -> list[str]:
             f"{options.rate}, buckets of {options.bucket_mib} MiB, {os.cpu_count()} cores",
             "",
             "| engines | allowed, s | update, s | of allowed | over 1 engine | busiest sender over mean | "
-            "passed on by engines | one group, s | CPU |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "one group, s | CPU |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         return lines + _rows(options, commands[-num_senders], commands, rate)
 
@@ -119,7 +117,6 @@ def _common(options: argparse.Namespace) -> list[str]:
     return [
         *("--layout", *options.layout, "--engines", *map(str, options.engines), "--mib", str(options.mib)),
         *("--bucket-mib", str(options.bucket_mib), "--rounds", str(options.rounds)),
-        *(["--no-relays"] if options.no_relays else []),
     ]
 
 
@@ -154,8 +151,7 @@ def _rows(options: argparse.Namespace, sent: Any, commands: Sequence[Any], rate:
         allowed = options.mib * 2**20 / rate
         cells = [f"{each['engines']}", f"{allowed:.2f}", f"{each['update_s']:.2f}", f"{allowed / each['update_s']:.2f}"]
         cells += [f"{each['update_s'] / first:.2f}", f"{each['balance']:.3f}"]
-        cells += [f"{each['relayed']:.2f}", f"{each['one_group_s']:.2f}"]
-        cells += [f"{each['cpu']:.2f}"]
+        cells += [f"{each['one_group_s']:.2f}", f"{each['cpu']:.2f}"]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -258,14 +254,14 @@ def _send(options: argparse.Namespace) -> None:
     fleet = _Fleet(options.urls) if options.rank == 0 else None
     if fleet:
         _wait_for_engines(fleet)
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S, relays=not options.no_relays)
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
     sync = FleetWeightSync(processes, fleet, config, transport)
     policy = _Policy(options, processes)
     for num_engines in options.engines:
         if fleet:
             fleet.num_engines = num_engines
-        times, balances, relayed = [], [], 0.0
+        times, balances = [], []
         busy = _busy_s(fleet, processes)
         for number in range(1 + options.rounds):
             if number == 1:
@@ -274,7 +270,7 @@ def _send(options: argparse.Namespace) -> None:
             before = _sent_bytes(processes)
             dist.barrier()
             started = time.perf_counter()
-            relayed = sync.push(policy, policy.version).get("weight_sync/relayed_share", 0.0)
+            sync.push(policy, policy.version)
             dist.barrier()
             times.append(time.perf_counter() - started)
             sent = _sent_bytes(processes) - before
@@ -288,7 +284,6 @@ def _send(options: argparse.Namespace) -> None:
                 "engines": num_engines,
                 "update_s": statistics.median(times[1:]),
                 "balance": statistics.median(balances[1:]),
-                "relayed": relayed,
                 "one_group_s": one_group_s,
                 "cpu": cpu,
             }
@@ -393,8 +388,7 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     started = time.perf_counter()
     received = fleet.start_call(targets, receive, TIMEOUT_S)
     for start in range(0, len(specs), per_piece):
-        for chunk in chunks(torch.cat(list(policy.tensors(specs[start : start + per_piece])))):
-            group.broadcast(chunk, 0).wait()
+        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_piece]))), 0).wait()
     received.result()
     return time.perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""An engine's HTTP interface that only receives weights and passes them on: a light process for `benchmark senders`."""
+"""An engine's HTTP interface that only receives weights: a light process for `benchmark senders`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from aiohttp import web
 
 from dapo_mega.distributed.stores import connect_store
-from dapo_mega.engines.sglang.weight_protocol import PassedOn, PiecesFormat, is_relay_group, weight_specs
+from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, weight_specs
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.sglang_plugin.relaying import Relays
 from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 
 PORT = 30000
@@ -40,7 +39,6 @@ class ReceivingEngine:
         torch.set_num_threads(1)
         self._address = address
         self._groups: dict[str, EngineGroup] = {}
-        self._relays = Relays()
         self._received: dict[str, int] = {}
         self._wrong: list[str] = []
         self._thread = ThreadPoolExecutor(1)
@@ -76,29 +74,21 @@ class ReceivingEngine:
 
     def _end(self, body: Any) -> dict[str, Any]:
         """All tensors are of one version."""
-        self._relays.settle()
         versions = {(value - value_of(name, 0)) % 251 for name, value in self._received.items()}
         is_right = len(versions) == 1 and not self._wrong
         return {"success": is_right, "message": f"wrong: {self._wrong}, {len(versions)} versions"}
 
     def _join(self, body: Any) -> dict[str, Any]:
-        place = {"address": body["master_address"], "port": body["master_port"], "world_size": body["world_size"]}
         name, rank = body["group_name"], body["rank_offset"]
-        if is_relay_group(name):
-            self._relays.join(name, **place, rank=rank, device="cpu", is_sender=rank == 0)
-            return {}
         store = connect_store(body["master_address"], body["master_port"], TIMEOUT_S)
         self._groups[name] = join_group(store, name, body["world_size"], CPU, self._address, TIMEOUT_S, rank=rank)
         return {}
 
     def _receive(self, body: Any) -> dict[str, Any]:
         specs = weight_specs(body["names"], body["dtypes"], body["shapes"])
-        load_format, passed_on = PassedOn.split_from(body["load_format"])
-        pieces = PiecesFormat.parse(load_format)
+        pieces = PiecesFormat.parse(body["load_format"])
         assert pieces
-        group = self._relays.source(body["group_name"]) or self._groups[body["group_name"]]
-        follower = self._relays.follower(passed_on)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces, None, follower):
+        for name, tensor in ArrivingWeights(self._groups[body["group_name"]], "cpu", specs, pieces):
             self._received[name] = int(tensor[0])
             if not bool((tensor == tensor[0]).all()):
                 self._wrong.append(name)

@@ -5,8 +5,7 @@ changes    two pieces: the number of bytes in the second one, and the second one
            of each tensor, then the checksum of each whole tensor, then for each tensor either all values, or the
            positions and the values of the changed ones
 
-Numbers are int64, positions int32; each part starts at a multiple of 8 bytes. Each piece is broadcast in `chunks`, so
-that an engine can pass on the first bytes of a large tensor while it receives the rest.
+Numbers are int64, positions int32; each part starts at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dapo_mega.types import WeightSpec
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Increase it with every change after which one side no longer understands the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """The field of a server's internal state that holds the plugin's protocol."""
@@ -30,10 +29,6 @@ OTHER_MODEL = "its model is not the policy's"
 """The start of an engine's error when the weights sent are another model's."""
 CHANGES_FORMAT = "dapo_mega_changes"
 _PIECES_FORMAT = "dapo_mega_pieces:"
-_PASSED_ON = "|passed_on:"
-_RELAY = "dapo-mega-relay-"
-ALL_HERE = "all here"
-CHUNK_BYTES = 2**21
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
 _ALIGNMENT = 8
@@ -49,55 +44,6 @@ def limit_of_group(name: str) -> float | None:
     """The limit in seconds that `limited_group` wrote into the name; None if there is none."""
     found = _LIMIT.search(name)
     return int(found[1]) / 1000 if found else None
-
-
-def relay_group(name: str) -> str:
-    """The name of a group in which one engine passes weights on to another; `name` is unique among all runs."""
-    return f"{_RELAY}{name}"
-
-
-def is_relay_group(name: str) -> bool:
-    return name.startswith(_RELAY)
-
-
-def presence_key(group: str, rank: int) -> str:
-    """The store's key by which a rank says that it is about to join a relay's group."""
-    return f"relay/{group}/here/{rank}"
-
-
-def meeting_key(group: str) -> str:
-    """The store's key that decides once for all ranks of a relay's group: ALL_HERE, or why it is not made."""
-    return f"relay/{group}/meeting"
-
-
-def failure_key(group: str) -> str:
-    """The store's key by which the trainer says that one side of a relay's group is gone."""
-    return f"relay/{group}/failed"
-
-
-def chunks(piece: Tensor) -> Sequence[Tensor]:
-    """The parts [at most 2 MiB] in which a piece [bytes] uint8 is broadcast, as views of it."""
-    return piece.split(CHUNK_BYTES)
-
-
-@dataclass(frozen=True)
-class PassedOn:
-    """What the load format of a bucket says if an engine is to pass the bucket on: the `group` in which it does, and a
-    name of the bucket, which stays the same when the engine must receive it again."""
-
-    bucket: str
-    group: str
-
-    def added_to(self, load_format: str) -> str:
-        """The load format that says how the bucket is encoded, and this."""
-        return f"{load_format}{_PASSED_ON}{self.bucket}:{self.group}"
-
-    @classmethod
-    def split_from(cls, load_format: str) -> tuple[str, PassedOn | None]:
-        """The inverse of `added_to`; None if the bucket goes no further."""
-        encoding, _, passed_on = load_format.partition(_PASSED_ON)
-        bucket, _, group = passed_on.partition(":")
-        return encoding, cls(bucket, group) if passed_on else None
 
 
 @dataclass(frozen=True)

@@ -158,24 +158,6 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
-        "weight_sync/relayed_share",
-        "share",
-        "Share of the buckets that engines got from other engines instead of the trainer; with "
-        "`weight_sync.transport=distributed`.",
-        "0 where a replica of the trainer has as many processes as engines; 1 - processes / engines otherwise",
-        "0 with more engines than processes",
-        "read the trainer's warnings: all engines need `dapo_mega` beside SGLang and connections to each other",
-    ),
-    Metric(
-        "weight_sync/relays_failed",
-        "engines",
-        "Engines that did not get a bucket from the engine before them; they got it, and the rest, from the trainer.",
-        "0",
-        "above 0 in every update",
-        "read the engines' logs; `weight_sync.relays=false` if the network between engines is not to be trusted",
-        better="lower",
-    ),
-    Metric(
         "weight_sync/engines",
         "engines",
         "Engines that took the weights.",

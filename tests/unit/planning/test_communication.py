@@ -4,9 +4,6 @@ import pytest
 
 from dapo_mega.algorithms.advantages import GaeAdvantage
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.sglang import weight_protocol
-from dapo_mega.megatron import shares
-from dapo_mega.planning import communication
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
@@ -114,35 +111,25 @@ def test_a_stage_sends_its_output_forward_and_its_gradient_backward():
     assert traffic(world_size=4, pipeline=4)["PP sends"] == 3 * HIDDEN
 
 
-CHUNK = communication.CHUNK_BYTES
-
-
 @pytest.mark.parametrize(
-    ("parallel", "world_size", "num_engines", "num_bytes", "without_relays"),
+    ("parallel", "world_size", "num_engines", "num_bytes"),
     [
-        ({}, 8, 1, 2**30, 2**30),  # The engine gets everything,
-        ({}, 8, 8, 2**30, 2**30),  # as each of eight does from a replica of its own.
-        ({}, 8, 9, 2**30 + 4 * CHUNK, 2 * 2**30),  # Four buckets, one chunk behind in each.
-        ({}, 1, 9, 2**30 + 8 * 4 * CHUNK, 9 * 2**30),
-        ({"pipeline": 2, "context": 2}, 8, 8, 2**30, 2**30),  # Four engines for each replica of four processes.
-        ({"pipeline": 2, "context": 2}, 8, 10, 2**30 + 10 * CHUNK, 5 * 2**28),
+        ({}, 8, 1, 2**30),  # The engine gets everything,
+        ({}, 8, 8, 2**30),  # as each of eight does from a replica of its own.
+        ({}, 8, 9, 2 * 2**30),
+        ({}, 1, 9, 9 * 2**30),
+        ({"pipeline": 2, "context": 2}, 8, 8, 2**30),  # Four engines for each replica of four processes.
+        ({"pipeline": 2, "context": 2}, 8, 10, 5 * 2**28),
         # A process has a quarter of what it sends.
-        ({"tensor": 4, "sequence": True}, 4, 4, 2**28 * (4 + 0.75), 2**28 * (4 + 0.75)),
+        ({"tensor": 4, "sequence": True}, 4, 4, 2**28 * (4 + 0.75)),
     ],
 )
-def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, num_bytes, without_relays):
-    for relays, expected in ((True, num_bytes), (False, without_relays)):
-        rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
-        sync = {"relays": relays}
-        config = RunConfig.model_validate({**RUN, "rollout": rollout, "parallel": parallel, "weight_sync": sync})
-        work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
-        traffic = step_traffic(work, "local", num_parameters=2**29, num_engines=num_engines)
-        assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == expected
-
-
-def test_what_the_plan_says_of_weights_is_what_engines_and_trainer_do():
-    assert communication.CHUNK_BYTES == weight_protocol.CHUNK_BYTES
-    assert communication.FEWEST_BUCKETS == shares.FEWEST_BUCKETS
+def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, num_bytes):
+    rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
+    config = RunConfig.model_validate({**RUN, "rollout": rollout, "parallel": parallel})
+    work = Workload(config, RankLayout(dense(), config.parallel, world_size), 8, 10)
+    traffic = step_traffic(work, "local", num_parameters=2**29, num_engines=num_engines)
+    assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == num_bytes
 
 
 def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():

@@ -19,14 +19,11 @@ from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineErr
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.weight_protocol import (
     CHANGES_FORMAT,
-    PassedOn,
     PiecesFormat,
-    is_relay_group,
     limit_of_group,
     weight_specs,
 )
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.sglang_plugin.relaying import Relays
 from dapo_mega.weight_sync.engine_groups import join_group
 
 _READER = """
@@ -73,11 +70,8 @@ class ScriptedEngine:
         self.versions = []
         self.calls = []
         self.load_formats = []
-        self.relay_failures = []  # Why groups were not joined.
-        self.sources = []  # Of the buckets: trainer or engine.
         self.groups = {}  # Those of the first rank.
         self.other_groups = {}  # Name -> those of the other ranks.
-        self.relays = Relays()
         self.is_open = False
         self.num_buckets = 0
         self.load_s = 0.0  # Per tensor.
@@ -108,21 +102,9 @@ class ScriptedEngine:
         await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def disconnect(self):
-        """Leave all groups, so that nobody waits for what this engine does not do. Those that still wait for others are
-        kept: freeing them would stop all threads of this process until their time limit."""
+        """Leave all groups, so that nobody waits for what this engine does not do."""
         self.groups.clear()
         self.other_groups.clear()
-        for side in (self.relays._follower, self.relays._source):
-            if side and not side.is_open():
-                self.relays.leave(side.name)
-
-    def wait_for_groups(self):
-        """Until what is left in groups has ended, as it does when all other sides are disconnected."""
-        sides = [self.relays._follower, self.relays._source, *self.relays._given_up]
-        deadline = time.monotonic() + 60
-        while any(side and side.is_open() for side in sides):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     async def generate(self, payload, timeout_s):
         await self._meet("score")
@@ -139,30 +121,16 @@ class ScriptedEngine:
 
     async def end_weight_update(self):
         await self._meet("end")
-        await self._in_thread(self.relays.settle)
         self.is_open = False
         if self.refuses_what_came:
             self.refuses_what_came = False
             raise EngineRefused(self.url, 400, "not all weights came")
 
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
-        await self._meet("join a relay" if is_relay_group(name) else "init")
-        assert (world_size, backend) == (2 if is_relay_group(name) else 1 + self.tp_size, "gloo")
+        await self._meet("init")
+        assert (world_size, backend, rank_offset) == (1 + self.tp_size, "gloo", 1)
         assert 0 < limit_of_group(name) < self._timeout_s
-        if is_relay_group(name):
-            await self._in_thread(self._join_relay, address, port, name, rank_offset)
-            return
-        assert rank_offset == 1
         await self._in_thread(self._join, address, port, name)
-
-    def _join_relay(self, address, port, name, rank):
-        try:
-            self.relays.join(
-                name, address=address, port=port, rank=rank, world_size=2, device="cpu", is_sender=rank == 0
-            )
-        except (RuntimeError, OSError) as error:
-            self.relay_failures.append(str(error))
-            raise EngineRefused(self.url, 400, str(error)) from error
 
     def _join(self, address, port, name):
         def join(rank):
@@ -180,22 +148,18 @@ class ScriptedEngine:
         del self.groups[name], self.other_groups[name]
 
     async def update_weights_from_distributed(
-        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format, limit_s=None
+        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format
     ):
         self.num_buckets += 1
         await self._meet(("update", self.num_buckets))
-        load_format, passed_on = PassedOn.split_from(load_format)
-        group = self.groups.get(group_name) or self.relays.source(group_name)
+        group = self.groups.get(group_name)
         if not self.is_open or not group:
             raise EngineRefused(self.url, 400, "no session, or no such group")
         self.load_formats.append(load_format)
-        self.sources.append("engine" if is_relay_group(group_name) else "trainer")
-        follower = self.relays.follower(passed_on)
         try:
             specs, groups = weight_specs(names, dtypes, shapes), [group, *self.other_groups.get(group_name, [])]
             receive = partial(self._in_thread, self._receive, specs, load_format)
-            followers = [follower, *[None] * (self.tp_size - 1)]
-            await asyncio.gather(*map(receive, groups, followers, self.rank_weights))
+            await asyncio.gather(*map(receive, groups, self.rank_weights))
         except RuntimeError as error:
             raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
         self.versions.append((version, flush_cache))
@@ -218,16 +182,16 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, specs, load_format, group, follower, weights):
+    def _receive(self, specs, load_format, group, weights):
         if load_format == CHANGES_FORMAT:
-            changes = ChangedWeights(group, "cpu", specs, follower)
+            changes = ChangedWeights(group, "cpu", specs)
             for spec, (name, tensor) in zip(specs, changes, strict=True):
                 weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
         is_flat = load_format == "flattened_bucket"
         pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces, None, follower):
+        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces):
             weights[name] = tensor.clone()
             time.sleep(self.load_s)
 
@@ -303,6 +267,4 @@ class ScriptedFleet:
 
     def close(self):
         self.disconnect()
-        for engine in self.engines.values():
-            engine.wait_for_groups()
         self._thread.close()

@@ -11,7 +11,6 @@ import torch
 from dapo_mega.engines.sglang.engine_client import EngineError, EngineRefused
 from dapo_mega.types import WeightSpec
 from dapo_mega.weight_sync.buckets import EncodedBucket
-from dapo_mega.weight_sync.chains import sources_of
 from dapo_mega.weight_sync.delivery import Delivery, Sender
 
 SPECS = (WeightSpec("w", torch.float32, (1,)),)
@@ -26,51 +25,27 @@ def rounds_of(num_rounds, num_stages=1, num_places=1):
 
 
 class Run:
-    """A delivery to engines whose `faults` map (URL, how many buckets they have) to what happens then. An engine that
-    gets a bucket from another one has it when that one has it."""
+    """A delivery to engines whose `faults` map (URL, how many buckets they have) to what happens then."""
 
-    def __init__(self, rounds, engines, faults=(), timeout_s=30.0, sources=None, max_kept=1, seed=0):
+    def __init__(self, rounds, engines, faults=(), timeout_s=30.0, seed=0):
         self.posted = []
         self.numbers = []
         self.received = {url: [] for urls in engines.values() for url in urls}
-        self.relayed = []
-        self.ended = set()
         self.together = []
         self.most_at_a_sender = 0
-        self._max_kept = max_kept
         self._at = Counter()
         self._faults = dict(faults)
         self._rounds = rounds
         self._barrier = None
         self._pauses = random.Random(seed)
-        self._passed = {}  # By follower and bucket, once its source was told to pass it on.
-        self.delivery = Delivery(rounds, engines, self._post, self._tell, timeout_s, sources, max_kept, self._end)
+        self.delivery = Delivery(rounds, engines, self._post, self._tell, timeout_s)
 
     def _post(self, sender, message):
         self.posted.append((sender, message.kind, message.urls))
         self.numbers.append((sender, message.kind, message.number))
 
-    def _end(self, engine, source):
-        """What the engine waits for does not come any more."""
-        self.ended.add((engine, source))
-        for (follower, _), passed in self._passed.items():
-            if follower == engine and not passed.done():
-                passed.set_exception(EngineError(source, "gone"))
-                passed.exception()  # Seen, should nobody wait for it.
-
-    async def _tell(self, client, order):
-        if order.follower:
-            lacks = len(self.received[client.url]) - len(self.received[order.follower])
-            assert lacks <= self._max_kept, "it keeps more buckets for the engine behind it than it may"
-            self._passed.setdefault((order.follower, order.name), asyncio.get_running_loop().create_future())
-        await self._meet(client.url, order)
-        if order.follower and not (passed := self._passed[order.follower, order.name]).done():
-            passed.set_result(None)
-        self.received[client.url].append(
-            (order.bucket.load_format, order.bucket.stage, order.bucket.place, order.is_last)
-        )
-
-    async def _meet(self, url, order):
+    async def _tell(self, client, bucket, is_last):
+        url = client.url
         fault = self._faults.pop((url, len(self.received[url])), None)
         if fault == "hang":
             await asyncio.sleep(60)
@@ -78,14 +53,6 @@ class Run:
             raise EngineRefused(url, 400, fault)
         elif fault:
             raise EngineError(url, fault)
-        bucket = order.bucket
-        if order.source:
-            try:
-                await asyncio.shield(self._passed[url, order.name])
-            except EngineError as error:
-                raise EngineRefused(url, 400, str(error)) from error
-            self.relayed.append(url)
-            return
         self._check_that_it_can_come(int(bucket.load_format), bucket)
         sender = (url[0], bucket.stage, bucket.place)
         self._at[sender] += 1
@@ -96,18 +63,17 @@ class Run:
         for _ in range(self._pauses.randint(0, 9)):
             await asyncio.sleep(0)
         self._at[sender] -= 1
+        self.received[url].append((bucket.load_format, bucket.stage, bucket.place, is_last))
 
     def _check_that_it_can_come(self, number, bucket):
         """The sender has the bucket, few before it, and no other still has one for which gathering waits."""
         ((sender, kind, said),) = self.numbers[-1:]
         assert (kind, said) == ("send", number)
-        passed = {(each, n) for each, kind, n in self.numbers if kind in ("pass", "done")}
         done = {(each, n) for each, kind, n in self.numbers if kind == "done"}
-        assert all((sender, n) in passed for n in range(number))
-        assert all((sender, n) in done for n in range(number - self._max_kept))
+        assert all((sender, n) in done for n in range(number))
         assert (sender, number) not in done
         if number > 1:
-            assert all((each, number - 2) in passed for each in {s for s, *_ in self.numbers})
+            assert all((each, number - 2) in done for each in {s for s, *_ in self.numbers})
 
     def go(self, in_step=0):
         """The errors by URL."""
@@ -168,79 +134,20 @@ def test_a_replica_whose_engines_are_gone_sends_nothing():
     ]
 
 
-CHAIN = {"b": "a", "c": "b", "d": "c"}
-
-
-def test_a_chain_gets_all_buckets_from_its_first_engine():
-    run = Run(rounds_of(4, num_places=2), {0: ["a", "b", "c", "d"]}, sources=CHAIN)
-    assert not run.go()
-    assert all(len({each[:3] for each in received}) == 8 for received in run.received.values())
-    assert run.received["a"] == run.received["d"]
-    sent = [urls for _, kind, urls in run.posted if kind == "send"]
-    assert sent == [("a",)] * 8
-    assert (run.delivery.num_relayed, run.delivery.num_delivered) == (24, 32)
-
-
-def test_chains_begin_at_different_senders():
-    engines = [f"e{number}" for number in range(8)]
-    run = Run(rounds_of(3, num_places=4), {0: engines}, sources={f"e{n + 4}": f"e{n}" for n in range(4)})
-    assert not run.go()
-    assert run.most_at_a_sender == 1
-
-
-@pytest.mark.parametrize("fault", ["dies", "refuses", "hang"])
-@pytest.mark.parametrize("num_received", [0, 1, 5])
-def test_whoever_followed_an_engine_that_fails_gets_the_rest_from_the_trainer(fault, num_received):
-    limit_s = 1.0 if fault == "hang" else 30.0
-    run = Run(rounds_of(3, num_places=2), {0: list("abcd")}, {("a", num_received): fault}, limit_s, CHAIN)
-    errors = run.go()
-    assert list(errors) == ["a"]
-    assert run.ended == {("b", "a")}, "nobody else need ask the trainer"
-    assert [len(run.received[url]) for url in "abcd"] == [num_received, 6, 6, 6]
-    sent = Counter(urls for _, kind, urls in run.posted if kind == "send")
-    assert sent["b",] == 6 - num_received
-    assert sent["d",] == 0, "those behind it go on with it"
-
-
-def test_an_engine_that_does_not_get_what_is_passed_on_asks_the_trainer_once():
-    """And one that does not answer at all has failed."""
-    run = Run(rounds_of(3, num_places=2), {0: list("abcd")}, {("c", 2): "refuses"}, sources=CHAIN)
-    assert not run.go()
-    assert run.delivery.broken == [("c", "b")]
-    assert Counter(urls for _, kind, urls in run.posted if kind == "send") == {("a",): 6, ("c",): 4}
-    assert Counter(run.relayed) == {"b": 6, "c": 2, "d": 6}
-    run = Run(rounds_of(3), {0: list("abcd")}, {("c", 1): "dies"}, sources=CHAIN)
-    assert run.go() == {"c": "c: dies"}
-    assert set(run.delivery.broken) <= {("d", "c")}
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_whatever_fails_in_chains_all_others_get_everything(seed):
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_fails_all_others_get_everything(seed):
     chance = random.Random(seed)
     num_rounds, num_stages, num_places = chance.randint(1, 4), chance.randint(1, 2), chance.randint(1, 3)
     engines = {replica: [f"{replica}e{n}" for n in range(chance.randint(1, 7))] for replica in (0, 1)}
-    sources = {}
-    for urls in engines.values():
-        sources |= sources_of(urls, chance.randint(1, num_stages * num_places))
     everyone = [url for urls in engines.values() for url in urls]
     num_buckets = num_rounds * num_stages * num_places
     kinds = [*["dies"] * 3, *["refuses"] * 3, *["hang"] * (seed % 10 == 0)]
     faults = {(url, chance.randrange(num_buckets)): chance.choice(kinds) for url in chance.sample(everyone, 2)}
-    max_kept = chance.choice([1, 2, 9])
-    run = Run(rounds_of(num_rounds, num_stages, num_places), engines, faults, 1.0, sources, max_kept, seed)
+    run = Run(rounds_of(num_rounds, num_stages, num_places), engines, faults, 1.0, seed)
     errors = run.go()
-    assert not errors.keys() - {url for url, _ in faults}
+    assert errors.keys() == {url for url, _ in faults}
     for url, received in run.received.items():
         assert url in errors or len({each[:3] for each in received}) == len(received) == num_buckets
     done = Counter(sender for sender, kind, _ in run.posted if kind == "done")
     assert len(done) == 2 * num_stages * num_places
     assert set(done.values()) == {num_rounds}
-
-
-def test_chains_are_equal_and_stay_on_machines():
-    urls = [f"http://10.0.0.{machine}:{port}" for port in (30000, 30001, 30002) for machine in (1, 2)]
-    one, two, four = (sources_of(urls, number) for number in (1, 2, 4))
-    assert sum(url.split(":")[1] != source.split(":")[1] for url, source in one.items()) == 1
-    assert all(url.split(":")[1] == source.split(":")[1] for url, source in two.items())
-    assert (len(one), len(two), len(four)) == (5, 4, 2)
-    assert sources_of(urls, 6) == sources_of(urls, 9) == sources_of([], 2) == {}

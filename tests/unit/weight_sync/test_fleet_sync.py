@@ -144,7 +144,7 @@ def watched_groups(monkeypatch):
 @pytest.mark.usefixtures("one_by_one")
 def test_no_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
     # Engines receive one piece at a time.
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5, relays=False)
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)
     sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
     fleet.without_plugin = set()
     fleet.engines[URLS[1]].load_s = 0.2
