@@ -7,8 +7,9 @@ python tools/benchmark.py senders --layout data=2 --engines 2 4 8 --mib 48 --buc
 The trainer's processes (as many as --layout says) send to engines, each on a host of its own. The trainer is
 `FleetWeightSync` with its broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light
 processes with the plugin's receiving code, which compare what they get. `allowed` is the time that the rate allows an
-engine for the payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first update of a row, in which engines join, does not count. CPU is
-of all processes of the benchmark, as a share of the machine's cores.
+engine for the payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first
+update of a row, in which engines join, does not count. CPU is of all processes of the benchmark, as a share of the
+machine's cores.
 """
 
 from __future__ import annotations

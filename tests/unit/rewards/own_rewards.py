@@ -37,6 +37,10 @@ class Refusing:
         raise OSError("no model here")
 
 
+class Uncallable:
+    pass
+
+
 async def verdicts(records):
     await asyncio.sleep(0)
     return [

@@ -82,7 +82,7 @@ def test_a_function_has_settings_and_a_class_is_made_once_with_them():
         ("scaled", {}, "cannot be called with one argument"),
         ("Counting", {"begin": 1}, r"it takes \(start=0\) and is called with \(begin=...\)"),
         ("Refusing", {}, r"it raises OSError: no model here \(line \d+\)"),
-        ("Path", {}, "what the class makes cannot be called"),
+        ("Uncallable", {}, "what the class makes cannot be called"),
     ):
         with reward(name, settings=settings) as own, pytest.raises(InputError, match=said):
             own.load()
