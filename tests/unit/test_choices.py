@@ -3,7 +3,10 @@
 import pytest
 import yaml
 
-from dapo_mega.algorithms.policy_losses import ClipLoss, GspoLoss, KlCovLoss, MirrorDescentLoss, SapoLoss
+from dapo_mega.algorithms.policy_losses.clip import ClipLoss, GspoLoss
+from dapo_mega.algorithms.policy_losses.covariance import KlCovLoss
+from dapo_mega.algorithms.policy_losses.mirror_descent import MirrorDescentLoss
+from dapo_mega.algorithms.policy_losses.soft_gate import SapoLoss
 from dapo_mega.config import AlgorithmConfig, RunConfig, load_config
 from dapo_mega.config.choices import FLAT, choices_of
 from dapo_mega.config.data import PromptSamplingConfig
@@ -88,7 +91,7 @@ def test_a_record_of_an_earlier_version_has_keys_of_all_kinds_and_loads(tmp_path
         ({"policy_loss": {"kind": "clip", "gate": [1, 1]}}, "algorithm.policy_loss.gate is a key of kind sapo, and"),
         (
             {"policy_loss": {"kind": "reinforce", "low": 0.1}},
-            "policy_loss.low is a key of kind clip or gspo or cispo or",
+            "policy_loss.low is a key of kind clip or gspo or clip_cov or",
         ),
         (
             {"policy_loss": "sapo", "clip_high": 0.4},

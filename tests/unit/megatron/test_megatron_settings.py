@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig, transformer_config
 
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model, value_model
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
@@ -123,7 +123,7 @@ def settings(monkeypatch):
             rollout=SimpleNamespace(temperature=0.7),
             batch=SimpleNamespace(updates_per_step=3),
             num_steps=50,
-            algorithm=SimpleNamespace(kl=SimpleNamespace(coefficient=0.1)),
+            algorithm=AlgorithmConfig(kl={"coefficient": 0.1}),
             uses_critic=True,
             critic_model=ModelConfig(path="critic", **(model or {})),
             critic_optimizer=OptimizerConfig(learning_rate=0.25, warmup_steps=40),
