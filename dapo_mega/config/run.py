@@ -14,7 +14,7 @@ from dapo_mega.config.algorithm import AlgorithmConfig
 from dapo_mega.config.base import FREE, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.choices import settled
-from dapo_mega.config.components import LengthDapoComponent
+from dapo_mega.config.components import EnvironmentComponent, LengthDapoComponent
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
@@ -109,6 +109,11 @@ class RunConfig(TrainingConfig):
                 f"reward.overlong_punishment=false"
             )
         for part in self.reward.components:
+            if isinstance(part, EnvironmentComponent) and self.environment.kind == "single_turn":
+                raise ValueError(
+                    f"reward.components: {part.label} is what an environment of your own gives, and "
+                    f"environment=single_turn gives nothing; set environment={{kind: function, path: FILE.py:NAME}}"
+                )
             if isinstance(part, LengthDapoComponent) and part.cache_tokens > longest:
                 raise ValueError(
                     f"reward.components: {part.label} has cache_tokens={part.cache_tokens}, which is larger than "

@@ -29,6 +29,7 @@ from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill,
 
 from .conftest import one_engine
 from .fleet_runs import (
+    GROUP_SIZE,
     check_restarted_run,
     checked_records,
     deviation_after_update,
@@ -273,6 +274,39 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
     deviations = [deviation_after_update(engines.launcher.urls[0], *sample) for sample in continued]
     # The new weights go on from keys and values of the old ones, or from their own.
     assert max(deviations) > 1e-2 if keeps_old_keys else max(deviations) < 1e-4, sorted(deviations)
+
+
+GAME = """
+class Game:
+    def reset(self, task, seed):
+        self.wanted = seed % 2
+
+    def step(self, action):
+        is_right = sum(action["token_ids"]) % 2 == self.wanted
+        return {"reward": float(is_right), "correct": is_right, "text": "12", "done": action["turn"] == 1}
+"""
+
+
+def test_turns_of_an_environment_agree_and_are_all_in_the_account(tmp_path, two_engines):
+    code = tmp_path / "game.py"
+    code.write_text(GAME)
+    values = fleet_values(
+        tmp_path,
+        two_engines,
+        rollout={"schedule": "asynchronous"},
+        weight_sync={"in_flight": "continue"},
+        environment={"kind": "function", "path": f"{code}:Game", "max_turn_tokens": 4},
+        algorithm={"dynamic_sampling_on": "unequal_scores"},
+    )
+    values["reward"] = {"components": [{"kind": "environment"}]}
+    with training_run_of(values) as training_run:
+        records = train_to_the_end(training_run)
+    assert {record["rollout/turns_mean"] for record in records if "rollout/turns_mean" in record} == {2}
+    assert max(record.get("rollout/logprob_abs_diff_max", 0) for record in records) < 1e-4
+    ends = [total(records, f"rollout/requests_{end}") for end in ("answered", "failed", "cancelled")]
+    assert total(records, "rollout/requests_submitted") == sum(ends) + records[-1]["rollout/requests_open"]
+    assert ends[1] == 0
+    assert ends[0] >= 2 * GROUP_SIZE * total(records, "groups/offered") > 0
 
 
 @contextmanager

@@ -75,6 +75,7 @@ def file(tmp_path):
         ),
         ("data.sampling.order=curriculum", "set data.train.columns.difficulty to a column of numbers"),
         ("reward.correct=-2", "must be larger than reward.incorrect"),
+        ("reward={components: [{kind: environment}]}", "environment=single_turn gives nothing"),
         ("algorithm.importance_cap=0", "algorithm.importance_cap=0 must be positive, auto or null"),
         ("algorithm.sequence_mask=[1.5, 2]", "[1.5, 2.0] must be [low, high] with 0 <= low < 1"),
         ("rollout.mismatch_stop=0", "rollout.mismatch_stop=0: input should be greater than 0"),
