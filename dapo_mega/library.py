@@ -53,6 +53,7 @@ class Run:
         from dapo_mega.training.run import close
         from dapo_mega.training.run_lock import RunLock
         from dapo_mega.training.run_records import write_run_record
+        from dapo_mega.training.trainer import Trainer
 
         config, folder = self.config, Path(self.config.output_dir)
         if config.parallel.world_size not in (None, 1):
@@ -67,17 +68,17 @@ class Run:
             rewards = build.make_rewards(config)
             stack.callback(rewards.close)
             build.try_rewards(config, rewards, inputs.train_prompts.prompts[0])
-            processes = start_processes(config.parallel, config.seed)
+            trainer = Trainer(config, start_processes(config.parallel, config.seed))
             stack.callback(stop_processes)
+            stack.callback(trainer.close)
             stack.enter_context(RunLock(folder, on_loss=lambda reason: print(f"WARNING: {reason}")))
-            store = build.CheckpointStore.of_run(config.output_dir, config.checkpoint)
-            if newest := lifecycle.find_checkpoint(store, processes):
+            if newest := lifecycle.find_checkpoint(trainer):
                 refuse_changes(config, folder)
             start = lifecycle.step_of(newest) if newest else 0
-            run = build.build_run(config, start, inputs=inputs, processes=processes, rewards=rewards)
+            run = build.build_run(config, start, trainer=trainer, inputs=inputs, rewards=rewards)
             stack.callback(close, run)
             if newest:
-                loop.restore(run, run.store.load(run.policy, newest, run.critic))
+                loop.restore(run, trainer.load(newest))
             write_run_record(config, inputs.cards)
             loop.begin(run)
             run.is_intact = True
@@ -135,15 +136,12 @@ class Run:
 
     def train(self) -> None:
         """The remaining steps, then the model as a Hugging Face checkpoint in the folder `hf` of the run."""
-        from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-        from dapo_mega.training.loop import end
+        from dapo_mega.training.loop import end, saving
 
         while self.step < self.config.num_steps:
             self.learn()
         end(self._open)
-        self._open.store.finish(self._open.policy)
-        if self.config.checkpoint.save_hf_at_end:
-            save_hf_checkpoint(self._open.policy, Path(self.config.output_dir) / "hf")
+        saving(self._open).export_last()
 
     @property
     def _open(self) -> TrainingRun:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from dapo_mega.algorithms.aggregation import AggregationKind
 from dapo_mega.batching.microbatch import MicroBatch, pack
-from dapo_mega.batching.plan import PackingLayout, PackingStats, plan_step
+from dapo_mega.batching.plan import PackingLayout, PackingStats, StepPlan, plan_step
 from dapo_mega.batching.samples import FlatSamples
 from dapo_mega.batching.scatter import ScatterGroups, scatter
-from dapo_mega.distributed.errors import raise_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -23,34 +22,48 @@ class StepBatch:
     """The engines' URLs by their numbers in `MicroBatch.targets.engine_ids`."""
 
 
+@dataclass(frozen=True)
+class PlannedSamples:
+    """A step's samples, and which process packs which of them into what micro-batch."""
+
+    samples: FlatSamples
+    plan: StepPlan
+
+
+def plan_samples(
+    samples: FlatSamples,
+    layout: PackingLayout,
+    *,
+    token_budget: int,
+    groups_per_update: int | None = None,
+    whole_trajectories: bool = False,
+) -> PlannedSamples:
+    """Plan a step; all samples form one mini-batch unless `groups_per_update` is given.
+
+    With `whole_trajectories` the samples of a trajectory share a micro-batch, as what is summed over whole trajectories
+    needs. Raises `plan_step`'s InputError.
+    """
+    plan = plan_step(
+        samples.lengths.numpy(),
+        layout,
+        token_budget=token_budget,
+        groups=samples.origins.groups.numpy(),
+        groups_per_update=groups_per_update,
+        together=samples.origins.trajectories.numpy() if whole_trajectories else None,
+    )
+    return PlannedSamples(samples, plan)
+
+
 def pack_step(
-    samples: FlatSamples | None,
+    planned: PlannedSamples | None,
     layout: PackingLayout,
     groups: ScatterGroups,
     *,
-    token_budget: int,
     aggregation: AggregationKind,
     max_response_tokens: int,
-    groups_per_update: int | None = None,
-    whole_trajectories: bool = False,
 ) -> StepBatch:
-    """Plan, scatter and pack rank 0's samples. Collective; the other ranks pass None.
-
-    With `whole_trajectories` the samples of a trajectory share a micro-batch, as what is summed over whole trajectories
-    needs. Raises `plan_step`'s InputError on all ranks.
-    """
-    plan = None
-    with raise_on_all_ranks(groups.control):
-        if samples is not None:
-            plan = plan_step(
-                samples.lengths.numpy(),
-                layout,
-                token_budget=token_budget,
-                groups=samples.origins.groups.numpy(),
-                groups_per_update=groups_per_update,
-                together=samples.origins.trajectories.numpy() if whole_trajectories else None,
-            )
-    own = scatter(samples, plan, groups)
+    """Scatter and pack rank 0's samples. Collective; the other ranks pass None."""
+    own = scatter(planned.samples if planned else None, planned.plan if planned else None, groups)
     mini_batches = tuple(
         tuple(
             pack(part, layout, aggregation=aggregation, max_response_tokens=max_response_tokens) for part in mini_batch

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
 from dapo_mega.config import CheckpointConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
 from dapo_mega.megatron.model import unwrapped
@@ -112,16 +111,16 @@ class CheckpointStore:
         """A sentence for each damaged checkpoint that is newer than `latest()`. Local: reads only."""
         return self._folders.skipped()
 
+    def discard_partials(self) -> None:
+        """Remove what killed runs have not completed; the run's lock must be held. Local: on rank 0."""
+        self._folders.discard_partials()
+
     def newest_intact(self, processes: Processes) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose checksums are right, and a sentence for each skipped one.
 
-        The ranks share the reading and get the same result. Removes killed runs' partial checkpoints, so the run's lock
-        must be held. Raises InputError on all ranks if they see different files.
+        The ranks share the reading and get the same result. Raises InputError on all ranks if they see different files.
         """
-        with raise_on_all_ranks(processes.control):
-            if processes.rank == 0:
-                self._folders.discard_partials()
-            folders, skipped = self._folders.complete_ones(), self._folders.skipped()
+        folders, skipped = self._folders.complete_ones(), self._folders.skipped()
         seen: list[Any] = [None] * processes.world_size
         dist.all_gather_object(seen, [folder.name for folder in folders], group=processes.control)
         if any(names != seen[0] for names in seen):
@@ -147,9 +146,9 @@ class CheckpointStore:
         return step
 
     def save(
-        self, policy: TrainedModel, state: Callable[[], LoopState], step: int, critic: TrainedModel | None = None
+        self, policy: TrainedModel, state: LoopState | None, step: int, critic: TrainedModel | None = None
     ) -> None:
-        """Write `step_{step}`; calls `state` on rank 0 only. An asynchronous save returns once everything is copied and
+        """Write `step_{step}`; rank 0 has the loop's state. An asynchronous save returns once everything is copied and
         the models may change; `finish` completes the checkpoint. Raises InputError if writing fails.
         """
         self.finish(policy)
@@ -163,8 +162,8 @@ class CheckpointStore:
         if failure is not None:
             # The other ranks may be in Megatron's collectives: they learn of the failure when this process exits.
             raise self._refusal(policy, failure, step)
-        if policy.processes.rank == 0:
-            failure = _attempt(lambda: _write_beside(partial, policy, critic, state(), rng))
+        if state and policy.processes.rank == 0:
+            failure = _attempt(lambda: _write_beside(partial, policy, critic, state, rng))
         self._check(policy, failure, step)
         self._unfinished_step = self.last_step = step
         if not self._asynchronous:
@@ -200,13 +199,11 @@ class CheckpointStore:
     def load(self, policy: TrainedModel, path: Path, critic: TrainedModel | None = None) -> LoopState:
         """Restore the policy, and the critic if one is given, in place, in any layout, and return the loop's state on
         every rank."""
-        with raise_on_all_ranks(policy.processes.control):
-            if policy.processes.rank == 0:
-                check_pickles(path)
-            _check_optimizers(policy, path, "num_optimizers")
-            if critic:
-                _check_has_critic(path)
-                _check_optimizers(critic, path, "num_critic_optimizers")
+        check_pickles(path)
+        _check_optimizers(policy, path, "num_optimizers")
+        if critic:
+            _check_has_critic(path)
+            _check_optimizers(critic, path, "num_critic_optimizers")
         saved = read_metadata(path).state_dict_metadata.keys()
         wanted = _wanted_content(policy, saved)
         if critic:

@@ -48,13 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu_accelerator.install()
     _join_processes(options.command)
     from dapo_mega.conversion.convert import open_checkpoint
-    from dapo_mega.conversion.resumable_folder import together
     from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
     is_critic = options.command in _TAKE_CRITIC and options.critic
-    with together():
-        source = _checkpoint_in(options.source, exported=options.command == "hf-to-megatron")
-        checkpoint = open_checkpoint(source, options.model, is_critic=is_critic)
+    source = _checkpoint_in(options.source, exported=options.command == "hf-to-megatron")
+    checkpoint = open_checkpoint(source, options.model, is_critic=is_critic)
     if options.command == "inspect":
         from dapo_mega.conversion.inspection import describe
 

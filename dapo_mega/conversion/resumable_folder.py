@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dapo_mega.atomic_files import errors_naming, read_json_object, replace_file
-from dapo_mega.distributed.errors import raise_on_all_ranks
+from dapo_mega.distributed.commands import Commanded, command
 from dapo_mega.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -57,33 +57,41 @@ class OutputFolder:
 
 
 def write_folder(target: Path, output: OutputFolder) -> bool:
-    """Collective. Returns whether anything was written: False if `target` is the finished result already.
+    """On all processes: rank 0 writes the folder, and the others their share of its files. Returns, on rank 0, whether
+    anything was written: False if `target` is the finished result already.
 
     Raises InputError for any other existing target, and if another command is writing it.
     """
     if not target.name:
         raise InputError(f"{target} cannot be written; give a folder that does not exist yet")
+    writers = _Writers(output.files)
+    if _rank() != 0:
+        writers.obey()
+        return True
     # Convert through JSON, so that the value equals the one read back.
     made_from = json.loads(json.dumps(output.made_from))
     partial = target.with_name(f".{target.name}.partial")
-    with contextlib.ExitStack() as held:
-        with together():
-            if _rank() == 0:
-                _refuse_dangling(target)
-                held.enter_context(_locked(target))
-        with together():
+    with writers.commanding():
+        _refuse_dangling(target)
+        with _locked(target):
             if _is_finished(target, made_from):
-                if _rank() == 0 and _begun_from(partial) == made_from:
+                if _begun_from(partial) == made_from:
                     _discard(partial)
                 return False
-            if _rank() == 0:
-                _prepare(partial, made_from)
-        with together():
-            _write_files(partial, output.files)
-        with together():
-            if _rank() == 0:
-                _complete(partial, target, output, made_from)
+            _prepare(partial, made_from)
+            writers.write(partial)
+            _complete(partial, target, output, made_from)
     return True
+
+
+class _Writers(Commanded):
+    def __init__(self, files: Sequence[OutputFile]) -> None:
+        super().__init__(dist.group.WORLD if dist.is_initialized() else None)
+        self._files = files
+
+    @command
+    def write(self, partial: Path) -> None:
+        _write_files(partial, self._files)
 
 
 def _refuse_dangling(target: Path) -> None:
@@ -127,14 +135,6 @@ def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int
     names = {file.name for file in folder.iterdir() if file.is_file()} | set(further)
     status = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [found.st_size, found.st_mtime_ns] for name, found in status.items()}
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Run a block that may fail on one of several processes: then all raise the first error."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    with raise_on_all_ranks(world) if world else contextlib.nullcontext():
-        yield
 
 
 def _rank() -> int:

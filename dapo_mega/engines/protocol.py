@@ -56,26 +56,20 @@ class ReservedEngines(RolloutEngine, Protocol):
 
 
 class RolloutFleet(RolloutEngine):
-    """All engines of a run, constructed on every rank and used by rank 0. While rank 0 generates, the other ranks are
-    in `serve` until rank 0 calls `end_serving`.
-
-    The methods that are not abstract do nothing, as engines inside the trainer need.
-    """
-
-    def on_outdated_engines(self, update: Callable[[], object]) -> None:
-        """Set the collective that sends the current weights to engines that join or come back during generation."""
+    """All engines of a run, on rank 0. The methods that are not abstract do nothing, as suits engines inside the
+    trainer."""
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that awaits `generate` to its end, on the engines' event loop; rank 0 only. Tasks of others
-        go on there meanwhile.
+        """Run a coroutine that awaits `generate` to its end, on the engines' event loop. Tasks of others go on there
+        meanwhile.
 
         Raises FleetError when lost engines do not come back in time, and StopRequested when the run is to stop; then
         `work` is cancelled.
         """
 
     def call(self, function: Callable[[], T]) -> T:
-        """What the function returns, called on the event loop between the steps of all tasks; rank 0 only."""
+        """What the function returns, called on the event loop between the steps of all tasks."""
 
         async def called() -> T:
             return function()
@@ -83,20 +77,12 @@ class RolloutFleet(RolloutEngine):
         return self.run(called())
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the engines' event loop, which goes on while the trainer trains; rank 0 only. Engines
-        inside the trainer cannot do that."""
+        """Start a coroutine on the engines' event loop, which goes on while the trainer trains. Engines inside the
+        trainer cannot do that."""
         raise NotImplementedError
 
-    @abstractmethod
-    def serve(self) -> None:
-        """Take part in rank 0's work until it calls `end_serving`; on the other ranks only."""
-
-    @abstractmethod
-    def end_serving(self) -> None:
-        """Make the other ranks return from `serve`; rank 0 only."""
-
     def sleep(self) -> None:
-        """Free the GPU memory that colocated engines share with the policy; rank 0 only."""
+        """Free the GPU memory that colocated engines share with the policy."""
 
     def reserved(
         self, *, version: int, num_engines: int | None, limit_s: float
@@ -107,12 +93,12 @@ class RolloutFleet(RolloutEngine):
         raise NotImplementedError
 
     def pop_metrics(self) -> dict[str, float]:
-        """The fleet's counters since the last call; rank 0 only."""
+        """The fleet's counters since the last call."""
         return {}
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
         """How many requests each engine has had open since the last call, by the engine's name, in seconds of the
-        monotonic clock. Those of `reserved` engines do not count; rank 0 only."""
+        monotonic clock. Those of `reserved` engines do not count."""
         return {}
 
     @abstractmethod

@@ -73,6 +73,7 @@ class FleetSampler(Sampler):
         fleet = config.rollout.fleet
         self.most_open = 2 * fleet.requests_per_engine * len(fleet.urls)
         self._client = FleetClient(config, arch.vocab_size, api_key, self._run, arch, tend)
+        self._client.update_outdated = self._admit
         self._gather_until = time.monotonic() + _GATHERING_S
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -82,7 +83,7 @@ class FleetSampler(Sampler):
         """See `Sampler`. Raises FleetError when no engine that serves the model can be reached."""
         with closing(work):
             self._gather_engines()
-            return self._client.run(work, self._admit)
+            return self._client.run(work)
 
     def close(self) -> None:
         """See `Sampler`. Engines of others keep running."""
@@ -92,14 +93,11 @@ class FleetSampler(Sampler):
     def _gather_engines(self) -> None:
         """Wait a little for all engines: the first one would get all requests."""
         while self._client.has_absent() and time.monotonic() < self._gather_until:
-            self._admit()
+            self._client.tend()
             time.sleep(_TICK_S)
 
     def _admit(self) -> None:
-        """Use the engines that have joined, if they serve the model. Returns when some engine can be used."""
-        self._client.wait_for_engines()
-        if not self._client.has_outdated():
-            return
+        """Use the engines that have joined, if they serve the model."""
         targets = self._client.pause_generation(self._client.targets(only_outdated=True))
         named = self._client.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
         self._client.resume_generation(targets)

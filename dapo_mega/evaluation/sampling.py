@@ -52,3 +52,9 @@ class EmbeddedSampler(EmbeddedTurns, Sampler):
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"{model} cannot be loaded ({reason}); copy the checkpoint again") from error
         super().__init__(engine)
+        self._model = engine
+
+    def close(self) -> None:
+        """Free the model's memory, too."""
+        super().close()
+        self._model.close()

@@ -16,9 +16,8 @@ from dapo_mega.batching.microbatch import MicroBatch, context_slice
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import FlatSamples
 from dapo_mega.batching.scatter import ScatterGroups
-from dapo_mega.batching.step import StepBatch, pack_step
+from dapo_mega.batching.step import PlannedSamples, StepBatch, pack_step, plan_samples
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
 from dapo_mega.megatron.model import build_chunks, transformer_config, unwrapped
@@ -78,8 +77,7 @@ class MegatronModel:
         self._fp8_multiple = _FP8_TOKEN_MULTIPLE[compute.fp8.scaling]
         self._schedule = get_forward_backward_func()
         self.chunks: list[Any] = build_chunks(arch, self.config, model, make_stage)
-        with raise_on_all_ranks(processes.control):
-            load_weights([unwrapped(chunk) for chunk in self.chunks], stored.source, self.layout, processes)
+        load_weights([unwrapped(chunk) for chunk in self.chunks], stored.source, self.layout, processes)
         for chunk in self.chunks:
             chunk.eval()
 
@@ -111,27 +109,28 @@ class MegatronModel:
         self,
         samples: FlatSamples | None,
         *,
-        token_budget: int,
         aggregation: AggregationKind,
         max_response_tokens: int,
-        groups_per_update: int | None = None,
-        whole_trajectories: bool = False,
+        **settings: Any,
     ) -> StepBatch:
-        """Plan, scatter and pack rank 0's samples; returns this rank's micro-batches. Other ranks' samples are ignored.
+        """Plan rank 0's samples with the `settings` of `plan_samples`, and `receive` them; other ranks' are ignored.
+        Collective."""
+        planned = None
+        if samples is not None and self.processes.rank == 0:
+            planned = plan_samples(samples, self.packing_layout, **settings)
+        return self.receive(planned, aggregation=aggregation, max_response_tokens=max_response_tokens)
 
-        Collective. All samples form one mini-batch unless `groups_per_update` is given. For `whole_trajectories` see
-        `pack_step`.
-        """
+    def receive(
+        self, planned: PlannedSamples | None, *, aggregation: AggregationKind, max_response_tokens: int
+    ) -> StepBatch:
+        """This rank's micro-batches of rank 0's samples, packed. Collective; the other ranks pass None."""
         processes = self.processes
         batch = pack_step(
-            samples if processes.rank == 0 else None,
+            planned,
             self.packing_layout,
             ScatterGroups(processes.control, processes.leaders, processes.replica, processes.data_rank),
-            token_budget=token_budget,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-            groups_per_update=groups_per_update,
-            whole_trajectories=whole_trajectories,
         )
         mini_batches = [[self.context_shard(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
         return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))

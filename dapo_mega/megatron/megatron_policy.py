@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.model import unwrapped
@@ -95,8 +94,7 @@ class ScoringModel(TokenScoring):
     ) -> None:
         """Build this rank's model chunks and load its shard of the Hugging Face checkpoint `model.path`."""
         compute = (compute or ComputeConfig()).of_frozen_model()
-        with raise_on_all_ranks(processes.control):
-            stored = open_policy(Path(model.path))
+        stored = open_policy(Path(model.path))
         make_stage = _stage_maker(stored.arch, temperature, compute)
         super().__init__(stored, model, parallel, processes, compute, make_stage)
 
@@ -117,8 +115,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         compute: ComputeConfig | None = None,
     ) -> None:
         compute = compute or ComputeConfig()
-        with raise_on_all_ranks(processes.control):
-            stored = open_policy(Path(model.path))
+        stored = open_policy(Path(model.path))
         super().__init__(
             stored,
             model,

@@ -6,7 +6,7 @@ responses are put together where sums over time are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -66,25 +66,30 @@ def subtract_following_penalties(
     return changed
 
 
-def advantages_of_responses(
-    batches: Sequence[MicroBatch],
-    penalties: Sequence[Tensor],
-    processes: Processes,
-    advantages: Callable[[Floats], Floats] | None,
-) -> list[MicroBatch]:
-    """The same advantage for all tokens of a trajectory, computed on rank 0 by `advantages` from the sums of the
-    penalties over each of the step's trajectories. Collective; the other ranks pass None."""
-    ids = [micro.trajectories.cpu()[micro.of_responses(micro.first_segments).cpu()] for micro in batches]
+def sums_of_trajectories(
+    batches: Sequence[MicroBatch], of_tokens: Sequence[Tensor], processes: Processes
+) -> npt.NDArray[np.float64]:
+    """The sum over the tokens of each of the step's trajectories [S], of values [N] of micro-batches. Collective."""
+    ids = _trajectories(batches)
     number = torch.tensor(max((int(i.max()) + 1 for i in ids if len(i)), default=0))
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=processes.control)
     sums = torch.zeros(int(number), dtype=torch.float64)
     if processes.counts_outputs:
-        for own, of_tokens in zip(ids, penalties, strict=True):
-            sums.index_add_(0, own, of_tokens.double().cpu())
+        for own, values in zip(ids, of_tokens, strict=True):
+            sums.index_add_(0, own, values.double().cpu())
     dist.all_reduce(sums, group=processes.control)
-    result = torch.zeros_like(sums) if advantages is None else torch.from_numpy(advantages(sums.numpy()))
-    dist.broadcast(result, src=0, group=processes.control)
-    return [micro.with_advantages(result[own]) for micro, own in zip(batches, ids, strict=True)]
+    return sums.numpy()
+
+
+def with_advantages_of(batches: Sequence[MicroBatch], advantages: Floats) -> list[MicroBatch]:
+    """The micro-batches, whose tokens all have their trajectory's advantage [S]."""
+    result = torch.from_numpy(advantages)
+    return [micro.with_advantages(result[own]) for micro, own in zip(batches, _trajectories(batches), strict=True)]
+
+
+def _trajectories(batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """The number of each response token's trajectory [N]."""
+    return [micro.trajectories.cpu()[micro.of_responses(micro.first_segments).cpu()] for micro in batches]
 
 
 def normalized(batches: Sequence[MicroBatch], processes: Processes) -> list[MicroBatch]:

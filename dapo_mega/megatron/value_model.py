@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.megatron.value_head import ValueStage
@@ -42,8 +41,7 @@ class ValueModel(TrainedModel):
         """Build this rank's model chunks and load its shard of `model.path`: a value model, or a policy, whose layers
         get a head of zeros. Then all values are 0, and the first advantages are those of no baseline instead of a
         random one."""
-        with raise_on_all_ranks(processes.control):
-            stored = open_value_model(Path(model.path))
+        stored = open_value_model(Path(model.path))
         super().__init__(
             stored,
             model,

@@ -1,4 +1,4 @@
-"""Brings values of response tokens, which the processes of the last pipeline stage hold, to rank 0.
+"""Values of response tokens, which the processes of the last pipeline stage hold, by trajectory on rank 0.
 
 Each process has some runs of consecutive tokens of some samples: data parallelism spreads samples, context parallelism
 cuts them. A process sends the place of each run and the values of its tokens, so 4 bytes per token and value.
@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.distributed.processes import Processes
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,6 +25,13 @@ class TokenRuns:
 
     places: npt.NDArray[np.int32]
     values: Floats
+
+    def only(self, samples: Sequence[int] | None) -> TokenRuns:
+        """The runs of these samples; None: all."""
+        if samples is None:
+            return self
+        keep = np.isin(self.places[:, 0], samples)
+        return TokenRuns(self.places[keep], np.ascontiguousarray(self.values[:, np.repeat(keep, self.places[:, 2])]))
 
 
 def runs_of(batches: Sequence[MicroBatch], columns: Sequence[Sequence[Tensor]]) -> TokenRuns:
@@ -51,29 +55,6 @@ def runs_of(batches: Sequence[MicroBatch], columns: Sequence[Sequence[Tensor]]) 
     lengths = np.diff(starts, append=len(sample))
     places = np.stack([sample[starts], position[starts], lengths.astype(np.int32)], axis=1)
     return TokenRuns(places, values)
-
-
-def gather_runs(own: TokenRuns | None, num_columns: int, processes: Processes) -> list[TokenRuns]:
-    """All processes' runs, on rank 0; empty on the others. Collective; processes whose outputs do not count pass
-    None."""
-    empty = TokenRuns(np.empty((0, 3), np.int32), np.empty((num_columns, 0), np.float32))
-    own = own or empty
-    sizes = [torch.zeros(2, dtype=torch.int64) for _ in range(processes.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(own.places), own.values.shape[1]]), group=processes.control)
-    if processes.rank:
-        if len(own.places):
-            dist.send(torch.from_numpy(own.places), dst=0, group=processes.control)
-            dist.send(torch.from_numpy(own.values), dst=0, group=processes.control)
-        return []
-    gathered = [own] if len(own.places) else []
-    for rank, (num_runs, num_tokens) in enumerate(size.tolist() for size in sizes):
-        if rank and num_runs:
-            places = torch.empty(num_runs, 3, dtype=torch.int32)
-            values = torch.empty(num_columns, num_tokens)
-            dist.recv(places, src=rank, group=processes.control)
-            dist.recv(values, src=rank, group=processes.control)
-            gathered.append(TokenRuns(places.numpy(), values.numpy()))
-    return gathered
 
 
 def by_trajectory(

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.algorithms.orders import OrderedPrompts, OwnOrder
 from dapo_mega.algorithms.own import try_own_code
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero
 from dapo_mega.config import RunConfig
 from dapo_mega.data import (
@@ -27,18 +23,13 @@ from dapo_mega.data import (
 )
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
-from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.environments.turns import make_environment
-from dapo_mega.errors import InputError, StopRequested
+from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
 from dapo_mega.megatron.layer_specs import check_compute
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.metrics.timeline.file import TimelineWriter
@@ -52,8 +43,8 @@ from dapo_mega.rollout.group_state import dataset_fingerprint
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.training.evaluation_beside import BesideTraining
-from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.run_records import dataset_cards
+from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Prompt
 from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
 
@@ -86,11 +77,21 @@ class RunRewards:
 
 
 @dataclass
-class Controller:
-    """The parts that only rank 0 has: data, rewards, metrics, samples and progress display. `writer`, `recorder`
-    and `timeline` are opened when training begins, because opening them removes an earlier run's records of the steps
-    to come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written."""
+class TrainingRun:
+    """A run as the process sees it that commands, which is rank 0: the trainer, the engines, data, rewards, and what is
+    recorded.
 
+    `unrecorded` holds the last step's metrics until they are recorded, and `histograms` its histograms. `is_intact`:
+    weights and state are those after `step` and can be saved. `check_stop()` raises StopRequested when the run is to
+    end before its last step. `timers` and others note in `activity` what this process does. `writer`, `recorder` and
+    `timeline` are opened when training begins, because opening them removes an earlier run's records of the steps to
+    come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written.
+    """
+
+    config: RunConfig
+    trainer: Trainer
+    fleet: RolloutFleet
+    weight_sync: WeightSync
     collector: Collector
     evaluator: Evaluator | None
     beside: BesideTraining | None
@@ -98,37 +99,18 @@ class Controller:
     progress: ProgressDisplay
     dataset_fingerprint: str
     tokenizer: Any
-    preview: str = ""
-    writer: MetricsWriter | None = None
-    recorder: SampleRecorder | None = None
-    timeline: TimelineWriter | None = None
-    interrupted: int | None = None
-
-
-@dataclass
-class TrainingRun:
-    """All parts of a run. `controller` is None except on rank 0. `unrecorded` holds the last step's metrics until they
-    are recorded, and `histograms` its histograms; `counts` is what the step under way counts for these, if it has any.
-    `is_intact`: weights and state are those after `step` and can be saved, and all ranks raise what is raised now.
-    `stop_requested()` tells whether the run shall end before its last step. `timers` and others note in `activity` what
-    this process does."""
-
-    config: RunConfig
-    policy: MegatronPolicy
-    reference: ScoringModel | None
-    critic: ValueModel | None
-    fleet: RolloutFleet
-    weight_sync: WeightSync
-    store: CheckpointStore
-    controller: Controller | None
-    stop_requested: Callable[[], bool]
+    check_stop: Callable[[], None]
     entropy: EntropyControl
+    activity: Activity
+    preview: str = ""
     step: int = 0
     is_intact: bool = False
     unrecorded: dict[str, float] | None = None
+    interrupted: int | None = None
     histograms: dict[str, Histogram] = field(default_factory=dict)
-    counts: StepCounts | None = None
-    activity: Activity = field(default_factory=Activity)
+    writer: MetricsWriter | None = None
+    recorder: SampleRecorder | None = None
+    timeline: TimelineWriter | None = None
     timers: StageTimers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,85 +158,54 @@ def build_run(
     config: RunConfig,
     start_step: int = 0,
     *,
+    trainer: Trainer | None = None,
     inputs: RunInputs | None = None,
-    processes: Processes | None = None,
     rewards: RunRewards | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> TrainingRun:
-    """Load the model and build the run. `start_step` is the last completed step.
+    """Load the models and build the run, on rank 0. `start_step` is the last completed step.
 
-    Reads the inputs unless they are given, and starts the process groups unless `processes` is given. `rewards` are for
-    rank 0, and made unless they are given.
+    Without a `trainer` it makes one, in this process alone; inputs and rewards are made, too, unless they are given.
+    `check_stop` raises StopRequested when the run is to stop.
     """
     inputs = inputs or read_inputs(config)
-    processes = processes or start_processes(config.parallel, config.seed)
-    if config.threads_per_process:
-        torch.set_num_threads(config.threads_per_process)
-    policy, reference, critic = build_models(config, processes)
-
-    def check_stop() -> None:
-        if stop_requested():
-            raise StopRequested("the run was asked to stop")
-
-    rollouts = start_rollouts(config, policy, inputs.train_prompts.prompts, check_stop)
+    trainer = trainer or Trainer(config, start_processes(config.parallel, config.seed), check_stop=check_stop)
+    trainer.build()
     activity = Activity()
-    controller = None
-    with raise_on_all_ranks(processes.control):
-        if processes.rank == 0:
-            rewards = rewards or make_rewards(config)
-            controller = _controller(config, rollouts, inputs, rewards, start_step, check_stop, activity)
-    run = TrainingRun(
+    fleet, weight_sync = _engines(config, trainer, inputs, check_stop, activity)
+    rewards = rewards or make_rewards(config)
+    rewards.training.begin_step()
+    decode, stop_token_ids = decoder(inputs.tokenizer), stop_tokens(Path(config.model.path), inputs.tokenizer)
+    scorer = ResponseScorer(
+        config.reward, rewards.training, decode, config.batch.groups_per_step * config.batch.group_size
+    )
+    environment = make_environment(config, inputs.tokenizer)
+    prompts = inputs.train_prompts.prompts
+    evaluator = beside = None
+    if inputs.evaluation_prompts:
+        evaluator = make_evaluator(
+            config, inputs.evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment
+        )
+        if config.evaluation.beside_training:
+            beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
+    _log_datasets(inputs)
+    return TrainingRun(
         config=config,
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        fleet=rollouts.fleet,
-        weight_sync=rollouts.weight_sync,
-        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
-        controller=controller,
-        stop_requested=stop_requested,
+        trainer=trainer,
+        fleet=fleet,
+        weight_sync=weight_sync,
+        collector=Collector(config, prompts, fleet, scorer, stop_token_ids, activity, environment),
+        evaluator=evaluator,
+        beside=beside,
+        rewards=rewards,
+        progress=ProgressDisplay(config.num_steps, start_step),
+        dataset_fingerprint=dataset_fingerprint(prompts),
+        tokenizer=inputs.tokenizer,
+        check_stop=check_stop,
         entropy=entropy_control(config),
         activity=activity,
+        preview=inputs.preview,
     )
-
-    def update_outdated_engines() -> None:
-        with activity.span("weights", f"version {run.step}, to engines that joined"):
-            rollouts.weight_sync.push_to_outdated(policy, run.step)
-
-    rollouts.fleet.on_outdated_engines(update_outdated_engines)
-    return run
-
-
-def build_models(
-    config: RunConfig, processes: Processes
-) -> tuple[MegatronPolicy, ScoringModel | None, ValueModel | None]:
-    """The policy, the reference of a KL penalty and the critic of PPO, as the run begins with them."""
-    policy = MegatronPolicy(
-        config.model,
-        config.parallel,
-        config.optimizer,
-        processes,
-        temperature=config.rollout.temperature,
-        updates_per_step=config.batch.updates_per_step,
-        num_steps=config.num_steps,
-        compute=config.compute,
-    )
-    reference = None
-    if config.algorithm.uses_reference:
-        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
-
-    critic = None
-    if config.uses_critic:
-        critic = ValueModel(
-            config.critic_model,
-            config.parallel,
-            config.critic_optimizer,
-            processes,
-            updates_per_step=config.batch.updates_per_step,
-            num_steps=config.num_steps,
-            compute=config.compute,
-        )
-    return policy, reference, critic
 
 
 def entropy_control(config: RunConfig) -> EntropyControl:
@@ -279,106 +230,43 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
         )
 
 
-def _controller(
-    config: RunConfig,
-    rollouts: Rollouts,
-    inputs: RunInputs,
-    rewards: RunRewards,
-    start_step: int,
-    check_stop: Callable[[], None],
-    activity: Activity,
-) -> Controller:
-    tokenizer, train_prompts, evaluation_prompts = inputs.tokenizer, inputs.train_prompts, inputs.evaluation_prompts
-    decode = decoder(tokenizer)
-    stop_token_ids = stop_tokens(Path(config.model.path), tokenizer)
-    responses_per_step = config.batch.groups_per_step * config.batch.group_size
-    rewards.training.begin_step()
-    scorer = ResponseScorer(config.reward, rewards.training, decode, responses_per_step)
-    environment = make_environment(config, tokenizer)
-    evaluator = beside = None
-    if evaluation_prompts:
-        evaluator = make_evaluator(
-            config, evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment
-        )
-        if config.evaluation.beside_training:
-            beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
-    datasets = {f"training prompts {name}".strip(): read for name, read in train_prompts.datasets.items()}
-    for name, dataset in {**datasets, "evaluation prompts": evaluation_prompts}.items():
+def _log_datasets(inputs: RunInputs) -> None:
+    datasets = {f"training prompts {name}".strip(): read for name, read in inputs.train_prompts.datasets.items()}
+    for name, dataset in {**datasets, "evaluation prompts": inputs.evaluation_prompts}.items():
         if dataset:
             left_out = {"duplicates": dataset.num_duplicates, "over data.max_prompt_tokens": dataset.num_long}
             reasons = " and ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
             dropped = f", {reasons} dropped" if reasons else ""
             logger.info("%s: %d of %d rows%s", name, len(dataset.prompts), dataset.num_rows, dropped)
-    collector = Collector(config, train_prompts.prompts, rollouts.fleet, scorer, stop_token_ids, activity, environment)
-    return Controller(
-        collector=collector,
-        evaluator=evaluator,
-        beside=beside,
-        rewards=rewards,
-        progress=ProgressDisplay(config.num_steps, start_step),
-        dataset_fingerprint=dataset_fingerprint(train_prompts.prompts),
-        tokenizer=tokenizer,
-        preview=inputs.preview,
-    )
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """The engines of a run and their weight sync."""
+def _engines(
+    config: RunConfig, trainer: Trainer, inputs: RunInputs, check_stop: Callable[[], None], activity: Activity
+) -> tuple[RolloutFleet, WeightSync]:
+    """Start the run's engines or connect to them. `check_stop` raises StopRequested when the run is to stop.
 
-    fleet: RolloutFleet
-    weight_sync: WeightSync
-
-
-def start_rollouts(
-    config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
-) -> Rollouts:
-    """Start the run's engines or connect to them, on every rank. `prompts` are the training prompts; `check_stop`
-    raises StopRequested when the run is to stop.
-
-    Raises InputError, on all ranks, for a missing API key or if it cannot listen on the rendezvous address.
+    Raises InputError for a missing API key or if it cannot listen on the rendezvous address.
     """
     if config.rollout.placement == "embedded":
-        return _embedded(config, policy.processes, check_stop)
-    return _fleet(config, policy, prompts, check_stop)
-
-
-def _embedded(config: RunConfig, processes: Processes, check_stop: Callable[[], None]) -> Rollouts:
-    engine = None
-    if processes.is_leader:
-        dtype = torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32
-        engine = EmbeddedEngine.from_config(
-            config.model.path,
-            dtype,
-            max_batch_rows=config.rollout.max_batch_rows,
-            device=processes.device,
-            check_stop=check_stop,
-        )
-    fleet = EmbeddedFleet(processes, engine, check_stop)
-    return Rollouts(fleet, EmbeddedWeightSync(fleet, config.weight_sync.bucket_mib))
-
-
-def _fleet(
-    config: RunConfig, policy: MegatronPolicy, prompts: Sequence[Prompt], check_stop: Callable[[], None]
-) -> Rollouts:
+        return EmbeddedFleet(trainer, check_stop), EmbeddedWeightSync(trainer.load_engines)
     from dapo_mega.config.fleet import require_api_key
-    from dapo_mega.engines.sglang.fleet import SglangFleet
     from dapo_mega.engines.sglang.fleet_client import FleetClient
     from dapo_mega.engines.sglang.versions import run_name
-    from dapo_mega.weight_sync.agreement import PolicyAgreement
+    from dapo_mega.weight_sync.agreement import Agreement, fixed_sequence
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-    from dapo_mega.weight_sync.transports import make_transport
 
-    processes = policy.processes
-    client = None
-    run = run_name(config.output_dir)
-    with raise_on_all_ranks(processes.control):
-        if processes.rank == 0:
-            key = require_api_key(config.rollout.fleet.api_key_env)
-            client = FleetClient(config, policy.arch.vocab_size, key, run, policy.arch, check_stop)
-    fleet = SglangFleet(processes, client)
-    transport = make_transport(config, processes, lambda folder: save_hf_checkpoint(policy, folder))
-    weight_sync = FleetWeightSync(
-        processes, client, config.weight_sync, transport, run, PolicyAgreement(policy, config, prompts)
-    )
-    return Rollouts(fleet, weight_sync)
+    run, arch = run_name(config.output_dir), trainer.policy.arch
+    key = require_api_key(config.rollout.fleet.api_key_env)
+    client = FleetClient(config, arch.vocab_size, key, run, arch, check_stop)
+    trainer.open_transport()
+    assert trainer.transport
+    tokens = fixed_sequence(config, inputs.train_prompts.prompts, arch.vocab_size)
+    agreement = Agreement(tokens, config.engine_tolerance)
+    weight_sync = FleetWeightSync(trainer, client, config.weight_sync, trainer.transport, run, agreement)
+
+    def update_outdated() -> None:
+        with activity.span("weights", f"version {trainer.step}, to engines that joined"):
+            weight_sync.push_to_outdated(trainer.step)
+
+    client.update_outdated = update_outdated
+    return client, weight_sync

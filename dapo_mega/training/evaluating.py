@@ -1,5 +1,4 @@
-"""When a run evaluates, and how it begins, records and takes up evaluations beside training. Collective functions are
-called by all ranks; only rank 0 has evaluations."""
+"""When a run evaluates, and how it begins, records and takes up evaluations beside training."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from dapo_mega.config import RunConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.training.build import Controller, TrainingRun
+from dapo_mega.training.build import TrainingRun
 from dapo_mega.training.evaluation_beside import LOST, is_recorded
 from dapo_mega.training.recording import record_evaluation
 
@@ -21,44 +19,41 @@ def evaluation_is_due(config: RunConfig, step: int) -> bool:
     return bool(every and step % every == 0) or (config.evaluation.at_end and step == config.num_steps)
 
 
-def begin_beside(run: TrainingRun, *, again: bool = True) -> None:
-    """Begin to evaluate the weights that the engines have just been given. Collective; rank 0's `again` counts."""
-    with raise_on_all_ranks(run.policy.processes.control):
-        if again and run.controller and run.controller.beside:
-            run.controller.beside.start(run.fleet, run.step, is_last=run.step >= run.config.num_steps)
+def begin_beside(run: TrainingRun) -> None:
+    """Begin to evaluate the weights that the engines have just been given."""
+    if run.beside:
+        run.beside.start(run.fleet, run.step, is_last=run.step >= run.config.num_steps)
 
 
 def settle_beside(run: TrainingRun, *, wait: bool) -> None:
-    """Record the result of the evaluation under way if it is there; with `wait`, wait for it. Collective.
+    """Record the result of the evaluation under way if it is there; with `wait`, wait for it.
 
     Raises StopRequested when the run is to stop while it waits.
     """
-    with raise_on_all_ranks(run.policy.processes.control):
-        beside = run.controller.beside if run.controller else None
-        if run.controller and beside and (finished := beside.result(wait=wait)):
-            assert run.controller.writer
-            record_evaluation(run, finished.step, finished.responses)
-            run.controller.writer.add(finished.step, finished.metrics, finished.examples)
-            beside.recorded()
-            run.controller.progress.message(evaluation_line(finished.step, finished.metrics))
+    if run.beside and (finished := run.beside.result(wait=wait)):
+        assert run.writer
+        record_evaluation(run, finished.step, finished.responses)
+        run.writer.add(finished.step, finished.metrics, finished.examples)
+        run.beside.recorded()
+        run.progress.message(evaluation_line(finished.step, finished.metrics))
 
 
-def take_up_interrupted(run: TrainingRun, controller: Controller) -> bool:
-    """Account for the evaluation that was under way when the loaded checkpoint was written. On rank 0, with the
-    records open. Returns whether it is to begin again, as the engines will get the same weights."""
-    step, controller.interrupted = controller.interrupted, None
+def take_up_interrupted(run: TrainingRun) -> bool:
+    """Account for the evaluation that was under way when the loaded checkpoint was written; the records are open.
+    Returns whether it is to begin again, as the engines will get the same weights."""
+    step, run.interrupted = run.interrupted, None
     if step is None or is_recorded(run.config.output_dir, step):
         return False
-    if controller.beside and step == run.step and run.unrecorded is None:
+    if run.beside and step == run.step and run.unrecorded is None:
         return True
-    assert controller.writer
+    assert run.writer
     logger.warning(
         "the evaluation of step %d was under way when the run ended, and is lost: the checkpoint of step %d does not "
         "have its weights",
         step,
         run.step,
     )
-    controller.writer.add(step, LOST)
+    run.writer.add(step, LOST)
     return False
 
 

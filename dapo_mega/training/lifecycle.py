@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from dapo_mega.checkpoints.folders import step_of
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, leave, print_once
 from dapo_mega.config import TrainingConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.distributed.processes import Processes
+from dapo_mega.distributed.commands import Own
 from dapo_mega.errors import InputError, StopRequested
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock
 from dapo_mega.training.run_status import RunStatus
+from dapo_mega.training.trainer import ModelTrainer
 
 
 @contextlib.contextmanager
@@ -42,19 +39,22 @@ def watched(config: TrainingConfig) -> Iterator[tuple[RunStatus, ProcessWatch]]:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path, status: RunStatus, processes: Processes) -> Iterator[None]:
-    """Hold the folder's lock on rank 0. Raises InputError, on all ranks, if another trainer holds it."""
+def held_folder(folder: Path, status: RunStatus) -> Iterator[None]:
+    """Hold the folder's lock, on rank 0. Raises InputError if another trainer holds it."""
 
     def lost(reason: str) -> None:
         status.has_lock = False  # Do not overwrite the new holder's status.
         leave(reason, EXIT_INPUT_ERROR)
 
-    with contextlib.ExitStack() as held:
-        with raise_on_all_ranks(processes.control):
-            if processes.rank == 0:
-                held.enter_context(RunLock(folder, on_loss=lost))
+    with RunLock(folder, on_loss=lost):
         status.has_lock = True
         yield
+
+
+def begin_training(status: RunStatus, watch: ProcessWatch) -> None:
+    """In every process of a run whose rank 0 holds the folder: what goes wrong from now on is the run's."""
+    status.has_lock = True
+    watch.begin_training()
 
 
 def require_model(config: TrainingConfig) -> None:
@@ -69,11 +69,12 @@ def require_trackers(config: TrainingConfig) -> None:
         raise InputError(sentence)
 
 
-def find_checkpoint(store: CheckpointStore, processes: Processes) -> Path | None:
-    """The newest intact checkpoint; warns of every newer one that is damaged. Collective; needs the folder's lock.
+def find_checkpoint(trainer: ModelTrainer) -> Path | None:
+    """The newest intact checkpoint; warns of every newer one that is damaged. Needs the folder's lock.
 
     Raises InputError where the run has completed checkpoints of which none is intact: its records would be lost."""
-    newest, skipped = store.newest_intact(processes)
+    store = trainer.store
+    newest, skipped = trainer.newest_checkpoint()
     if not newest and store.last_saved.exists():
         named = store.last_saved.read_text(errors="replace").strip() if store.last_saved.is_file() else ""
         raise InputError(
@@ -99,14 +100,11 @@ def refuse_other_data(values: Mapping[str, Any], fingerprint: str, what: str) ->
 
 @dataclass(frozen=True)
 class Saving:
-    """What a run saves, and where: the policy, the critic if there is one, and the loop's `state`, which only rank 0
-    is asked for. Methods are collective."""
+    """What a run saves, and where: the trainer's models, and the loop's `state`."""
 
     config: TrainingConfig
-    store: CheckpointStore
-    policy: MegatronPolicy
+    trainer: ModelTrainer
     state: Callable[[], LoopState]
-    critic: ValueModel | None = None
 
     def after_step(self, step: int) -> None:
         """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are
@@ -116,18 +114,19 @@ class Saving:
         decides the next step.
         """
         settings = self.config.checkpoint
-        self.store.finish(self.policy, wait=False)
+        self.trainer.finish_saving(wait=False)
         if settings.hf_every and step % settings.hf_every == 0:
-            save_hf_checkpoint(self.policy, Path(self.config.output_dir) / f"hf_step_{step:08d}")
+            self.trainer.export(Path(self.config.output_dir) / f"hf_step_{step:08d}")
         if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
             self._save(step)
 
     def last_step(self, step: int) -> str:
         """Complete the checkpoint of the last completed step. Says where it is; empty before the first step."""
-        if step > 0 and self.store.last_step != step:
+        store = self.trainer.store
+        if step > 0 and store.last_step != step:
             self._save(step)
-        self.store.finish(self.policy)
-        return f"step {step} of {self.config.num_steps} is saved in {self.store.folder(step)}" if step else ""
+        self.trainer.finish_saving()
+        return f"step {step} of {self.config.num_steps} is saved in {store.folder(step)}" if step else ""
 
     def before_stop(self, step: int) -> StopRequested:
         """Save the last completed step. Returns the error to raise, which says how to go on."""
@@ -142,5 +141,14 @@ class Saving:
             saved = f"its last step, {step}, is not saved ({refused})"
         return type(error)(f"{error}. {saved}; the same command continues after it" if saved else str(error))
 
+    def export_last(self) -> None:
+        """Complete the last checkpoint, and write the trained model where `checkpoint.save_hf_at_end` is set."""
+        self.trainer.finish_saving()
+        if self.config.checkpoint.save_hf_at_end:
+            folder = Path(self.config.output_dir)
+            if self.trainer.critic:  # First: `hf` is what says that the run is finished.
+                self.trainer.export(folder / "hf_critic", critic=True)
+            self.trainer.export(folder / "hf")
+
     def _save(self, step: int) -> None:
-        self.store.save(self.policy, self.state, step, self.critic)
+        self.trainer.save(step, Own(self.state()))

@@ -18,8 +18,6 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import psutil
-import torch
-import torch.distributed as dist
 
 from dapo_mega.cli import (
     EXIT_CONTINUE,
@@ -115,6 +113,11 @@ class ProcessWatch:
         """Whether any process of the run has got SIGTERM."""
         return self._stop.is_set()
 
+    def check_stop(self) -> None:
+        """Raise StopRequested if so."""
+        if self.stop_requested():
+            raise StopRequested("the run was asked to stop")
+
     def _watch(self) -> None:
         while not self._closed.is_set():
             arrived = select.select([self._signals], [], [], POLL_S)[0]
@@ -149,14 +152,6 @@ class ProcessWatch:
     def _peer_failed(self, message: str, status: int) -> None:
         _look_at_launcher()  # torchrun may have hosted the store.
         leave(message, status, launcher_limit_s=max(_LAUNCHER_LIMIT_S, self._silence_limit_s))
-
-
-def stop_together(requested: bool, control: dist.ProcessGroup | None) -> None:
-    """Raise StopRequested on all ranks when one of them was asked to stop. Collective over `control` (gloo)."""
-    box = torch.tensor([float(requested)])
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=control)
-    if box.item():
-        raise StopRequested("the run was asked to stop")
 
 
 def _launcher_keeps_store() -> bool:

@@ -11,24 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dapo_mega.algorithms.entropy_control import EntropyControl
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.checkpoints.folders import CheckpointFolders, step_of
-from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.distributed.processes import Processes, world_size_from_environment
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.samples.files import file_of, samples_folder, stored_files
 from dapo_mega.samples.reading import RecordedStep, read_account, read_step
-from dapo_mega.training.build import TrainingRun, build_models, entropy_control
+from dapo_mega.training.build import entropy_control
 from dapo_mega.training.differences import Difference, compare_numbers, compare_samples
 from dapo_mega.training.lifecycle import require_model
-from dapo_mega.training.loop import adapt_entropy_bonus, hand_over, restore_entropy, update
-from dapo_mega.training.recording import UpdateTrace, values_of_trajectories
-from dapo_mega.training.scoring import score
+from dapo_mega.training.loop import adapt_entropy_bonus, restore_entropy, score_groups
+from dapo_mega.training.recording import values_of_trajectories
+from dapo_mega.training.trainer import Trainer
 
 _COMPARED = (
     "policy/", "mismatch/", "critic/", "rollout/logprob_abs_diff_mean", "rollout/logprob_abs_diff_max",
@@ -135,71 +133,53 @@ def replay(run_dir: Path, step: int, overrides: Sequence[str] = (), tolerance: f
     plan = plan_replay(run_dir, step)
     config = load_replay_config(run_dir, overrides, plan.recorded_world_size)
     require_model(config)
-    if config.threads_per_process:
-        torch.set_num_threads(config.threads_per_process)
-    processes = start_processes(config.parallel, config.seed)
-    run = _without_engines(config, processes)
+    trainer = Trainer(config, start_processes(config.parallel, config.seed))
+    found = None
+    if trainer.processes.rank:
+        trainer.obey()
+    else:
+        with trainer.commanding():
+            found = _compare(trainer, config, plan, run_dir, tolerance)
+    stop_processes()
+    return found
+
+
+def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Path, tolerance: float) -> Replay:
+    """Train on the plan's steps, and compare."""
+    trainer.build(with_engines=False)
+    entropy = entropy_control(config)
     if plan.start:
-        state = run.store.load(run.policy, plan.start, run.critic)
-        run.step = state.step
-        restore_entropy(run, state)
+        restore_entropy(entropy, trainer.load(plan.start))
     logged = _logged(run_dir)
     earlier: list[Difference] = []
-    for s in plan.steps[:-1]:
-        recorded, metrics, _, _ = _replay_one(run, run_dir, s)
-        if recorded:
-            earlier += compare_numbers(_compared(logged, s), metrics, tolerance, f" of step {s}")
-    recorded, metrics, trace, values = _replay_one(run, run_dir, step)
-    stop_processes()
-    if recorded is None:
-        return None
+    for step in plan.steps[:-1]:
+        _, metrics, _, _ = _replay_one(trainer, config, entropy, run_dir, step)
+        earlier += compare_numbers(_compared(logged, step), metrics, tolerance, f" of step {step}")
+    step = plan.steps[-1]
+    recorded, metrics, updates, values = _replay_one(trainer, config, entropy, run_dir, step)
     return Replay(
         plan,
-        processes.world_size,
+        trainer.processes.world_size,
         tuple(earlier),
         tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
-        tuple(_compare_updates(recorded.account["updates"], trace.updates, tolerance)),
+        tuple(_compare_updates(recorded.account["updates"], updates, tolerance)),
         tuple(compare_samples(recorded.samples, values, tolerance)),
     )
 
 
-def _without_engines(config: RunConfig, processes: Processes) -> TrainingRun:
-    """The run's models. Its fleet, weight sync and data are never asked for; rank 0's controller is only looked for."""
-    policy, reference, critic = build_models(config, processes)
-    absent: Any = None
-    controller: Any = object() if processes.rank == 0 else None
-    return TrainingRun(
-        config=config,
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        fleet=absent,
-        weight_sync=absent,
-        store=CheckpointStore.of_run(config.output_dir, config.checkpoint),
-        controller=controller,
-        stop_requested=lambda: False,
-        entropy=entropy_control(config),
-    )
-
-
 def _replay_one(
-    run: TrainingRun, run_dir: Path, step: int
-) -> tuple[RecordedStep | None, dict[str, float], UpdateTrace, list[Any]]:
-    """Train on a step's recorded groups. Returns, on rank 0, what was recorded and the tokens' values."""
-    assert run.step == step - 1
-    recorded = None
-    with raise_on_all_ranks(run.policy.processes.control):
-        if run.controller:
-            recorded = read_step(file_of(samples_folder(run_dir), "training", step))
-    groups = recorded.groups if recorded else ()
-    batch = hand_over(run, groups)
-    scored = score(run, batch, groups)
-    trace = UpdateTrace()
-    updates = update(run, scored, batch.engines, trace)
-    metrics = {**scored.metrics, **updates}
-    adapt_entropy_bonus(run, metrics)
-    run.step = step
-    return recorded, metrics, trace, values_of_trajectories(run, groups, range(len(groups)), trace)
+    trainer: Trainer, config: RunConfig, entropy: EntropyControl, run_dir: Path, step: int
+) -> tuple[RecordedStep, dict[str, float], Sequence[Mapping[str, float]], list[Any]]:
+    """Train on a step's recorded groups. Returns what was recorded, metrics, updates and the tokens' values."""
+    recorded = read_step(file_of(samples_folder(run_dir), "training", step))
+    groups = recorded.groups
+    trainer.take(samples_of_groups(groups, config, step - 1))
+    measured, metrics = score_groups(trainer, config, groups, step - 1)
+    updated = trainer.update(entropy.current(), traced=True)
+    metrics = {**(measured.metrics if measured else {}), **metrics, **updated.metrics}
+    adapt_entropy_bonus(entropy, config, metrics)
+    values = values_of_trajectories(trainer, config, groups, range(len(groups)))
+    return recorded, metrics, updated.updates, values
 
 
 def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from dapo_mega.checkpoints.folders import step_of
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import RunConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
 from dapo_mega.rewards.build import log_functions
 from dapo_mega.training.build import (
+    RunInputs,
+    RunRewards,
     TrainingRun,
     build_run,
     make_rewards,
@@ -26,13 +27,21 @@ from dapo_mega.training.build import (
     try_rewards,
 )
 from dapo_mega.training.evaluation_beside import is_recorded
-from dapo_mega.training.lifecycle import find_checkpoint, held_folder, require_model, require_trackers, watched
+from dapo_mega.training.lifecycle import (
+    begin_training,
+    find_checkpoint,
+    held_folder,
+    require_model,
+    require_trackers,
+    watched,
+)
 from dapo_mega.training.loop import restore, saving, train
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import is_locked
 from dapo_mega.training.run_records import write_run_record
 from dapo_mega.training.run_status import RunStatus
+from dapo_mega.training.trainer import Trainer
 
 
 def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
@@ -98,37 +107,15 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
             try_rewards(config, rewards, inputs.train_prompts.prompts[0])
         processes = start_processes(config.parallel, config.seed)
         watch.follow_peers(group_is_up=True)
-        stack.enter_context(held_folder(folder, status, processes))
-        store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
-        newest = find_checkpoint(store, processes)
-        _refuse_lost_checkpoints(folder, newest)
-        start_step = step_of(newest) if newest else 0
-        status.completed_step = lambda: start_step
-        if processes.rank == 0:
-            status.running()
-        run = build_run(
-            config,
-            start_step,
-            inputs=inputs,
-            processes=processes,
-            rewards=rewards,
-            stop_requested=watch.stop_requested,
-        )
-        stack.callback(close, run)
-        if newest:
-            restore(run, run.store.load(run.policy, newest, run.critic))
-        status.completed_step = lambda: run.step
-        with raise_on_all_ranks(processes.control):
-            if run.controller:
-                write_run_record(config, inputs.cards)
-                log_functions(run.controller.rewards.training, folder / "reward_output.log")
-                stack.enter_context(run.controller.progress)
-                if newest:
-                    run.controller.progress.message(f"resuming {folder} after step {start_step}")
-        watch.begin_training()
-        _train_and_export(run, folder)
-        if run.controller:
-            status.finished()
+
+        trainer = Trainer(config, processes, partial(begin_training, status, watch), watch.check_stop)
+        stack.callback(trainer.close)
+        if rewards:
+            with trainer.commanding():
+                _command(config, trainer, inputs, rewards, status, watch)
+        else:
+            status.completed_step = lambda: trainer.step
+            trainer.obey()
         watch.forget_peers()
         dist.barrier(group=processes.control)
     stop_processes()
@@ -136,35 +123,61 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
     print_once(f"finished {config.num_steps} steps{model}; metrics for TensorBoard: {folder / 'tensorboard'}")
 
 
-def _train_and_export(run: TrainingRun, folder: Path) -> None:
+def _command(
+    config: RunConfig,
+    trainer: Trainer,
+    inputs: RunInputs,
+    rewards: RunRewards,
+    status: RunStatus,
+    watch: ProcessWatch,
+) -> None:
+    """The run as rank 0 sees it, which commands."""
+    folder = Path(config.output_dir)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held_folder(folder, status))
+        newest = find_checkpoint(trainer)
+        _refuse_lost_checkpoints(folder, newest)
+        start_step = step_of(newest) if newest else 0
+        status.completed_step = lambda: start_step
+        status.running()
+        run = build_run(
+            config, start_step, trainer=trainer, inputs=inputs, rewards=rewards, check_stop=watch.check_stop
+        )
+        stack.callback(close, run)
+        if newest:
+            restore(run, trainer.load(newest))
+        status.completed_step = lambda: run.step
+        write_run_record(config, inputs.cards)
+        log_functions(rewards.training, folder / "reward_output.log")
+        stack.enter_context(run.progress)
+        if newest:
+            run.progress.message(f"resuming {folder} after step {start_step}")
+        trainer.begin()
+        _train_and_export(run)
+        status.finished()
+
+
+def _train_and_export(run: TrainingRun) -> None:
     try:
         train(run)
     except StopRequested:
         raise saving(run).before_stop(run.step) from None
     except (StarvedError, FleetError, InputError) as error:
-        # All ranks get here together but for InputErrors outside of an intact step, which may be of one rank alone.
         if run.is_intact:
             raise saving(run).before_error(error, run.step) from error
         if isinstance(error, FleetError):
-            run.store.finish(run.policy)
+            run.trainer.finish_saving()
         raise
-    run.store.finish(run.policy)
-    if run.config.checkpoint.save_hf_at_end:
-        if run.critic:  # First: `hf` is what says that the run is finished.
-            save_hf_checkpoint(run.critic, folder / "hf_critic")
-        save_hf_checkpoint(run.policy, folder / "hf")
+    saving(run).export_last()
 
 
 def close(run: TrainingRun) -> None:
-    """Close the weight sync, the fleet, and rank 0's rewards, writer and recorder."""
-    if run.controller and run.controller.beside:
-        run.controller.beside.close()
-    run.weight_sync.close()
+    """Close the engines, rewards, writer and recorder."""
+    if run.beside:
+        run.beside.close()
     run.fleet.close()
-    if run.controller:
-        run.controller.rewards.close()
-        if run.controller.recorder:
-            run.controller.recorder.close()
-        if run.controller.writer:  # Last, as it may wait for trackers.
-            is_finished = run.step >= run.config.num_steps and run.unrecorded is None
-            run.controller.writer.close(is_finished=is_finished)
+    run.rewards.close()
+    if run.recorder:
+        run.recorder.close()
+    if run.writer:  # Last, as it may wait for trackers.
+        run.writer.close(is_finished=run.step >= run.config.num_steps and run.unrecorded is None)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.folders import step_of
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.data.preview import preview_run
-from dapo_mega.distributed.errors import raise_on_all_ranks
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import StopRequested, at_step
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
-from dapo_mega.metrics import MetricsWriter, ProgressDisplay
+from dapo_mega.metrics import ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
 from dapo_mega.preparation.card import CardReference
 from dapo_mega.training.lifecycle import (
     Saving,
+    begin_training,
     find_checkpoint,
     held_folder,
     refuse_other_data,
@@ -38,10 +34,11 @@ from dapo_mega.training.lifecycle import (
     require_trackers,
     watched,
 )
-from dapo_mega.training.process_watch import ProcessWatch, stop_together
+from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_records import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.run_status import RunStatus
+from dapo_mega.training.trainer import FineTuner
 
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
@@ -87,30 +84,22 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
     print_once(preview)
     processes = start_processes(config.parallel, config.seed)
     watch.follow_peers(group_is_up=True)
-    with held_folder(folder, status, processes):
-        policy = MegatronPolicy(
-            config.model,
-            config.parallel,
-            config.optimizer,
-            processes,
-            temperature=1.0,
-            updates_per_step=1,
-            num_steps=config.num_steps,
-            compute=config.compute,
-        )
-        tuning = _Tuning(config, policy, demonstrations, cards, preview)
-        tuning.resume()
-        status.completed_step = lambda: tuning.step
-        if processes.rank == 0:
+    trainer = FineTuner(config, processes, partial(begin_training, status, watch))
+    tuning = _Tuning(config, trainer, demonstrations, cards, preview, watch)
+    if processes.rank:
+        status.completed_step = lambda: trainer.step
+        trainer.obey()
+    else:
+        with trainer.commanding(), held_folder(folder, status):
+            status.completed_step = lambda: tuning.step
+            trainer.build()
+            tuning.resume()
             status.running()
-        watch.begin_training()
-        tuning.run(watch)
-        if config.checkpoint.save_hf_at_end:
-            save_hf_checkpoint(policy, folder / "hf")
-        if processes.rank == 0:
+            trainer.begin()
+            tuning.run()
             status.finished()
-        watch.forget_peers()
-        dist.barrier(group=processes.control)
+    watch.forget_peers()
+    dist.barrier(group=processes.control)
     stop_processes()
     model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
     first, last = tuning.losses
@@ -121,82 +110,76 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 
 class _Tuning:
-    """The loop and its state: the last completed step and the position in the demonstrations."""
+    """The loop of the process that commands, and its state: the last completed step and the position in the
+    demonstrations."""
 
     def __init__(
         self,
         config: SftConfig,
-        policy: MegatronPolicy,
+        trainer: FineTuner,
         demonstrations: Sequence[Demonstration],
         cards: Mapping[str, CardReference],
         preview: str,
+        watch: ProcessWatch,
     ) -> None:
-        """`cards` are those of the demonstrations and `preview` shows one of them, on rank 0."""
+        """`cards` are those of the demonstrations and `preview` shows one of them."""
         self.step = 0
         self._cards = cards
         self._preview = preview
         self._config = config
-        self._policy = policy
+        self._trainer = trainer
         self._demonstrations = demonstrations
+        self._watch = watch
         self._fingerprint = _fingerprint(demonstrations)
         self._cursor = PromptCursor(len(demonstrations), config.seed)
-        self._store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
-        self._saving = Saving(config, self._store, policy, self._state)
-        self._writer: MetricsWriter | None = None  # On rank 0 only.
-        self._progress: ProgressDisplay | None = None
+        self._saving = Saving(config, trainer, self._state)
         self.losses = (math.nan, math.nan)
         """The first and the last loss of this start; NaN without a step."""
 
     def resume(self) -> None:
         """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""
-        newest = find_checkpoint(self._store, self._policy.processes)
+        newest = find_checkpoint(self._trainer)
         if newest is None:
             return
-        state = self._store.load(self._policy, newest)
+        state = self._trainer.load(newest)
         refuse_other_data(state.values, self._fingerprint, "demonstrations")
         self._cursor.load_state(state.values["cursor"])
         self.step = state.step
 
-    def run(self, watch: ProcessWatch) -> None:
-        """Train the remaining steps. Raises StopRequested on all ranks after SIGTERM, once the last step is saved."""
-        config, control = self._config, self._policy.processes.control
-        with contextlib.ExitStack() as stack:
-            with raise_on_all_ranks(control):
-                if self._policy.processes.rank == 0:
-                    write_run_record(config, self._cards)
-                    first = self.step + 1 if self.step else 0
-                    self._writer = stack.enter_context(open_writer(config, first, self._preview))
-                    progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)
-                    self._progress = stack.enter_context(progress)
-                    if self.step:
-                        progress.message(f"resuming {config.output_dir} after step {self.step}")
+    def run(self) -> None:
+        """Train the remaining steps, and export. Raises StopRequested after SIGTERM, once the last step is saved."""
+        config = self._config
+        write_run_record(config, self._cards)
+        first = self.step + 1 if self.step else 0
+        progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)
+        with open_writer(config, first, self._preview) as writer, progress:
+            if self.step:
+                progress.message(f"resuming {config.output_dir} after step {self.step}")
             try:
                 while self.step < config.num_steps:
-                    stop_together(watch.stop_requested(), control)
-                    self._record(self._update())
+                    self._watch.check_stop()
+                    metrics = self._update()
+                    writer.write(self.step, metrics)
+                    progress.update(self.step, metrics)
                     self._saving.after_step(self.step)
             except StopRequested:
                 raise self._saving.before_stop(self.step) from None
-            self._store.finish(self._policy)
+            self._saving.export_last()
 
     def _update(self) -> dict[str, float]:
-        config = self._config
         started = time.perf_counter()
-        chosen = [self._demonstrations[i] for i in self._cursor.next(config.batch_samples)]
+        chosen = [self._demonstrations[i] for i in self._cursor.next(self._config.batch_samples)]
         with at_step(self.step + 1):
-            metrics = self._policy.update(_micro_batches(self._policy, config, chosen), SupervisedLoss())
+            metrics = self._trainer.fine_tune(
+                [(d.prompt_token_ids, d.response_token_ids) for d in chosen], self.step + 1
+            )
         self.step += 1
+        loss = metrics.get("policy/loss", self.losses[1])  # A skipped update may have none.
+        self.losses = (loss if math.isnan(self.losses[0]) else self.losses[0], loss)
         num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
         metrics["time/step_s"] = time.perf_counter() - started
         metrics["policy/tokens_per_s"] = num_tokens / metrics["time/step_s"]
         return metrics
-
-    def _record(self, metrics: dict[str, float]) -> None:
-        loss = metrics.get("policy/loss", self.losses[1])  # A skipped update may have none.
-        self.losses = (loss if math.isnan(self.losses[0]) else self.losses[0], loss)
-        if self._writer and self._progress:
-            self._writer.write(self.step, metrics)
-            self._progress.update(self.step, metrics)
 
     def _state(self) -> LoopState:
         values = {"cursor": self._cursor.state(), "dataset_fingerprint": self._fingerprint}
@@ -210,15 +193,3 @@ def _fingerprint(demonstrations: Sequence[Demonstration]) -> str:
         for tokens in (demonstration.prompt_token_ids, demonstration.response_token_ids):
             digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
     return digest.hexdigest()
-
-
-def _micro_batches(
-    policy: MegatronPolicy, config: SftConfig, demonstrations: Sequence[Demonstration]
-) -> list[TokenBatch]:
-    batch = policy.pack(
-        flatten([single_turn(d.prompt_token_ids, d.response_token_ids) for d in demonstrations]),
-        token_budget=config.tokens_per_microbatch,
-        aggregation="token_mean",
-        max_response_tokens=config.data.max_tokens,
-    )
-    return [TokenBatch(micro_batch) for micro_batch in batch.mini_batches[0]]

@@ -7,69 +7,26 @@ An update checks names and shapes only, so it can succeed on an engine with one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.api import MalformedAnswer, parse_scores, scoring_payload
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineGarbled
 from dapo_mega.engines.sglang.versions import VersionRange
 from dapo_mega.types import LogProbs, Prompt, TokenIds
 
-if TYPE_CHECKING:
-    from dapo_mega.megatron.megatron_policy import MegatronPolicy
-
 _LENGTH = 64
 
 
-class Agreement(Protocol):
-    """The sequence and the log-probs on which engines must agree with the trainer."""
+@dataclass(frozen=True)
+class Agreement:
+    """The sequence [L] on which engines must agree with the trainer, and the largest allowed mean difference of its
+    log-probs, in nats."""
 
     tokens: TokenIds
     tolerance: float
-    """The largest allowed mean difference, in nats."""
-
-    def expected(self, version: int) -> LogProbs:
-        """The trainer's log-probs [L - 1] of all tokens but the first with the weights of `version`. Collective."""
-
-
-class PolicyAgreement:
-    """Implements `Agreement` with the policy, which scores the sequence once per version at which engines join."""
-
-    def __init__(self, policy: MegatronPolicy, config: RunConfig, prompts: Sequence[Prompt]) -> None:
-        """`prompts` is the run's dataset; the same on every process."""
-        self.tokens = fixed_sequence(config, prompts, policy.arch.vocab_size)
-        self.tolerance = config.engine_tolerance
-        self._policy = policy
-        self._config = config
-        self._version = -1
-        self._logprobs = np.empty(0, np.float32)
-
-    def expected(self, version: int) -> LogProbs:
-        if version != self._version:
-            self._version, self._logprobs = version, self._score()
-        return self._logprobs
-
-    def _score(self) -> LogProbs:
-        policy = self._policy
-        batch = policy.pack(
-            flatten([single_turn(self.tokens[:1], self.tokens[1:], in_loss=False)]),
-            token_budget=self._config.batch.tokens_per_microbatch,
-            aggregation=self._config.algorithm.aggregation,
-            max_response_tokens=self._config.rollout.max_response_tokens,
-        )
-        # Engines score prompts without the sampling temperature.
-        scores = policy.score(batch.mini_batches[0], temperature=1.0)
-        logprobs = torch.zeros(len(self.tokens) - 1, dtype=torch.float32)
-        if policy.processes.counts_outputs:
-            for micro_batch, score in zip(batch.mini_batches[0], scores, strict=True):
-                logprobs[micro_batch.of_responses(micro_batch.positions).cpu()] = score.logprobs.float().cpu()
-        dist.all_reduce(logprobs, group=policy.processes.control)
-        return logprobs.numpy()
 
 
 def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int) -> TokenIds:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.distributed.errors import raise_on_all_ranks
-from dapo_mega.distributed.processes import Processes
+from dapo_mega.distributed.commands import Own
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError
-from dapo_mega.types import LogProbs, WeightSource
+from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
 from dapo_mega.weight_sync.update import EngineFleet, Sent, Transport, Update, UpdateCalls
@@ -35,28 +31,31 @@ _MAX_ATTEMPTS = 3
 _SCORING_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    num_synced: int
-    failures: Mapping[str, str]
+class SendingTrainer(Protocol):
+    """The part of a trainer that an update needs."""
+
+    def send_weights(self, update: Update, forgotten: Sequence[str], calls: Own[UpdateCalls]) -> Sent:
+        """Send the weights to the engines of an update; those `forgotten` have failed before."""
+
+    def logprobs(self, tokens: TokenIds) -> LogProbs:
+        """The log-probs [L - 1] of all tokens but the first with the current weights."""
 
 
 class FleetWeightSync(WeightSync):
-    """Sends weights to a fleet of SGLang engines; every rank has one."""
+    """Sends weights to a fleet of SGLang engines; on rank 0."""
 
     def __init__(
         self,
-        processes: Processes,
-        fleet: EngineFleet | None,
+        trainer: SendingTrainer,
+        fleet: EngineFleet,
         config: WeightSyncConfig,
         transport: Transport,
         run: str = "",
         agreement: Agreement | None = None,
     ) -> None:
-        """`fleet` is given on rank 0 only. `run` names this start of the trainer to engines. With `agreement`, engines
-        that join or come back are used only after their log-probs have agreed with the trainer's."""
-        assert (fleet is not None) == (processes.rank == 0)
-        self._processes = processes
+        """`transport` is rank 0's. `run` names this start of the trainer to engines. With `agreement`, engines that
+        join or come back are used only after their log-probs have agreed with the trainer's."""
+        self._trainer = trainer
         self._fleet = fleet
         self._timeout_s = config.timeout_s
         self._transport = transport
@@ -65,12 +64,14 @@ class FleetWeightSync(WeightSync):
         # Requests paused in place need their cached keys and values.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
+        self._failed: list[str] = []
+        self._expected: tuple[int, LogProbs] | None = None
 
-    def push(self, policy: WeightSource, version: int) -> dict[str, float]:
+    def push(self, version: int) -> dict[str, float]:
         """See `WeightSync`. Raises FleetError when too few engines are reachable, or every update fails."""
         started = time.perf_counter()
         for attempt in range(1, _MAX_ATTEMPTS + 1):
-            metrics = self._push(policy, version, only_outdated=False)
+            metrics = self._push(version, only_outdated=False)
             if metrics["weight_sync/engines"]:
                 return {
                     **metrics,
@@ -83,71 +84,58 @@ class FleetWeightSync(WeightSync):
             f"checkpoint"
         )
 
-    def push_to_outdated(self, policy: WeightSource, version: int) -> dict[str, float]:
-        return self._push(policy, version, only_outdated=True)
+    def push_to_outdated(self, version: int) -> dict[str, float]:
+        """`push` to the engines that joined or came back since the last one; the others keep generating."""
+        return self._push(version, only_outdated=True)
 
-    def _push(self, policy: WeightSource, version: int, only_outdated: bool) -> dict[str, float]:
-        update, session = self._begin(version, only_outdated)
+    def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
+        """Choose the engines, pause their generation, send them the weights, and resume."""
+        self._num_updates += 1
+        fleet = self._fleet
+        targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
+        outdated = frozenset(target.url for target in targets if target.is_outdated)
+        label = str(WeightVersion(self._run, version))
+        update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache)
+        calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
+        if self._transport.uses_sessions:
+            calls.call(_begin_session)
         started = time.perf_counter()
-        sent = self._transport.send(policy, update, session) if update.targets else Sent(0)
+        sent = self._trainer.send_weights(update, self._failed, Own(calls))
         seconds = time.perf_counter() - started
-        expected = self._agreement.expected(version) if self._agreement and update.outdated else None
-        outcome = self._end(update, session, expected)
+        if self._transport.uses_sessions:
+            calls.call(_end_session)
+        failures = self._record(update, calls)
+        self._failed = list(failures)
         return {
             "weight_sync/bytes": float(sent.num_bytes),
             "weight_sync/bytes_per_s": sent.num_bytes / seconds,
-            "weight_sync/engines": float(outcome.num_synced),
-            "weight_sync/engines_failed": float(len(outcome.failures)),
+            "weight_sync/engines": float(len(targets) - len(failures)),
+            "weight_sync/engines_failed": float(len(failures)),
             **sent.metrics,
         }
 
-    def _begin(self, version: int, only_outdated: bool) -> tuple[Update, UpdateCalls | None]:
-        """Choose the engines, pause their generation and open their sessions."""
-        self._num_updates += 1
-        session = None
-        box: list[Any] = [None]
-        with raise_on_all_ranks(self._processes.control):
-            if self._fleet:
-                targets = self._fleet.pause_generation(self._fleet.targets(only_outdated))
-                outdated = frozenset(target.url for target in targets if target.is_outdated)
-                label = str(WeightVersion(self._run, version))
-                box[0] = Update(self._num_updates, version, label, tuple(targets), outdated, self._flush_cache)
-                session = UpdateCalls(self._fleet, targets, self._timeout_s, self._transport.report_failure)
-                if self._transport.uses_sessions:
-                    session.call(_begin_session)
-        dist.broadcast_object_list(box, src=0, group=self._processes.control)
-        update: Update = box[0]
-        return update, session
-
-    def _end(self, update: Update, session: UpdateCalls | None, expected: LogProbs | None) -> _Outcome:
-        """Close the sessions, record which engines have the weights, and resume generation. If `expected` log-probs are
-        given, engines that joined must agree with them first."""
-        box: list[Any] = [None]
-        if self._fleet and session:
-            if self._transport.uses_sessions:
-                session.call(_end_session)
-            joined = [t for t in session.targets if t.url in update.outdated] if expected is not None else []
-            for target in session.targets:
-                if target not in joined:
-                    self._fleet.synced(target.url, update.version)
-            for url, reason in session.failures.items():
-                self._fleet.failed(url, f"its update to version {update.version} failed: {reason}")
-            self._fleet.resume_generation(update.targets)
-            failures = dict(session.failures)
-            if expected is not None:
-                failures |= self._admit(self._fleet, joined, update, expected)
-            box[0] = _Outcome(len(update.targets) - len(failures), failures)
-        dist.broadcast_object_list(box, src=0, group=self._processes.control)
-        outcome: _Outcome = box[0]
-        self._transport.forget(list(outcome.failures))
-        return outcome
+    def _record(self, update: Update, calls: UpdateCalls) -> dict[str, str]:
+        """Record which engines have the weights, and resume generation; those that joined must agree with the trainer
+        first. Returns why the others failed, by URL."""
+        joined = [t for t in calls.targets if t.url in update.outdated] if self._agreement else []
+        for target in calls.targets:
+            if target not in joined:
+                self._fleet.synced(target.url, update.version)
+        for url, reason in calls.failures.items():
+            self._fleet.failed(url, f"its update to version {update.version} failed: {reason}")
+        self._fleet.resume_generation(update.targets)
+        failures = dict(calls.failures)
+        if joined and self._agreement:
+            if self._expected is None or self._expected[0] != update.version:
+                self._expected = update.version, self._trainer.logprobs(self._agreement.tokens)
+            failures |= self._admit(self._agreement, joined, update, self._expected[1])
+        return failures
 
     def _admit(
-        self, fleet: EngineFleet, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
+        self, agreement: Agreement, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
     ) -> dict[str, str]:
         """Record the engines that agree as up to date. Returns the errors of the others by URL."""
-        assert self._agreement
-        tokens, tolerance = self._agreement.tokens, self._agreement.tolerance
+        fleet, tokens, tolerance = self._fleet, agreement.tokens, agreement.tolerance
         versions = VersionRange(self._run, update.version, update.version)
 
         async def score(client: EngineClient) -> LogProbs:
@@ -166,10 +154,6 @@ class FleetWeightSync(WeightSync):
                 logger.info("engine %s agrees with the trainer to within %.2g nats on average", url, difference)
                 fleet.synced(url, update.version)
         return failures
-
-    def close(self) -> None:
-        """Free what is shared with engines."""
-        self._transport.close()
 
 
 def _disagreement(difference: float, num_tokens: int, version: int, tolerance: float) -> str:

@@ -16,9 +16,9 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
 from tests.te_cpu.engines import gpu_stand_ins
+from tests.unit.weight_sync.pushing import Pushing
 from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
 
 from .launching import run_distributed
@@ -42,7 +42,7 @@ def sync_of_two(fleet, timeout_s, parallel="pipeline", transport=BroadcastTransp
         device=torch.device(device), control=group, leaders=group, replica=group,
     )  # fmt: skip
     config = WeightSyncConfig(timeout_s=timeout_s, **settings)
-    return FleetWeightSync(processes, fleet, config, transport(processes, config))
+    return Pushing(processes, fleet, config, transport(processes, config))
 
 
 class Policy(OneSenderPerStage):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dapo_mega.algorithms.advantages import whitened
@@ -20,11 +21,12 @@ from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
-    advantages_of_responses,
     normalized,
     subtract_following_penalties,
+    sums_of_trajectories,
+    with_advantages_of,
 )
-from dapo_mega.samples.token_values import by_trajectory, gather_runs, runs_of
+from dapo_mega.samples.token_values import by_trajectory, runs_of
 
 from .launching import REPOSITORY, run_distributed
 from .tiny import make_model, make_samples, prompt_length
@@ -104,7 +106,9 @@ def _scored_on_rank_zero(policy, processes, case):
     prompts = [prompt_length(sample) for sample in samples]
     lengths = [len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
     places = [(i, -prompt) for i, prompt in enumerate(prompts)]
-    return by_trajectory(gather_runs(own, 2, processes), 2, places, lengths)
+    found = [None] * processes.world_size
+    dist.all_gather_object(found, own)
+    return by_trajectory([runs for runs in found if runs], 2, places, lengths)
 
 
 def _numbered(policy, samples, budget, aggregation):
@@ -142,11 +146,8 @@ def _update(policy, processes, case, settings):
 def _with_penalties(micro_batches, scores, algorithm, processes):
     penalties = [0.1 * s.logprobs.abs() for s in scores]
     if algorithm.preset == "grpo":
-
-        def of_sums(sums):
-            return whitened(sums, np.arange(1, len(sums) + 1))
-
-        return advantages_of_responses(micro_batches, penalties, processes, of_sums if processes.rank == 0 else None)
+        sums = sums_of_trajectories(micro_batches, penalties, processes)
+        return with_advantages_of(micro_batches, whitened(sums, np.arange(1, len(sums) + 1)))
     if algorithm.advantage.uses_critic:
         values = [torch.sin(s.logprobs) for s in scores]
         changed, returns = advantages_from_values(

@@ -105,7 +105,7 @@ def three_updates(name, case, model, checkpoints):
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
             store = CheckpointStore(checkpoints / name, keep_last=1)
-            store.save(policy, lambda state=state: state, state.step, critic)
+            store.save(policy, state, state.step, critic)
     result["after"] = full_weights(critic)
     result["policy"] = full_weights(policy) if policy else {}
     result["drift"] = drift_of_copies(critic)

@@ -94,7 +94,7 @@ def _three_updates(name, case, model, checkpoints):
         metrics.append(policy.update(batches, PolicyGradient(algorithm.resolved(engine_differs=False))))
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
-            CheckpointStore(checkpoints / name, keep_last=1).save(policy, lambda state=state: state, state.step)
+            CheckpointStore(checkpoints / name, keep_last=1).save(policy, state, state.step)
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     after = {name: tensor.clone() for name, tensor in after.items()}
     biases = expert_biases(policy)

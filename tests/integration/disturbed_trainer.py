@@ -3,6 +3,7 @@ launch/train_sft.py, where `FINE_TUNING` is set."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -20,9 +21,11 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 
 from dapo_mega.commands import sft as train_sft  # noqa: E402
 from dapo_mega.commands import train as train_dapo  # noqa: E402
+from dapo_mega.errors import StopRequested  # noqa: E402
 from dapo_mega.training import loop as trainer  # noqa: E402
 from dapo_mega.training.lifecycle import Saving  # noqa: E402
-from dapo_mega.training.process_watch import ProcessWatch  # noqa: E402
+from dapo_mega.training.peers import POLL_S  # noqa: E402
+from dapo_mega.training.trainer import Trainer  # noqa: E402
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -34,16 +37,34 @@ def fault(*_: Any, **__: Any) -> None:
 
 
 def stopped_before(function: Callable[..., Any], step: int) -> Callable[..., Any]:
-    """The function of the trainer's, before which this process gets SIGTERM after so many steps."""
+    """The function of the loop's, before which this process gets SIGTERM after so many steps."""
 
     def call(training_run: trainer.TrainingRun, *arguments: Any) -> Any:
         if training_run.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not training_run.stop_requested():
-                time.sleep(0.01)
+            with contextlib.suppress(StopRequested):
+                while True:
+                    training_run.check_stop()
+                    time.sleep(0.01)
         return function(training_run, *arguments)
 
     return call
+
+
+def stop_in(name: str, step: int) -> None:
+    """This process gets SIGTERM when it has obeyed this command after so many steps; the command ends when the others
+    know."""
+    command = getattr(Trainer, name)
+    obey = command.alone
+
+    def obeyed(self: Trainer, *arguments: Any, **named: Any) -> Any:
+        found = obey(self, *arguments, **named)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(4 * POLL_S)
+        return found
+
+    command.alone = obeyed
 
 
 def die() -> None:
@@ -51,35 +72,17 @@ def die() -> None:
 
 
 def wait_after(last_step: int, action: Callable[[], None] = lambda: None) -> None:
-    """All processes wait after this step, and do this first: the checkpoint due then is under way, earlier ones are
-    complete."""
+    """The run waits after this step, and its first process does this before: the checkpoint due then is under way,
+    earlier ones are complete."""
     after_step = Saving.after_step
 
     def call(saving: Saving, step: int) -> None:
         if step == last_step:
-            saving.store.finish(saving.policy)
+            saving.trainer.finish_saving()
         after_step(saving, step)
         while step == last_step:
             action()
             time.sleep(1)
-
-    Saving.after_step = call
-
-
-def stop_after(last_step: int) -> None:
-    """This process gets SIGTERM after this step, and takes note of it before the next one."""
-    after_step, stop_requested = Saving.after_step, ProcessWatch.stop_requested
-
-    def noted(watch: ProcessWatch) -> bool:
-        while not stop_requested(watch):
-            time.sleep(0.01)
-        return True
-
-    def call(saving: Saving, step: int) -> None:
-        after_step(saving, step)
-        if step == last_step:
-            ProcessWatch.stop_requested = noted
-            os.kill(os.getpid(), signal.SIGTERM)
 
     Saving.after_step = call
 
@@ -94,13 +97,13 @@ if __name__ == "__main__":
         case "waits after step 4", _:
             wait_after(4)
         case "stops after step 7", "1":
-            stop_after(7)
+            stop_in("finish_saving", 7)
         case "common.pt", "0":
             TorchCommonSaveStrategy.save_common = full_disk
         case "forward pass", "1":
             GPTModel.forward = fault
         case "after an update", "1":
-            trainer.complete_step = stopped_before(trainer.complete_step, 3)
+            stop_in("update", 3)
         case "in the last evaluation", "0":
             trainer.evaluate = stopped_before(trainer.evaluate, 6)
     run_command(train_sft.main if "FINE_TUNING" in os.environ else train_dapo.main)

@@ -98,6 +98,7 @@ def training_run_of(values: dict[str, Any]) -> Iterator[TrainingRun]:
         yield training_run
     finally:
         close(training_run)
+        training_run.trainer.close()
         stop_processes()
 
 
@@ -199,8 +200,7 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
 
 def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Trajectory]]:
     """Change the weights while groups are generated; the prompts and trajectories that old and new ones had part in."""
-    assert training_run.controller
-    collector, fleet = training_run.controller.collector, training_run.fleet
+    collector, fleet = training_run.collector, training_run.fleet
 
     async def generated(request: GenerationRequest) -> Trajectory:
         return Trajectory.of(await fleet.generate(request))
@@ -214,9 +214,11 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Tr
             pending.append((prompt, fleet.start(generated(replace(request, sampling=sampling)))))
     wait_until(lambda: any(future.done() for _, future in pending))  # The others are in the middle of theirs then.
     with torch.no_grad():
-        for parameter in (parameter for chunk in training_run.policy.chunks for parameter in chunk.parameters()):
+        for parameter in (
+            parameter for chunk in training_run.trainer.policy.chunks for parameter in chunk.parameters()
+        ):
             parameter.mul_(1.5)
-    training_run.weight_sync.push(training_run.policy, training_run.step + 1)
+    training_run.weight_sync.push(training_run.step + 1)
     complete = [(prompt, future.result(600)) for prompt, future in pending]
     return [(prompt, trajectory) for prompt, trajectory in complete if len(trajectory.version_spans) > 1]
 
@@ -241,18 +243,18 @@ def deviation_after_update(url: str, prompt: Prompt, response: Trajectory) -> fl
 
 def num_serving(training_run: TrainingRun) -> int:
     """Engines that hold the current weights and generate."""
-    return len(training_run.fleet.client._membership.in_state("serving"))
+    return len(training_run.fleet._membership.in_state("serving"))
 
 
 def wait_for_both_engines(training_run: TrainingRun) -> None:
     """A run that may begin with one engine does not wait for the other."""
-    membership = training_run.fleet.client._membership
+    membership = training_run.fleet._membership
     wait_until(lambda: len(membership.in_state("serving", "outdated")) == 2)
 
 
 def in_flight(training_run: TrainingRun, url: str) -> int:
     """Requests that the engine works on now."""
-    return next((e.in_flight for e in training_run.fleet.client._dispatcher.engines() if e.url == url), 0)
+    return next((e.in_flight for e in training_run.fleet._dispatcher.engines() if e.url == url), 0)
 
 
 def stop_at_work(training_run: TrainingRun, engines: SharedEngines, index: int) -> None:

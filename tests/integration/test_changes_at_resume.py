@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.checkpoints import store
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.engines.embedded import engine
@@ -362,7 +363,7 @@ class Resumes:
             try:
                 config = self.config(overrides, file)
                 run = build_run(config, 1)
-                loop.restore(run, run.store.load(run.policy, run.store.latest(), run.critic))
+                loop.restore(run, run.trainer.load(run.trainer.store.latest()))
                 seen |= beginning(run)
                 if has_step:
                     step(run, seen)
@@ -399,9 +400,9 @@ def heard():
 
 def beginning(run):
     """What a continued run has before its first step."""
-    controller, policy = run.controller, run.policy
-    evaluated = controller.evaluator._prompts if controller.evaluator else []
-    datasets = {"training": controller.collector.prompts, "evaluation": evaluated}
+    policy, critic = run.trainer.policy, run.trainer.critic
+    evaluated = run.evaluator._prompts if run.evaluator else []
+    datasets = {"training": run.collector.prompts, "evaluation": evaluated}
     return {
         **{
             f"{name}_prompts": [
@@ -414,12 +415,12 @@ def beginning(run):
         "is_fused": unwrapped(policy.chunks[-1])._fused,
         "path": policy.path,
         "records": records_samples(run),
-        "critic_path": run.critic.path if run.critic else None,
+        "critic_path": critic.path if critic else None,
     }
 
 
 def records_samples(run):
-    recorder = open_recorder(run.config, run.controller.tokenizer, run.step)
+    recorder = open_recorder(run.config, run.tokenizer, run.step)
     if recorder:
         recorder.close()
     return recorder is not None
@@ -429,21 +430,22 @@ def step(run, seen):
     """Send the weights, evaluate, and make a step."""
     buckets, rows = [], []
     with pytest.MonkeyPatch.context() as patch:
-        weights, make_batch = run.policy.weights, engine.RowBatch
-        patch.setattr(run.policy, "weights", lambda size: (buckets.append(1) or bucket for bucket in weights(size)))
+        policy, make_batch = run.trainer.policy, engine.RowBatch
+        weights = policy.weights
+        patch.setattr(policy, "weights", lambda size: (buckets.append(1) or bucket for bucket in weights(size)))
         patch.setattr(engine, "RowBatch", lambda given, model: rows.append(len(given)) or make_batch(given, model))
         loop.send_weights(run)
         seen |= loop.evaluate(run)
         groups, collected = loop.collect(run)
     seen |= {"buckets": len(buckets), "most_rows": max(rows), "asked": [group.prompt.index for group in groups]}
-    batch = loop.hand_over(run, groups)
-    scored = loop.score(run, batch, groups)
-    seen |= {**collected, **scored.metrics, **loop.packing_metrics(batch.stats)}
-    seen["updates"] = len(scored.mini_batches) * run.config.batch.epochs
-    seen |= loop.update(run, scored, batch.engines)
-    loop.adapt_entropy_bonus(run, seen)
+    stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
+    measured, scored = loop.score_groups(run.trainer, run.config, groups, run.step)
+    seen |= {**collected, **scored, **loop.check_mismatch(run, measured), **loop.packing_metrics(stats)}
+    updated = loop.update(run)
+    seen |= {"updates": len(updated.updates), **updated.metrics}
+    loop.adapt_entropy_bonus(run.entropy, run.config, seen)
     seen["next_entropy_bonus"] = run.entropy.current()
-    seen["weights"] = [float(t.double().sum()) for bucket in run.policy.weights(1 << 24) for _, t in bucket]
+    seen["weights"] = [float(t.double().sum()) for bucket in policy.weights(1 << 24) for _, t in bucket]
 
 
 @pytest.fixture(scope="module")

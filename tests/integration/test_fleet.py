@@ -367,8 +367,8 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
         wait_for_both_engines(training_run)
         with saboteur(act):
             records = run(training_run)
-        wait_until(lambda: training_run.fleet.client.has_outdated() or num_serving(training_run) == 2)
-        training_run.weight_sync.push(training_run.policy, training_run.step)
+        wait_until(lambda: training_run.fleet.has_outdated() or num_serving(training_run) == 2)
+        training_run.weight_sync.push(training_run.step)
         assert num_serving(training_run) == 2
     assert total(records, "fleet/engines_hung") == 1
     assert total(records, "rollout/requests_moved") > 0
@@ -376,7 +376,7 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
 
 def run_losing_an_engine(training_run, engines, index, fault):
     """Train to the end, with the fault at this engine in the middle of the update after step 2."""
-    shares = training_run.policy.shares
+    shares = training_run.trainer.policy.shares
 
     def interrupted(*arguments):
         for number, bucket in enumerate(shares(*arguments)):
@@ -384,12 +384,12 @@ def run_losing_an_engine(training_run, engines, index, fault):
                 signal_engine(engines, index, fault)
             yield bucket
 
-    training_run.policy.shares = interrupted
+    training_run.trainer.policy.shares = interrupted
     wait_for_both_engines(training_run)
     try:
         records = run(training_run)
     finally:
-        training_run.policy.shares = shares
+        training_run.trainer.policy.shares = shares
     assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
     assert records[1]["time/weight_sync_s"] < 60
     assert call(engines.launcher.urls[1 - index], "/model_info")[1]["weight_version"].endswith(":3")
@@ -404,8 +404,8 @@ def test_an_engine_that_hangs_in_an_update_gets_it_later(tmp_path, two_engines):
             run_losing_an_engine(training_run, two_engines, 1, signal.SIGSTOP)
         finally:
             signal_engine(two_engines, 1, signal.SIGCONT)
-        wait_until(lambda: training_run.fleet.client.has_outdated())
-        training_run.weight_sync.push_to_outdated(training_run.policy, training_run.step)
+        wait_until(lambda: training_run.fleet.has_outdated())
+        training_run.weight_sync.push_to_outdated(training_run.step)
         assert num_serving(training_run) == 2
     assert call(two_engines.launcher.urls[1], "/model_info")[1]["weight_version"].endswith(":3")
 
@@ -482,7 +482,7 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
     )
     with training_run_of(values) as training_run:
         records = run(training_run)
-        infos = [member.info for member in training_run.fleet.client._membership.members.values()]
+        infos = [member.info for member in training_run.fleet._membership.members.values()]
     assert all(record["weight_sync/engines"] == 2 for record in records)
     assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
 
@@ -500,11 +500,11 @@ def test_engines_that_got_only_changes_hold_the_whole_new_weights(tmp_path, two_
             full = train_to_the_end(first)[0]["weight_sync/bytes"]
         values["weight_sync"]["full_every"] = 10
         with training_run_of(values) as training_run:
-            loop.restore(training_run, training_run.store.load(training_run.policy, training_run.store.latest()))
+            loop.restore(training_run, training_run.trainer.load(training_run.trainer.store.latest()))
             records = train_to_the_end(training_run)[1:]
             changed = weights_checksum(launcher.urls[0])
             training_run.weight_sync._transport._encodings._full_every = 1
-            everything = training_run.weight_sync.push(training_run.policy, training_run.step)
+            everything = training_run.weight_sync.push(training_run.step)
         assert changed == weights_checksum(launcher.urls[0])
     sizes = [record["weight_sync/bytes"] for record in records]
     assert all(0 < size < 0.5 * everything["weight_sync/bytes"] / 2 for size in sizes), sizes  # bf16 against fp32.
@@ -543,7 +543,7 @@ def test_engines_of_another_model_are_refused_by_name_and_difference(tmp_path, t
     values = fleet_values(tmp_path, two_engines)
     values["model"]["path"] = str(tiny_model(tmp_path / "model", **changes))
     with training_run_of(values) as training_run, pytest.raises(FleetError, match="no engine fits the run") as caught:
-        training_run.weight_sync.push(training_run.policy, 0)
+        training_run.weight_sync.push(0)
     for url in two_engines.launcher.urls:
         assert re.search(f"{url}: [^;]*{difference}", str(caught.value))
 
@@ -555,7 +555,7 @@ def test_a_run_ends_when_another_keeps_updating_its_engine(tmp_path, two_engines
         tmp_path, two_engines, num_steps=100, rollout={"temperature": 0.8, "fleet": {"min_engines": 1}}
     )
     with training_run_of(values) as training_run:
-        member = training_run.fleet.client._membership.members[urls[1]]
+        member = training_run.fleet._membership.members[urls[1]]
 
         def act():
             wait_until(lambda: training_run.step >= 1)
@@ -569,11 +569,9 @@ def test_a_run_ends_when_another_keeps_updating_its_engine(tmp_path, two_engines
         message = f"another trainer uses this engine: {urls[1]} .* run other after step [12]"
         with saboteur(act), pytest.raises(FleetError, match=message):
             train_to_the_end(training_run)
-        sampled_by = [
-            url for _, response in training_run.controller.collector.recent for url, _ in response.engine_spans
-        ]
+        sampled_by = [url for _, response in training_run.collector.recent for url, _ in response.engine_spans]
     assert set(sampled_by) <= set(urls)
-    assert len(sampled_by) >= len(training_run.controller.collector.recent) > 0
+    assert len(sampled_by) >= len(training_run.collector.recent) > 0
 
 
 def test_a_run_without_a_key_or_of_another_dtype_than_its_engines_says_what_to_do(tmp_path, two_engines, monkeypatch):

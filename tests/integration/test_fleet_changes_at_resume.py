@@ -102,11 +102,11 @@ def resumed(fleet, overrides, prepare):
     with heard() as seen["warnings"]:
         try:
             run = build_run(resumes.config([*base, *overrides]), 1)
-            loop.restore(run, run.store.load(run.policy, run.store.latest(), run.critic))
+            loop.restore(run, run.trainer.load(run.trainer.store.latest()))
             seen |= loop.send_weights(run)
             if run.config.evaluation.beside_training:
                 begin_beside(run)
-                seen |= run.controller.beside.result(wait=True).metrics
+                seen |= run.beside.result(wait=True).metrics
             seen["listens"] = run.config.rollout.fleet.rendezvous is not None and is_open(run)
             _, collected = loop.collect(run)
             seen |= collected

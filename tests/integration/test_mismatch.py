@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.cli import EXIT_FLEET
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import FleetError, StarvedError
@@ -32,15 +33,17 @@ def training_run(tmp_path, request):
 
 def one_step(training_run):
     groups, _ = trainer.collect(training_run)
-    scored = trainer.score(training_run, trainer.hand_over(training_run, groups))
-    trainer.update(training_run, scored)
+    training_run.trainer.take(samples_of_groups(groups, training_run.config, training_run.step))
+    measured, _ = trainer.score_groups(training_run.trainer, training_run.config, groups, training_run.step)
+    metrics = trainer.check_mismatch(training_run, measured)
+    trainer.update(training_run)
     training_run.step += 1
-    training_run.weight_sync.push(training_run.policy, training_run.step)
-    return scored.metrics
+    training_run.weight_sync.push(training_run.step)
+    return metrics
 
 
 def test_agreement_after_every_sync_and_a_warning_for_a_wrong_weight(capsys, training_run, caplog):
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     with caplog.at_level(logging.WARNING, logger="dapo_mega"):
         for _ in range(3):
             metrics = one_step(training_run)
@@ -49,43 +52,44 @@ def test_agreement_after_every_sync_and_a_warning_for_a_wrong_weight(capsys, tra
             assert metrics["mismatch/effective_sample_share"] > 0.5
         assert not [r for r in caplog.records if "disagree" in r.message]
         # One element of one matrix on the engine's side only, as a broken transfer would leave it.
-        weight = training_run.fleet._engine._model.model.layers[0].mlp.down_proj.weight
+        weight = training_run.trainer.engine._model.model.layers[0].mlp.down_proj.weight
         with torch.no_grad():
             weight[3, 5] += 20.0
-        training_run.controller.collector.buffer.groups.clear()
+        training_run.collector.buffer.groups.clear()
         metrics = one_step(training_run)
     assert metrics["rollout/logprob_abs_diff_mean"] > training_run.config.mismatch_warning
     (warning,) = (r.message for r in caplog.records if "engine and trainer disagree" in r.message)
     assert not warning.startswith("WARNING")
     assert "disagree" not in capsys.readouterr().out
     # The next sync heals it.
-    training_run.controller.collector.buffer.groups.clear()
+    training_run.collector.buffer.groups.clear()
     assert one_step(training_run)["rollout/logprob_abs_diff_max"] < 1e-4
 
 
 @pytest.mark.parametrize("training_run", [["batch.epochs=2"]], indirect=True)
 def test_mu_passes_update_once_per_mini_batch_and_move_off_the_old_policy(training_run):
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     groups, _ = trainer.collect(training_run)
-    scored = trainer.score(training_run, trainer.hand_over(training_run, groups))
-    metrics = trainer.update(training_run, scored)
+    training_run.trainer.take(samples_of_groups(groups, training_run.config, training_run.step))
+    trainer.score_groups(training_run.trainer, training_run.config, groups, training_run.step)
+    metrics = trainer.update(training_run).metrics
     # mu = 2 passes over 6 groups in mini-batches of 3.
-    assert training_run.policy.scheduler.num_steps == 4
+    assert training_run.trainer.policy.scheduler.num_steps == 4
     # Only the very first update sees pi_theta = pi_old.
     assert metrics["policy/kl_to_old"] > 1e-7
 
 
 def break_engine(training_run):
     with torch.no_grad():
-        training_run.fleet._engine._model.model.norm.weight *= 100
+        training_run.trainer.engine._model.model.norm.weight *= 100
 
 
 def weights(training_run):
-    return {name: tensor.clone() for bucket in training_run.policy.weights(1 << 20) for name, tensor in bucket}
+    return {name: tensor.clone() for bucket in training_run.trainer.policy.weights(1 << 20) for name, tensor in bucket}
 
 
 def test_a_large_mismatch_ends_the_run_before_the_update(training_run):
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     break_engine(training_run)
     before = weights(training_run)
     with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
@@ -98,7 +102,7 @@ def test_a_large_mismatch_ends_the_run_before_the_update(training_run):
     "training_run", [["reward.source=verifier", "algorithm.max_generation_rounds=1"]], indirect=True
 )
 def test_wrong_engines_are_blamed_for_wrong_answers_before_prompts(training_run):
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     with pytest.raises(StarvedError, match="prompts of another difficulty"):
         trainer.collect(training_run)
     break_engine(training_run)
@@ -109,7 +113,7 @@ def test_wrong_engines_are_blamed_for_wrong_answers_before_prompts(training_run)
 
 @pytest.mark.parametrize("training_run", [["batch.mini_batch_groups=6"]], indirect=True)
 def test_a_large_mismatch_of_a_single_update_leaves_no_checkpoint(training_run):
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     break_engine(training_run)
     with pytest.raises(FleetError, match=r"at step 1 .*is not within rollout.mismatch_stop=0\.5"):
         one_step(training_run)

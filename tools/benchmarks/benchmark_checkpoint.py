@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> list[str]:
         for step in range(options.rounds):
             for way, store in stores.items():
                 started = time.perf_counter()
-                store.save(policy, lambda: LoopState(0, {}, {}), step)
+                store.save(policy, LoopState(0, {}, {}), step)
                 blocked[way].append(time.perf_counter() - started)
                 store.finish(policy)
                 total[way].append(time.perf_counter() - started)

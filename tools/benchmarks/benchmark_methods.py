@@ -12,21 +12,22 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import benchmark_workload as workload
 import torch
 from benchmark_timing import Duration, measure, median_cpu, median_wall, take_turns
-from benchmark_update import make_groups
+from benchmark_update import make_groups, mini_batches
 
 from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.config import PRESETS, KlConfig, RunConfig
 from dapo_mega.megatron.covariance import choose_tokens
-from dapo_mega.megatron.objectives import PolicyGradient
-from dapo_mega.training import loop as trainer
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.training.build import TrainingRun
+from dapo_mega.training.loop import score_groups
+from dapo_mega.training.trainer import Trainer
 
 
 def run(options: argparse.Namespace) -> list[str]:
@@ -49,9 +50,13 @@ def _preset(config: RunConfig, preset: str) -> RunConfig:
 
 def _compare(ppo: TrainingRun, config: RunConfig, options: argparse.Namespace) -> list[str]:
     groups = make_groups(ppo, options)
-    # Two runs on one policy: only the configuration and the critic differ.
-    dapo = replace(ppo, config=config, critic=None)
-    [mini_batch, _] = trainer.score(dapo, trainer.hand_over(dapo, groups), groups).mini_batches
+    # Two trainers of one policy: only the configuration and the critic differ.
+    policy = ppo.trainer.policy
+    dapo = Trainer(config, ppo.trainer.processes)
+    dapo.policy = policy
+    [first, _] = mini_batches(policy, config, groups)
+    scores = policy.score([batch.micro_batch for batch in first])
+    mini_batch = [TokenBatch(batch.micro_batch, score.logprobs) for batch, score in zip(first, scores, strict=True)]
 
     def one_update(preset: str) -> Callable[[], Duration]:
         settings = _preset(config, preset).objective
@@ -59,19 +64,23 @@ def _compare(ppo: TrainingRun, config: RunConfig, options: argparse.Namespace) -
         settings = settings.model_copy(update={"kl": KlConfig()})
         batches = list(mini_batch)
         if isinstance(settings.policy_loss, ClipCovLoss | KlCovLoss):
-            batches = choose_tokens(batches, settings.policy_loss, ppo.policy.processes, seed=0)
-        return lambda: measure(lambda: ppo.policy.update(batches, PolicyGradient(settings)))
+            batches = choose_tokens(batches, settings.policy_loss, policy.processes, seed=0)
+        return lambda: measure(lambda: policy.update(batches, PolicyGradient(settings)))
 
-    def one_step(run: TrainingRun) -> Callable[[], Duration]:
+    def one_step(trainer: Trainer, config: RunConfig) -> Callable[[], Duration]:
         def step() -> None:
-            trainer.update(run, trainer.score(run, trainer.hand_over(run, groups), groups))
+            trainer.take(samples_of_groups(groups, config, 0))
+            score_groups(trainer, config, groups, 0)
+            trainer.update(0.0)
 
         return lambda: measure(step)
 
     updates = take_turns(
         {preset: one_update(preset) for preset in PRESETS if preset != "ppo"}, options.rounds, options.limit_s
     )
-    steps = take_turns({"dapo": one_step(dapo), "ppo": one_step(ppo)}, options.rounds, options.limit_s)
+    steps = take_turns(
+        {"dapo": one_step(dapo, config), "ppo": one_step(ppo.trainer, ppo.config)}, options.rounds, options.limit_s
+    )
     lines = [
         f"{options.responses} responses, {workload.num_parameters(Path(config.model.path)):,} parameters, "
         f"{options.dtype}, {options.threads} thread(s), medians of {len(updates['dapo'])} rounds in turn",

@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,15 @@ import torch
 from benchmark_step import FixedLengths
 from benchmark_timing import Duration, measure, median_cpu, median_wall
 
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.data.tokenizer import decoder
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
-from dapo_mega.training import loop as trainer
+from dapo_mega.training import loop
 from dapo_mega.training.build import TrainingRun
-from dapo_mega.training.recording import UpdateTrace, record_step
-from dapo_mega.training.scoring import ScoredStep
+from dapo_mega.training.recording import record_step
+from dapo_mega.training.trainer import Updated
 from dapo_mega.types import Group
 
 
@@ -51,54 +51,58 @@ def run(options: argparse.Namespace) -> list[str]:
 
 
 def _fix_lengths(training_run: TrainingRun, lengths: Sequence[int]) -> None:
-    controller, config = training_run.controller, training_run.config
-    assert controller
-    decode = decoder(controller.tokenizer)
-    scorer = ResponseScorer(config.reward, controller.rewards.training, decode)
+    config = training_run.config
+    decode = decoder(training_run.tokenizer)
+    scorer = ResponseScorer(config.reward, training_run.rewards.training, decode)
     engine: Any = FixedLengths(training_run.fleet, lengths)
-    collector = Collector(config, controller.collector.prompts, engine, scorer, ())
-    training_run.controller = replace(controller, collector=collector)
+    training_run.collector = Collector(config, training_run.collector.prompts, engine, scorer, ())
 
 
 def _measure(training_run: TrainingRun, lengths: Sequence[int], options: argparse.Namespace) -> list[str]:
-    controller = training_run.controller
-    assert controller
-    trainer.open_records(training_run, controller)
-    recorder = controller.recorder
+    loop.open_records(training_run)
+    recorder = training_run.recorder
     assert recorder
     steps: list[Duration] = []
     waits: list[Duration] = []
     files: list[Duration] = []
     updates: dict[bool, list[Duration]] = {False: [], True: []}
-    training_run.weight_sync.push(training_run.policy, 0)
+    training_run.weight_sync.push(0)
     started = time.perf_counter()
     for done in range(2 * options.rounds + 2):
         if done >= 8 and time.perf_counter() - started > options.limit_s:
             break
         keeps = done % 2 == 1
-        trace = UpdateTrace()
         groups: list[Group] = []
-        scored: list[ScoredStep] = []
-        before = measure(partial(_roll_out, training_run, groups, scored))
-        after = measure(partial(trainer.update, training_run, scored[0], (), trace if keeps else None))
+        before = measure(partial(_roll_out, training_run, groups))
+        updated: list[Updated] = []
+        after = measure(partial(_update, training_run, updated, keeps))
         training_run.step += 1
-        sync = measure(partial(training_run.weight_sync.push, training_run.policy, training_run.step))
+        sync = measure(partial(training_run.weight_sync.push, training_run.step))
         if done >= 2:
             updates[keeps].append(after)
             steps.append(Duration(before.wall + after.wall + sync.wall, before.cpu + after.cpu + sync.cpu))
         if keeps:
             # The thread may begin before training goes on: its time then counts there.
-            wait, file = measure(partial(record_step, training_run, groups, trace)), measure(recorder.flush)
+            wait, file = (
+                measure(partial(record_step, training_run, groups, updated[0].updates)),
+                measure(recorder.flush),
+            )
             if done >= 2:
                 waits.append(wait)
                 files.append(file)
     return _report(training_run, lengths, options, steps, waits, files, updates)
 
 
-def _roll_out(training_run: TrainingRun, groups: list[Group], scored: list[ScoredStep]) -> None:
+def _roll_out(training_run: TrainingRun, groups: list[Group]) -> None:
     """A step up to its updates."""
-    groups += trainer.collect(training_run)[0]
-    scored.append(trainer.score(training_run, trainer.hand_over(training_run, groups), groups))
+    config, step = training_run.config, training_run.step
+    groups += loop.collect(training_run)[0]
+    training_run.trainer.take(samples_of_groups(groups, config, step))
+    loop.score_groups(training_run.trainer, config, groups, step)
+
+
+def _update(training_run: TrainingRun, updated: list[Updated], keeps: bool) -> None:
+    updated.append(training_run.trainer.update(training_run.entropy.current(), traced=keeps))
 
 
 def _report(

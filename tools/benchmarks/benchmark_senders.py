@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pushing import Pushing
 from receiving_engine import CPU, PORT, TIMEOUT_S, ReceivingEngine, cpu_s, value_of
 
 from dapo_mega.config import WeightSyncConfig
@@ -45,7 +46,6 @@ from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -257,7 +257,7 @@ def _send(options: argparse.Namespace) -> None:
         _wait_for_engines(fleet)
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
-    sync = FleetWeightSync(processes, fleet, config, transport)
+    sync = Pushing(processes, fleet, config, transport)
     policy = _Policy(options, processes)
     for num_engines in options.engines:
         if fleet:

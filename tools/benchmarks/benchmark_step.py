@@ -162,9 +162,8 @@ def run(options: argparse.Namespace) -> list[str]:
 def _peer_settings(
     training_run: TrainingRun, model: Path, lengths: Sequence[int], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    assert training_run.controller
     num_prompts = options.prompts * (options.rounds + 3)
-    known = training_run.controller.collector.prompts
+    known = training_run.collector.prompts
     prompts = [known[i % len(known)] for i in range(num_prompts)]
     return {
         "model": str(model.resolve()),
@@ -183,15 +182,13 @@ def _measure(
     training_run: TrainingRun, peer: Peer | None, lengths: Sequence[int], options: argparse.Namespace
 ) -> list[str]:
     turns = Turns(peer.step if peer else None, options.rounds, options.limit_s)
-    controller = training_run.controller
-    assert controller
     config = training_run.config
     tokenizer = load_tokenizer(config.model.path)
-    scorer = ResponseScorer(config.reward, controller.rewards.training, decoder(tokenizer))
+    scorer = ResponseScorer(config.reward, training_run.rewards.training, decoder(tokenizer))
     engine: Any = FixedLengths(training_run.fleet, lengths)
-    collector = Collector(config, controller.collector.prompts, engine, scorer, ())
+    collector = Collector(config, training_run.collector.prompts, engine, scorer, ())
     with open_writer(config) as writer, contextlib.suppress(_EnoughError):
-        training_run.controller = replace(controller, collector=collector, progress=turns, writer=writer)
+        training_run.collector, training_run.progress, training_run.writer = collector, turns, writer
         trainer.train(training_run)
     return _report(turns, read_metrics(Path(config.output_dir) / "metrics.jsonl"), lengths, options)
 

@@ -31,9 +31,11 @@ from benchmark_timing import Duration, measure, median_cpu, median_wall, speed_r
 from torch import Tensor
 
 from dapo_mega.algorithms.advantages import GroupNormAdvantage
+from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.cli import quiet_libraries, run_command
-from dapo_mega.megatron.objectives import PolicyGradient
-from dapo_mega.training import loop as trainer
+from dapo_mega.config import RunConfig
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.training.build import TrainingRun
 from dapo_mega.types import Group, Response, ScoredTrajectory, Trajectory
 
@@ -60,13 +62,13 @@ def _tried_tokens(least: int, most: int) -> list[int]:
 
 def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) -> list[str]:
     groups = make_groups(pipeline, options)
-    batch = trainer.hand_over(pipeline, groups)
-    [mini_batch] = trainer.score(pipeline, batch).mini_batches
+    policy = pipeline.trainer.policy
+    [mini_batch] = mini_batches(policy, pipeline.config, groups)
     objective = PolicyGradient(pipeline.config.objective)
     theirs = TransformersUpdate(model, groups, options.dtype)
     num_tokens = sum(len(row.tokens) for row in theirs.rows)
 
-    our_norm = pipeline.policy.update(mini_batch, objective)["policy/grad_norm"]
+    our_norm = policy.update(mini_batch, objective)["policy/grad_norm"]
     their_norm = theirs.update(theirs.bucketed(1024))
     favourable = {
         f"{kind}, {budget} tokens": theirs.timed(make(budget))
@@ -78,9 +80,7 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
         kind: min((name for name in tried if name.startswith(kind)), key=lambda name: min(d.cpu for d in tried[name]))
         for kind in ("bucketed", "packed")
     }
-    sides: dict[str, Callable[[], Duration]] = {
-        "ours": lambda: measure(lambda: pipeline.policy.update(mini_batch, objective))
-    }
+    sides: dict[str, Callable[[], Duration]] = {"ours": lambda: measure(lambda: policy.update(mini_batch, objective))}
     sides |= {name: favourable[name] for name in best.values()}
     if not options.equal:
         sides["padded to the longest"] = theirs.timed(theirs.padded(options.padded_rows))
@@ -103,10 +103,21 @@ def _compare(pipeline: TrainingRun, model: Path, options: argparse.Namespace) ->
     return lines
 
 
+def mini_batches(policy: MegatronPolicy, config: RunConfig, groups: Sequence[Group]) -> list[list[TokenBatch]]:
+    """What one pass over the groups updates the policy with."""
+    batch = policy.pack(
+        samples_of_groups(groups, config, 0),
+        token_budget=config.batch.tokens_per_microbatch,
+        groups_per_update=config.batch.mini_batch_groups,
+        aggregation=config.algorithm.aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return [[TokenBatch(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
+
+
 def make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Group]:
     """Random responses of the wanted lengths with rewards of both signs."""
-    assert pipeline.controller
-    prompts = pipeline.controller.collector.prompts
+    prompts = pipeline.collector.prompts
     rng = np.random.default_rng(options.seed)
     size = pipeline.config.batch.group_size
     num_groups = pipeline.config.batch.groups_per_step
@@ -116,7 +127,7 @@ def make_groups(pipeline: TrainingRun, options: argparse.Namespace) -> list[Grou
         members = []
         for length in row:
             # The first ids are special ones: transformers holds back the gradient of the padding token's embedding.
-            tokens = rng.integers(4, pipeline.policy.arch.vocab_size, length).astype(np.int32)
+            tokens = rng.integers(4, pipeline.trainer.policy.arch.vocab_size, length).astype(np.int32)
             response = Response(0, tokens, np.full(length, -4.0, dtype=np.float32), "stop", 0)
             reward = float(rng.choice([-1.0, 1.0]))
             members.append(

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 from benchmark_timing import measure, median_wall, speed_ratio, take_turns
+from pushing import Pushing
 
 from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
 from dapo_mega.distributed.stores import connect_store, open_store
@@ -41,7 +42,6 @@ from dapo_mega.megatron.repairs import cpu_accelerator
 from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, url: str) -> list[str]:
         # A new gatherer has no memory from the row before.
         policy = _Policy(WeightGatherer([unwrapped(chunk) for chunk in model.chunks], model.layout, processes))
         config = WeightSyncConfig(bucket_mib=bucket_mib, timeout_s=_TIMEOUT_S)
-        sync = FleetWeightSync(processes, engine, config, BroadcastTransport(processes, config))
+        sync = Pushing(processes, engine, config, BroadcastTransport(processes, config))
         lines.append(_measure(policy, sync, bucket_mib, options.rounds))
         engine.make_stale()
         sync.close()
@@ -190,7 +190,7 @@ class _Policy:
         yield from self._gatherer.shares(bucket_bytes, replicas)
 
 
-def _measure(policy: _Policy, sync: FleetWeightSync, bucket_mib: float, num_rounds: int) -> str:
+def _measure(policy: _Policy, sync: Pushing, bucket_mib: float, num_rounds: int) -> str:
     """A row of the table."""
     with _peak_growth() as growth:
         sync.push(policy, 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.protocol import Generation, ReservedEngines
+from dapo_mega.engines.protocol import Generation, ReservedEngines, RolloutFleet
 from dapo_mega.engines.sglang.absences import advise, describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
@@ -55,8 +55,11 @@ class SyncTarget:
     has_plugin: bool = False
 
 
-class FleetClient:
-    """Uses all engines of a run over HTTP."""
+class FleetClient(RolloutFleet):
+    """All engines of a run, over HTTP. `update_outdated`, which is to be set, sends the current weights to engines that
+    join or come back while a coroutine runs."""
+
+    update_outdated: Callable[[], object]
 
     def __init__(
         self,
@@ -106,18 +109,20 @@ class FleetClient:
 
     # ---- from the main thread ----
 
-    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
-        """Run the coroutine to its end on the event loop, and call `meanwhile` in this thread again and again. What
-        that raises cancels the coroutine, and is raised when it has ended."""
-        return self._thread.drive(work, meanwhile)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """See `RolloutFleet`. Engines that join or come back meanwhile are updated."""
+        return self._thread.drive(work, self.tend)
+
+    def tend(self) -> None:
+        """Wait for enough engines; those that have joined get the weights."""
+        self.wait_for_engines()
+        if self.has_outdated():
+            self.update_outdated()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine on the event loop."""
         return self._thread.start(work)
 
-    def call_on_loop(self, function: Callable[[], T]) -> T:
-        """What the function returns, called on the event loop."""
-
+    def call(self, function: Callable[[], T]) -> T:
         async def called() -> T:
             return function()
 
@@ -133,10 +138,10 @@ class FleetClient:
 
     def pop_metrics(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""
-        return self.call_on_loop(self._pop_metrics)
+        return self.call(self._pop_metrics)
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
-        return self.call_on_loop(self._dispatcher.pop_loads)
+        return self.call(self._dispatcher.pop_loads)
 
     def _pop_metrics(self) -> dict[str, float]:
         counts = self._membership.counts
@@ -219,7 +224,7 @@ class FleetClient:
             waited,
             self._fleet.wait_limit_s,
             self._absences(),
-            self.call_on_loop(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
+            self.call(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
         )
 
     def _raise_on_conflict(self) -> None:
@@ -236,7 +241,7 @@ class FleetClient:
             raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
 
     def _absences(self) -> str:
-        return self.call_on_loop(lambda: describe_absences(self._members, self._monitor.engines()))
+        return self.call(lambda: describe_absences(self._members, self._monitor.engines()))
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -330,15 +335,15 @@ class FleetClient:
 
     def synced(self, url: str, version: int) -> None:
         """Record that the engine holds weights of this version and serves."""
-        self.call_on_loop(lambda: self._membership.synced(url, version))
+        self.call(lambda: self._membership.synced(url, version))
 
     def failed(self, url: str, reason: str) -> None:
         """Remove an engine whose update failed until it answers probes again."""
-        self.call_on_loop(lambda: self._membership.failed(url, reason))
+        self.call(lambda: self._membership.failed(url, reason))
 
     def disagrees(self, url: str, reason: str) -> None:
         """Record that the updated engine's log-probs are not the trainer's."""
-        self.call_on_loop(lambda: self._membership.disagrees(url, reason))
+        self.call(lambda: self._membership.disagrees(url, reason))
 
     # ---- colocated engines, from the main thread ----
 

@@ -73,7 +73,7 @@ def weights_of(policy):
 def test_exports_and_converted_checkpoints_have_the_fp8_policys_weights(tmp_path, policy):
     weights = {name: tensor.clone() for bucket in policy.weights(1 << 30) for name, tensor in bucket}
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    store.save(policy, lambda: LoopState(1, {}, {}), 1)
+    store.save(policy, LoopState(1, {}, {}), 1)
     save_hf_checkpoint(policy, tmp_path / "exported")
     to_hf(open_checkpoint(store.latest(), policy.path), tmp_path / "converted", 1 << 30)
     for folder in ("exported", "converted"):
@@ -90,7 +90,7 @@ def test_exports_and_converted_checkpoints_have_the_fp8_policys_weights(tmp_path
 def test_a_checkpoint_of_a_machine_without_gpu_continues_on_one(tmp_path, policy):
     """Torch's Adam, which is used there, saves its count of steps as a float."""
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    store.save(policy, lambda: LoopState(1, {}, {}), 1)
+    store.save(policy, LoopState(1, {}, {}), 1)
     file = store.latest() / "common.pt"
     common = torch.load(file, weights_only=True)
     for group in common["optimizer"]["optimizer"]["param_groups"]:
@@ -134,7 +134,7 @@ def test_changed_fp8_and_layers_take_effect_at_a_resume(tmp_path):
             policy, _ = made(before)
             trained(policy)
             store = saved[str(before)] = CheckpointStore(tmp_path / str(number), keep_last=1)
-            store.save(policy, lambda: LoopState(1, {}, {}), 1)
+            store.save(policy, LoopState(1, {}, {}), 1)
         store = saved[str(before)]
         policy, fp8 = made({**before, **change})
         store.load(policy, store.latest())

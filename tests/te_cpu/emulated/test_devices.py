@@ -303,12 +303,12 @@ def run(folder, models, case, place=None):
             if place:
                 dist.init_process_group("nccl", store=place[0], rank=place[1], world_size=2)
             training_run = stack.enter_context(training_run_of(values))
-            assert all(devices.on_gpu(p) for chunk in training_run.policy.chunks for p in chunk.parameters())
-            if newest := training_run.store.latest():
-                trainer.restore(training_run, training_run.store.load(training_run.policy, newest, training_run.critic))
+            assert all(devices.on_gpu(p) for chunk in training_run.trainer.policy.chunks for p in chunk.parameters())
+            if newest := training_run.trainer.store.latest():
+                trainer.restore(training_run, training_run.trainer.load(newest))
             trainer.train(training_run)
-            training_run.store.finish(training_run.policy)
-            return recorded(training_run) if training_run.controller else None
+            training_run.trainer.finish_saving()
+            return recorded(training_run)
     finally:
         torch.use_deterministic_algorithms(False)
         te_cpu.forget_models()
@@ -384,7 +384,7 @@ def test_a_changed_share_of_offloading_takes_effect_at_a_resume(tmp_path, models
             whole, store = made(before), CheckpointStore(tmp_path, keep_last=1)
             for seed in range(num_updates):
                 updated(whole, seed)
-            store.save(whole, lambda: LoopState(1, {}, {}), 1)
+            store.save(whole, LoopState(1, {}, {}), 1)
             resumed = made(after)
             store.load(resumed, store.latest())
             saved, loaded = adam_state(whole), adam_state(resumed)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dapo_mega.batching.plan import PackingLayout, plan_step
 from dapo_mega.batching.samples import Sample, flatten, samples_of_groups, samples_to_score, single_turn
 from dapo_mega.batching.scatter import ScatterGroups
-from dapo_mega.batching.step import pack_step
+from dapo_mega.batching.step import pack_step, plan_samples
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import InputError
 from dapo_mega.samples.token_values import TokenRuns, by_trajectory
@@ -59,11 +59,9 @@ def test_micro_batches_hold_the_whole_step():
         world = dist.group.WORLD
         layout = PackingLayout(1, multiple_of=4, count_multiple=3, segment_multiple=4)
         step = pack_step(
-            samples,
+            plan_samples(samples, layout, token_budget=40, groups_per_update=2),
             layout,
             ScatterGroups(world, world, world, 0),
-            token_budget=40,
-            groups_per_update=2,
             aggregation="token_mean",
             max_response_tokens=20,
         )

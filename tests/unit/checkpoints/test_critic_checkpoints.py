@@ -68,7 +68,7 @@ def update(models, seed):
 
 def save(store, models, step):
     policy, critic = models
-    store.save(policy, lambda: LoopState(step, {}, {}), step, critic)
+    store.save(policy, LoopState(step, {}, {}), step, critic)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_changed_settings_of_the_critics_optimizer_take_effect_at_a_resume(model
 def test_a_checkpoint_without_critic_is_refused_where_one_is_needed(models, processes, tmp_path):
     policy, critic = make_both(models, processes)
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    store.save(policy, lambda: LoopState(1, {}, {}), 1)
+    store.save(policy, LoopState(1, {}, {}), 1)
     assert store.load(policy, store.latest()).step == 1
     with pytest.raises(InputError, match=r"step_00000001 holds no critic.*algorithm\.advantage"):
         store.load(policy, store.latest(), critic)

@@ -80,7 +80,7 @@ def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dty
     first = policy(model, processes, dtype)
     update(first, 1)
     update(first, 2)
-    store.save(first, lambda: state(2), 2)
+    store.save(first, state(2), 2)
     expected = [update(first, seed) for seed in (3, 4, 5)]
     store.finish(first, wait=False)
     assert store.latest() is None
@@ -136,7 +136,7 @@ def test_a_changed_setting_of_the_optimizer_takes_effect_at_a_resume(model, proc
     subject = policy(model, processes)
     for seed in (1, 2):
         update(subject, seed)
-    store.save(subject, lambda: state(2), 2)
+    store.save(subject, state(2), 2)
 
     def continued(num_updates=2, **changes):
         again = policy(model, processes, **changes)
@@ -175,7 +175,7 @@ def test_tensors_outside_of_megatrons_buffers_are_copied_too(model, processes, t
     norm = unwrapped(subject.chunks[0]).decoder.final_layernorm.weight
     norm.data = norm.data.clone()
     saved = norm.detach().clone()
-    store.save(subject, lambda: state(1), 1)
+    store.save(subject, state(1), 1)
     norm.data.add_(1.0)
     writer_released.set()
     store.finish(subject)
@@ -188,7 +188,7 @@ def test_a_save_waits_for_the_one_before(model, processes, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=3, asynchronous=True)
     subject = policy(model, processes)
     for step in (1, 2):
-        store.save(subject, lambda step=step: state(step), step)
+        store.save(subject, state(step), step)
     assert store.latest().name == "step_00000001"
     assert [path.name for path in store.root.glob(".*")] == [".step_00000002.partial"]
     store.finish(subject)
@@ -199,26 +199,26 @@ def test_a_save_waits_for_the_one_before(model, processes, tmp_path):
 def test_a_failed_background_write_is_reported_and_leaves_no_trace(model, processes, tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
     subject = policy(model, processes)
-    store.save(subject, lambda: state(1), 1)
+    store.save(subject, state(1), 1)
     store.finish(subject)
 
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(filesystem_async, "_write_item", refuse)
-    store.save(subject, lambda: state(2), 2)
+    store.save(subject, state(2), 2)
     with pytest.raises(InputError, match=r"cannot write the checkpoint step_00000002.*No space left"):
         store.finish(subject)
     monkeypatch.undo()
     assert sorted(path.name for path in store.root.iterdir()) == ["latest", "step_00000001"]
-    store.save(subject, lambda: state(3), 3)
+    store.save(subject, state(3), 3)
     store.finish(subject)
     assert store.latest().name == "step_00000003"
 
 
 def test_a_checkpoint_of_another_model_is_refused(model, processes, tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-    store.save(policy(model, processes), lambda: state(1), 1)
+    store.save(policy(model, processes), state(1), 1)
     other = make_model(tmp_path / "other", tied=True)
     config = json.loads((other / "config.json").read_text())
     assert config["num_hidden_layers"] == 4
@@ -235,7 +235,7 @@ def test_every_megatron_module_sees_the_cpu_and_nobody_else_does(model, processe
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     subject = policy(model, processes)
     update(subject, 0)
-    store.save(subject, lambda: state(1), 1)
+    store.save(subject, state(1), 1)
     real = [
         name
         for name, module in sys.modules.items()
@@ -255,7 +255,7 @@ def test_a_checkpoint_becomes_the_export_of_its_step_by_itself(model, processes,
     subject = policy(model, processes, dtype)
     update(subject, 0)
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    store.save(subject, lambda: state(1), 1)
+    store.save(subject, state(1), 1)
     save_hf_checkpoint(subject, tmp_path / "exported")
     to_hf(open_checkpoint(store.latest()), tmp_path / "converted", 2**30)
     for name in ("config.json", "generation_config.json"):

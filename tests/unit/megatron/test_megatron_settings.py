@@ -1,6 +1,5 @@
 """What each section of the configuration makes of Megatron's settings, compared as a whole: nothing else may change."""
 
-import contextlib
 import dataclasses
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model, value_model
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
 from dapo_mega.models.rope import YarnScaling
-from dapo_mega.training import build
+from dapo_mega.training import trainer
 
 from .test_compute_checks import DENSE
 
@@ -33,7 +32,7 @@ class Made:
         self.models = {}
         """By the names of their classes."""
         for name in ("MegatronPolicy", "ScoringModel", "ValueModel"):
-            patch.setattr(build, name, partial(self.model, name, getattr(build, name)))
+            patch.setattr(trainer, name, partial(self.model, name, getattr(trainer, name)))
         for place, name, make in (
             (megatron_policy, "PolicyStage", self.stage),
             (value_model, "ValueStage", self.stage),
@@ -82,8 +81,6 @@ def settings(monkeypatch):
     ends = {f"is_pipeline_{end}_stage": lambda **_: True for end in ("first", "last")}
     monkeypatch.setattr(model, "parallel_state", SimpleNamespace(**ends))
     monkeypatch.setattr(model, "block_spec", lambda *_: None)
-    for place in (megatron_policy, megatron_model, value_model):
-        monkeypatch.setattr(place, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
     monkeypatch.setattr(megatron_model, "load_weights", lambda *_: None)
     monkeypatch.setattr(megatron_model, "get_forward_backward_func", lambda: None)
     monkeypatch.setattr(megatron_model, "unwrapped", lambda chunk: chunk)
@@ -128,7 +125,7 @@ def settings(monkeypatch):
             critic_model=ModelConfig(path="critic", **(model or {})),
             critic_optimizer=OptimizerConfig(learning_rate=0.25, warmup_steps=40),
         )
-        build.build_models(config, SimpleNamespace(control=None))
+        trainer.build_models(config, SimpleNamespace(control=None))
         return made.models[of]
 
     return settings_of

@@ -13,9 +13,10 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
-    advantages_of_responses,
     normalized,
     subtract_following_penalties,
+    sums_of_trajectories,
+    with_advantages_of,
 )
 
 # Two micro-batches; three responses of 2, 1 and 3 tokens with rewards 1, -1 and 2. The second is out of the loss.
@@ -70,22 +71,15 @@ def test_a_trajectory_of_several_samples_is_one_sequence_in_time(processes):
         micro = pack(flatten(samples, trajectories=[0] * len(samples)), max_response_tokens=9)
         changed, returns = advantages_from_values([micro], [values], [penalties], processes, discount=0.5, decay=0.5)
         paid = subtract_following_penalties([micro], [penalties], processes)
-        sums: list[float] = []
-        advantages_of_responses([micro], [penalties], processes, lambda s, sums=sums: (sums.extend(s), s)[1])
+        sums = sums_of_trajectories([micro], [penalties], processes).tolist()
         found.append([*advantages(changed), returns[0].tolist(), *advantages(paid), sums])
     assert found[0] == found[1]
     assert found[0][3] == pytest.approx([1.5])
 
 
-def test_a_response_pays_for_all_its_tokens_before_responses_are_compared(processes):
-    seen = []
-
-    def compare(sums):
-        seen.extend(sums.tolist())
-        return np.array([10.0, 20.0, 30.0])
-
-    changed = advantages_of_responses(list(batches()), PENALTIES, processes, compare)
-    assert seen == pytest.approx([0.3, 0.4, 0.6])
+def test_penalties_are_summed_over_a_response_and_its_tokens_get_one_advantage(processes):
+    assert sums_of_trajectories(list(batches()), PENALTIES, processes) == pytest.approx([0.3, 0.4, 0.6])
+    changed = with_advantages_of(list(batches()), np.array([10.0, 20.0, 30.0]))
     assert advantages(changed) == [[10, 10, 20], [30, 30, 30]]
 
 

@@ -268,7 +268,7 @@ def test_a_run_is_not_continued_from_a_checkpoint_that_may_run_code(tmp_path, mo
             model, ParallelConfig(), OptimizerConfig(), processes, temperature=1.0, updates_per_step=1, num_steps=10
         )
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-        store.save(policy, lambda: LoopState(1, {}, {}), 1)
+        store.save(policy, LoopState(1, {}, {}), 1)
         folder = store.latest()
         check_pickles(folder)
         for damage in (

@@ -1,7 +1,5 @@
 """The timeline of a run with embedded engines, by a clock that the parts of the run turn."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
@@ -52,8 +50,7 @@ def test_a_step_is_recorded_as_it_went(leaders):
 
     activity = Activity(clock)
     timers = StageTimers(activity)
-    processes = SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=leaders)
-    fleet = EmbeddedFleet(processes, SlowEngine(clock), clock=clock)
+    fleet = EmbeddedFleet(SlowEngine(clock), clock=clock)
     subject = collector(fleet, config(), before_scoring=score, activity=activity)
     with timers.stage("rollout"):
         subject.collect(0)

@@ -102,9 +102,8 @@ class Recorder:
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path):
     """Start a run of ten steps at a step: all that evaluations touch of it. `step` moves it on."""
-    monkeypatch.setattr(evaluating, "raise_on_all_ranks", lambda group: contextlib.nullcontext())
     writers, fleets = [], []
 
     def make(step=0, interrupted=None, reward=None, check_stop=lambda: None):
@@ -132,7 +131,13 @@ def start(tmp_path, monkeypatch):
             writers[-1].write(0, {"policy/entropy": 0.0})
         messages = []
         activity = Activity()
-        controller = SimpleNamespace(
+        fleets.append(Fleet())
+        return SimpleNamespace(
+            config=config,
+            step=step,
+            activity=activity,
+            unrecorded=None,
+            fleet=fleets[-1],
             beside=BesideTraining(evaluator, config.evaluation, check_stop, activity),
             writer=writers[-1],
             recorder=Recorder(),
@@ -140,16 +145,6 @@ def start(tmp_path, monkeypatch):
             progress=SimpleNamespace(message=messages.append),
             messages=messages,
             reward=reward,
-        )
-        fleets.append(Fleet())
-        return SimpleNamespace(
-            config=config,
-            step=step,
-            activity=activity,
-            unrecorded=None,
-            controller=controller,
-            fleet=fleets[-1],
-            policy=SimpleNamespace(processes=SimpleNamespace(control=None)),
         )
 
     yield make
@@ -162,7 +157,7 @@ def start(tmp_path, monkeypatch):
 def advance(run, to):
     while run.step < to:
         run.step += 1
-        run.controller.writer.write(run.step, {"policy/entropy": float(run.step)})
+        run.writer.write(run.step, {"policy/entropy": float(run.step)})
 
 
 def records(tmp_path):
@@ -191,11 +186,11 @@ def test_a_result_is_recorded_at_its_step_when_later_steps_are_done(start, tmp_p
     assert recorded[2]["policy/entropy"] == 2.0
     assert recorded[2]["evaluation/unfinished"] == recorded[2]["evaluation/failed"] == 0
     assert [step for step in recorded if "evaluation/k" in recorded[step]] == [2]
-    (file,) = run.controller.recorder.files
+    (file,) = run.recorder.files
     assert (file.step, file.kind, len(file.rows)) == (2, "evaluation", 6)
-    (message,) = run.controller.messages
+    (message,) = run.messages
     assert message.startswith("held-out evaluation after step 2: avg@2=0.500")
-    assert run.controller.beside.step is None
+    assert run.beside.step is None
     spans = run.activity.pop(4, {}).spans["evaluation"]
     assert [span.name for span in spans] == ["generation for step 2", "scoring for step 2"]
     evaluating.settle_beside(run, wait=True)
@@ -204,15 +199,15 @@ def test_a_result_is_recorded_at_its_step_when_later_steps_are_done(start, tmp_p
 
 def test_scoring_takes_no_time_of_training_and_of_the_fleet(start, tmp_path):
     run = start()
-    run.controller.reward.may_score.clear()
+    run.reward.may_score.clear()
     evaluating.begin_beside(run)
     run.fleet.answer()
     evaluating.settle_beside(run, wait=False)
     assert lines_of(tmp_path, 0) == []
-    run.controller.reward.may_score.set()
+    run.reward.may_score.set()
     evaluating.settle_beside(run, wait=True)
     assert len(lines_of(tmp_path, 0)) == 1
-    assert not {thread.name for thread in run.controller.reward.threads} & {"MainThread", "fleet"}
+    assert not {thread.name for thread in run.reward.threads} & {"MainThread", "fleet"}
 
 
 @pytest.mark.parametrize("num_missing", [2, 6])
@@ -226,7 +221,7 @@ def test_what_is_missing_at_the_limit_is_counted_and_told(start, tmp_path, caplo
     assert recorded["evaluation/unfinished"] == recorded["evaluation/failed"] == num_missing
     assert not {name for name in recorded if re.search("avg_at|mean|share|pass|part", name)}
     assert f"(the limit of 77 s was reached): {num_missing} of 6 responses are missing" in caplog.text
-    assert f"no score, {num_missing} responses are missing" in run.controller.messages[0]
+    assert f"no score, {num_missing} responses are missing" in run.messages[0]
 
 
 def test_after_the_last_step_all_engines_evaluate(start):
@@ -244,7 +239,7 @@ def test_waiting_ends_when_the_run_is_to_stop(start, tmp_path):
     evaluating.begin_beside(run)
     with pytest.raises(StopRequested):
         evaluating.settle_beside(run, wait=True)
-    assert run.controller.beside.step == 0, "the checkpoint would not name the evaluation"
+    assert run.beside.step == 0, "the checkpoint would not name the evaluation"
 
 
 def test_a_reward_that_cannot_score_ends_the_run_as_in_training(start):
@@ -259,10 +254,10 @@ def test_a_closed_evaluation_scores_nothing(start):
     run = start()
     evaluating.begin_beside(run)
     ((generations, _),) = run.fleet.asked
-    run.controller.beside.close()
+    run.beside.close()
     run.fleet.thread.close()
     assert all(generation.cancelled() for generation in generations)
-    assert not run.controller.reward.threads
+    assert not run.reward.threads
 
 
 @pytest.mark.parametrize(
@@ -288,8 +283,9 @@ def test_an_evaluation_under_way_at_a_kill_is_repeated_or_lost_and_never_twice(
     resumed = start(step, interrupted=3)
     resumed.unrecorded = {} if has_unrecorded else None
     with caplog.at_level(logging.WARNING):
-        assert evaluating.take_up_interrupted(resumed, resumed.controller) is again
-    evaluating.begin_beside(resumed, again=again)
+        assert evaluating.take_up_interrupted(resumed) is again
+    if again:
+        evaluating.begin_beside(resumed)
     if again:
         assert resumed.fleet.asked[0][1]["version"] == 3
         advance(resumed, 4)
@@ -305,5 +301,5 @@ def test_an_evaluation_under_way_at_a_kill_is_repeated_or_lost_and_never_twice(
     assert is_recorded(str(tmp_path), 3)
     # A second start from the same checkpoint does not state it again.
     third = start(step, interrupted=3)
-    assert evaluating.take_up_interrupted(third, third.controller) is False
+    assert evaluating.take_up_interrupted(third) is False
     assert len(lines_of(tmp_path, 3)) == 1

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
 from .made_weights import TIMEOUT_S
+from .pushing import Pushing
 from .scripted_engines import ScriptedFleet
 
 
@@ -34,7 +34,7 @@ def fleet():
 @pytest.fixture
 def sync(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
     yield sync
     fleet.disconnect()
     sync.close()
@@ -49,7 +49,7 @@ def one_by_one(monkeypatch):
 @pytest.fixture
 def delta_sync(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, full_every=3)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
+    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
     fleet.without_plugin = set()
     yield sync
     fleet.disconnect()

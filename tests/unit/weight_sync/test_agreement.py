@@ -10,8 +10,9 @@ import torch.distributed as dist
 from dapo_mega.batching.microbatch import context_slice, pack
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.config import RunConfig
+from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Prompt
-from dapo_mega.weight_sync.agreement import PolicyAgreement, fixed_sequence, mean_difference
+from dapo_mega.weight_sync.agreement import fixed_sequence, mean_difference
 
 VOCAB_SIZE = 50
 
@@ -72,18 +73,17 @@ class SpreadPolicy:
 
 
 def test_log_probs_of_parts_of_the_sequence_add_up_to_the_whole(control):
-    agreements = [PolicyAgreement(SpreadPolicy(rank, control), config(temperature=0.5), prompts(70)) for rank in (0, 1)]
-    parts = [agreement.expected(3) for agreement in agreements]
+    tokens = fixed_sequence(config(), prompts(70), VOCAB_SIZE)
+    parts = [scores_of(SpreadPolicy(rank, control), tokens) for rank in (0, 1)]
     assert all(np.count_nonzero(part) for part in parts)
-    np.testing.assert_allclose(sum(parts), by_hand(agreements[0].tokens), rtol=1e-6)
+    np.testing.assert_allclose(sum(parts), by_hand(tokens), rtol=1e-6)
 
 
-def test_the_sequence_is_scored_once_for_each_version(control):
-    policy = SpreadPolicy(0, control)
-    agreement = PolicyAgreement(policy, config(), prompts(70))
-    for version in (3, 3, 4, 4):
-        agreement.expected(version)
-    assert policy.num_scored == 2
+def scores_of(policy, tokens):
+    """Of a process of a trainer, which has this part of the sequence."""
+    trainer = Trainer(config(temperature=0.5), policy.processes)
+    trainer.policy = policy
+    return trainer.logprobs(tokens)
 
 
 @pytest.mark.parametrize("lengths", [(70,), (30, 40), (5,), (), (0, 3)])

@@ -10,13 +10,14 @@ from safetensors.torch import save_file
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.errors import FleetError
+from dapo_mega.weight_sync.agreement import Agreement
 from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.engine_groups import join_group
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
 
 from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, holders
+from .pushing import Pushing
 from .scripted_engines import ScriptedEngine
 
 LOCAL_URL = "http://127.0.0.1:30000"
@@ -66,30 +67,17 @@ def test_all_processes_of_an_engine_get_the_weights(sync, fleet):
     assert holders(fleet, policy) == URLS
 
 
-class Agreement:
-    tokens = np.array([3, 1, 4, 1], np.int32)
-    tolerance = 0.01
-
-    def __init__(self):
-        self.asked = []
-
-    def expected(self, version):
-        self.asked.append(version)
-        return np.array([-1.0, -2.0, -3.0], np.float32)
+AGREEMENT = Agreement(np.array([3, 1, 4, 1], np.int32), 0.01)
+SCORES = np.array([-1.0, -2.0, -3.0], np.float32)
 
 
 @pytest.fixture
-def agreement():
-    return Agreement()
-
-
-@pytest.fixture
-def agreeing(processes, fleet, agreement):
+def agreeing(processes, fleet):
     """A sync that compares; all engines agree."""
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     for engine in fleet.engines.values():
         engine.scores = [-1.0, -2.0, -3.001]
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config), "run", agreement)
+    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config), "run", AGREEMENT, SCORES)
     yield sync
     sync.close()
 
@@ -105,7 +93,7 @@ def test_an_engine_that_took_all_weights_but_scores_otherwise_is_not_used(agreei
     assert fleet.released == [URLS]
 
 
-def test_only_engines_that_join_are_compared(agreeing, agreement, fleet):
+def test_only_engines_that_join_are_compared(agreeing, fleet):
     policy = Policy().advance()
     agreeing.push(policy, 4)
     agreeing.push(policy.advance(), 5)
@@ -113,7 +101,7 @@ def test_only_engines_that_join_are_compared(agreeing, agreement, fleet):
     fleet.outdated = {URLS[2]}
     agreeing.push_to_outdated(policy, 5)
     assert [engine.calls.count("score") for engine in fleet.engines.values()] == [1, 1, 2]
-    assert agreement.asked == [4, 5]
+    assert agreeing.num_scored == 2, "once for each version at which engines join"
     assert fleet.engines[URLS[0]].versions[-1] == ("run:5", True)
 
 
@@ -145,7 +133,7 @@ def watched_groups(monkeypatch):
 def test_no_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
     # Engines receive one piece at a time.
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
     fleet.without_plugin = set()
     fleet.engines[URLS[1]].load_s = 0.2
     policy = Policy().advance()
@@ -323,7 +311,7 @@ def test_a_push_that_no_engine_took_is_repeated_and_then_given_up(sync, fleet):
 
 def test_memory_of_this_machine_reaches_engines_bucket_by_bucket(processes, fleet):
     config = WeightSyncConfig(timeout_s=60)
-    sync = FleetWeightSync(processes, fleet, config, SharedMemoryTransport(processes, config))
+    sync = Pushing(processes, fleet, config, SharedMemoryTransport(processes, config))
     fleet.engines = {LOCAL_URL: ScriptedEngine(LOCAL_URL, 60), "http://far.away": ScriptedEngine("http://far.away", 60)}
     fleet.outdated = set(fleet.engines)
     policy = Policy().advance()
@@ -343,7 +331,7 @@ def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes
         path.mkdir(parents=True)
         save_file(policy.tensors, path / "model.safetensors")
 
-    sync = FleetWeightSync(processes, fleet, WeightSyncConfig(), DiskTransport(processes, tmp_path, export))
+    sync = Pushing(processes, fleet, WeightSyncConfig(), DiskTransport(processes, tmp_path, export))
     fleet.engines[URLS[2]].faults["disk"] = "die"
     for version in (3, 4):
         sync.push(policy.advance(), version)
@@ -355,7 +343,7 @@ def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes
 
 def test_engines_that_keep_requests_in_place_keep_their_cache(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, in_flight="continue", pause="in_place")
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
     sync.push(Policy().advance(), 1)
     assert {flush for engine in fleet.engines.values() for _, flush in engine.versions} == {False}
     sync.close()

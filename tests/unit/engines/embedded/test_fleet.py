@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,7 +48,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def fleet(engine) -> Iterator[EmbeddedFleet]:
-    made = EmbeddedFleet(SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=dist.group.WORLD), engine)
+    made = EmbeddedFleet(engine)
     yield made
     made.close()
 
@@ -112,8 +111,7 @@ def test_a_stop_does_not_wait_for_what_runs_beside_the_loop(engine):
     def stopped():
         raise StopRequested("told so")
 
-    processes = SimpleNamespace(rank=0, data_size=1, is_leader=True, leaders=dist.group.WORLD)
-    fleet = EmbeddedFleet(processes, engine, stopped)
+    fleet = EmbeddedFleet(engine, stopped)
     with pytest.raises(StopRequested):
         fleet.run(beside(lambda: let.wait(60)))
     let.set()

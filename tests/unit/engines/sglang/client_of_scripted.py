@@ -23,7 +23,7 @@ class Driver(FleetClient):
             for request in requests:
                 self.generate(request).add_done_callback(self._take)
 
-        self.call_on_loop(start)
+        self.call(start)
 
     def _take(self, generation):
         if answer := answer_of(generation):

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from dapo_mega.engines.sglang import fleet_client as fleet_driver
 from dapo_mega.engines.sglang.event_loop import LoopThread
-from dapo_mega.engines.sglang.fleet import SglangFleet
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.health import HealthMonitor
 from dapo_mega.engines.sglang.registry import Registration, announce
@@ -566,9 +565,6 @@ def test_waiting_ends_when_the_run_is_to_stop(servers, drive, waits_for):
         if told.is_set():
             raise StopRequested("told so")
 
-    class Alone:
-        rank = 0
-
     driver = drive(servers(1, SLOW).urls if waits_for == "answers" else ["http://127.0.0.1:9"], check_stop=check_stop)
     if waits_for == "answers":
         give_weights(driver)
@@ -579,7 +575,7 @@ def test_waiting_ends_when_the_run_is_to_stop(servers, drive, waits_for):
         await driver.generate(*requests(1, length=10**4))
 
     with pytest.raises(StopRequested):
-        SglangFleet(Alone(), driver).run(work())
+        driver.run(work())
     assert driver.pop_metrics()["rollout/requests_cancelled"] == 1
     timer.join()
 
@@ -588,22 +584,14 @@ def test_engines_that_join_while_work_waits_for_answers_get_the_weights(servers,
     """And what was started before goes on meanwhile."""
     driver = drive(servers(1).urls)
 
-    class Alone:
-        rank = 0
-        control = None
-
-    fleet = SglangFleet(Alone(), driver)
-    commands = []
-    fleet._command = commands.append
-    fleet.on_outdated_engines(lambda: give_weights(driver, 3))
+    updates = []
+    driver.update_outdated = lambda: updates.append(give_weights(driver, 3))
 
     async def all_of(asked):
         async with asyncio.timeout(DEADLINE_S):
-            return [(await fleet.generate(request)).weight_version for request in asked]
+            return [(await driver.generate(request)).weight_version for request in asked]
 
-    started = fleet.start(all_of(requests(5)))
-    assert fleet.run(all_of(requests(3, first=50))) == [3] * 3
+    started = driver.start(all_of(requests(5)))
+    assert driver.run(all_of(requests(3, first=50))) == [3] * 3
     assert started.result(DEADLINE_S) == [3] * 5
-    assert commands == ["update"]
-    fleet.end_serving()
-    assert commands == ["update", "release"]
+    assert len(updates) == 1

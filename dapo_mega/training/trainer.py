@@ -1,0 +1,543 @@
+"""The trainer: what all processes of a run do together. Each has one, with its shards of the models.
+
+Rank 0 gives the commands, and the other ranks obey (`distributed/commands.py`). A step is `take`, `score`, `update`;
+the batch, the scores and what the updates computed stay with the processes that hold them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dapo_mega.algorithms.advantages import GaeAdvantage
+from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
+from dapo_mega.algorithms.ratios import kl_estimate, mean_over
+from dapo_mega.batching.microbatch import MicroBatch
+from dapo_mega.batching.plan import PackingStats
+from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
+from dapo_mega.batching.step import PlannedSamples, StepBatch, plan_samples
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.config import RunConfig, SftConfig, TrainingConfig
+from dapo_mega.distributed.commands import Commanded, Own, command, gathered
+from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.engines.embedded.fleet import split
+from dapo_mega.errors import StopRequested
+from dapo_mega.megatron.covariance import choose_tokens
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores
+from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
+from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch, needs_whole_trajectories
+from dapo_mega.megatron.token_advantages import (
+    advantages_from_values,
+    normalized,
+    subtract_following_penalties,
+    sums_of_trajectories,
+    with_advantages_of,
+)
+from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
+from dapo_mega.megatron.value_model import ValueModel
+from dapo_mega.metrics import Histogram
+from dapo_mega.samples.token_values import TokenRuns, runs_of
+from dapo_mega.training.histograms import StepCounts
+from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
+from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+
+T = TypeVar("T")
+Metrics = dict[str, float]
+Floats = npt.NDArray[np.float64]
+
+
+class ModelTrainer(Commanded):
+    """What training by RL and fine-tuning have in common: a policy that is built, loaded, given a batch, saved and
+    exported. `step` is the last completed step, of which a process that obeys knows from here."""
+
+    policy: MegatronPolicy
+    critic: ValueModel | None = None
+
+    def __init__(self, config: TrainingConfig, processes: Processes, began: Callable[[], None] = lambda: None) -> None:
+        """`began` is called in every process when training begins."""
+        super().__init__(processes.control)
+        self.processes = processes
+        self.store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
+        self.step = 0
+        self._began = began
+        self._batch: StepBatch
+
+    @command
+    def begin(self) -> None:
+        """From now on there is something to save when the run is to stop."""
+        self._began()
+
+    def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The newest intact checkpoint, and a sentence for each newer one that is damaged. Removes the partial ones of
+        killed runs, so the run's folder must be locked."""
+        self.store.discard_partials()
+        return self._newest_checkpoint()
+
+    @command
+    def _newest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        return self.store.newest_intact(self.processes)
+
+    @command
+    def load(self, path: Path) -> LoopState:
+        """Continue from a checkpoint; returns the state of the loop. Raises InputError for one of another model."""
+        state = self.store.load(self.policy, path, self.critic)
+        self.step = state.step
+        return state
+
+    @command
+    def save(self, step: int, state: Own[LoopState]) -> None:
+        """Write the checkpoint of a step; see `CheckpointStore.save`."""
+        self.store.save(self.policy, state.value, step, self.critic)
+
+    @command
+    def finish_saving(self, *, wait: bool = True) -> None:
+        """Complete the pending checkpoint, if any; without `wait` only if its files are written."""
+        self.store.finish(self.policy, wait=wait)
+
+    @command
+    def export(self, folder: Path, *, critic: bool = False) -> None:
+        """Write the policy, or the critic, as a Hugging Face checkpoint. Raises InputError if writing fails."""
+        model = self.critic if critic else self.policy
+        assert model
+        save_hf_checkpoint(model, folder)
+
+    def _planned(self, samples: FlatSamples, **settings: Any) -> PlannedSamples:
+        return plan_samples(samples, self.policy.packing_layout, **settings)
+
+    @property
+    def _micro_batches(self) -> list[MicroBatch]:
+        return [micro for mini_batch in self._batch.mini_batches for micro in mini_batch]
+
+
+class FineTuner(ModelTrainer):
+    """Trains a policy on demonstrations."""
+
+    def __init__(self, config: SftConfig, processes: Processes, began: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config, processes, began)
+        self._config = config
+
+    @command
+    def build(self) -> None:
+        """Load the model. Raises InputError for one that cannot be trained here."""
+        config = self._config
+        self.policy = MegatronPolicy(
+            config.model,
+            config.parallel,
+            config.optimizer,
+            self.processes,
+            temperature=1.0,
+            updates_per_step=1,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+
+    def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> Metrics:
+        """The update of this step on prompts and responses; its metrics."""
+        samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
+        return self._fine_tune(Own(self._planned(samples, token_budget=self._config.tokens_per_microbatch)), step)
+
+    @command
+    def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> Metrics:
+        batch = self.policy.receive(
+            samples.value, aggregation="token_mean", max_response_tokens=self._config.data.max_tokens
+        )
+        metrics = self.policy.update([TokenBatch(micro) for micro in batch.mini_batches[0]], SupervisedLoss())
+        self.step = step
+        return metrics
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mismatch and entropy of the step's tokens, and the mean mismatch by the engine's URL."""
+
+    metrics: Metrics
+    by_engine: Metrics
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What scoring a step came to. `measured` is None where its update measures. `penalties` [S] float64 are the sums
+    over each trajectory's tokens of a KL penalty in the reward, where advantages compare trajectories: then
+    `Trainer.set_advantages` is due."""
+
+    measured: Measured | None
+    metrics: Metrics
+    penalties: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Means over the updates of a step, what the first one measured if the step was not scored before, every update's
+    metrics in order, and histograms if they were asked for."""
+
+    metrics: Metrics
+    measured: Measured | None
+    updates: Sequence[Metrics]
+    histograms: dict[str, Histogram]
+
+
+@dataclass
+class _Scored:
+    """This process's part of a step that is scored; `critic_batches` is empty without a critic."""
+
+    everything: list[MicroBatch]
+    scores: Sequence[TokenScores | None]
+    references: Sequence[TokenScores | None]
+    penalties: list[Tensor] | None = None
+    mini_batches: list[list[TokenBatch]] = field(default_factory=list)
+    critic_batches: list[list[ValueBatch]] = field(default_factory=list)
+
+
+@dataclass
+class _Trace:
+    """What a step's updates computed: log-probs [N] of the response tokens of `batches` under the weights that the step
+    starts from, and those of the tokens that later updates used; of several passes over a token the last counts."""
+
+    batches: list[MicroBatch] = field(default_factory=list)
+    start_logprobs: list[Tensor] = field(default_factory=list)
+    updated: dict[int, tuple[MicroBatch, Tensor]] = field(default_factory=dict)
+
+
+class Trainer(ModelTrainer):
+    """Trains a policy by RL, with the reference of a KL penalty and the critic of PPO where the method has them. Where
+    engines are embedded, each replica's leader has one."""
+
+    reference: ScoringModel | None = None
+    transport: Transport | None = None
+    """What sends weights to a fleet of engines, which `open_transport` sets."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        processes: Processes,
+        began: Callable[[], None] = lambda: None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_stop` is called while embedded engines generate, and may raise StopRequested."""
+        super().__init__(config, processes, began)
+        self._config = config
+        self._check_stop = check_stop
+        self.engine: EmbeddedEngine | None = None
+        self.weight_version = -1
+        self._counts: StepCounts | None = None
+        self._scored: _Scored
+        self._trace = _Trace()
+
+    # ---- models and engines ----
+
+    @command
+    def build(self, *, with_engines: bool = True) -> None:
+        """Load the models, and the embedded engines. Raises InputError for those that cannot be trained here."""
+        config, processes = self._config, self.processes
+        if config.threads_per_process:
+            torch.set_num_threads(config.threads_per_process)
+        self.policy, self.reference, self.critic = build_models(config, processes)
+        if with_engines and config.rollout.placement == "embedded" and processes.is_leader:
+            self.engine = EmbeddedEngine.from_config(
+                config.model.path,
+                torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32,
+                max_batch_rows=config.rollout.max_batch_rows,
+                device=processes.device,
+                check_stop=self._check_stop,
+            )
+
+    @command
+    def open_transport(self) -> None:
+        """Prepare to send weights to a fleet of engines. Raises InputError if the configured way does not fit."""
+        from dapo_mega.weight_sync.transports import make_transport
+
+        def export(folder: Path) -> None:
+            save_hf_checkpoint(self.policy, folder)
+
+        self.transport = make_transport(self._config, self.processes, export)
+
+    @command
+    def send_weights(self, update: Update, forgotten: Sequence[str], calls: Own[UpdateCalls]) -> Sent:
+        """Send the weights to the engines of an update. The URLs `forgotten` are of engines that have failed before."""
+        assert self.transport
+        self.transport.forget(forgotten)
+        return self.transport.send(self.policy, update, calls.value) if update.targets else Sent(0)
+
+    @command
+    def load_engines(self, version: int) -> None:
+        """Give the weights to the embedded engines."""
+        self.weight_version = -1
+        buckets = self.policy.weights(int(self._config.weight_sync.bucket_mib * 2**20))
+        if self.engine:
+            self.engine.load_weights(buckets, version)
+        else:
+            for _ in buckets:
+                pass
+        self.weight_version = version
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+        """The answers of the embedded engines, each of which takes a part. Raises StopRequested when the run is to
+        stop."""
+        found = self._generate(requests)
+        if None in found:
+            raise StopRequested("the run was stopped while responses were generated")
+        by_id = {answer.request_id: answer for answers in found if answers for answer in answers}
+        return [by_id[request.request_id] for request in requests]
+
+    @gathered
+    def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Answer] | None:
+        """None of a leader that is to stop."""
+        if not self.engine:
+            return ()
+        try:
+            return self.engine.generate(split(requests, self.processes.data_size)[self.processes.data_rank])
+        except StopRequested:
+            return None
+
+    @command
+    def logprobs(self, tokens: TokenIds) -> LogProbs:
+        """The policy's log-probs [L - 1] of all tokens but the first, at temperature 1, as engines score prompts."""
+        (micro_batches,) = self.policy.pack(
+            flatten([single_turn(tokens[:1], tokens[1:], in_loss=False)]),
+            token_budget=self._config.batch.tokens_per_microbatch,
+            aggregation=self._config.algorithm.aggregation,
+            max_response_tokens=self._config.rollout.max_response_tokens,
+        ).mini_batches
+        scores = self.policy.score(micro_batches, temperature=1.0)
+        logprobs = torch.zeros(len(tokens) - 1, dtype=torch.float32)
+        if self.processes.counts_outputs:
+            for micro_batch, score in zip(micro_batches, scores, strict=True):
+                logprobs[micro_batch.of_responses(micro_batch.positions).cpu()] = score.logprobs.float().cpu()
+        dist.all_reduce(logprobs, group=self.processes.control)
+        return logprobs.numpy()
+
+    # ---- a step ----
+
+    def take(self, samples: FlatSamples, *, in_mini_batches: bool = True) -> PackingStats:
+        """Give every process its part of a step's samples. Raises InputError for samples that fit no micro-batch."""
+        config = self._config
+        settings: dict[str, Any] = {"token_budget": config.batch.tokens_per_microbatch}
+        if in_mini_batches:
+            settings["groups_per_update"] = config.batch.mini_batch_groups
+            settings["whole_trajectories"] = needs_whole_trajectories(config)
+        return self._take(Own(self._planned(samples, **settings)))
+
+    @command
+    def _take(self, samples: Own[PlannedSamples]) -> PackingStats:
+        self._batch = self.policy.receive(
+            samples.value,
+            aggregation=self._config.algorithm.aggregation,
+            max_response_tokens=self._config.rollout.max_response_tokens,
+        )
+        return self._batch.stats
+
+    @command
+    def measure(self) -> Measured:
+        """Score the batch by the policy and measure the engines' mismatch."""
+        self._counts = None
+        return self._measured(self._micro_batches, self.policy.score(self._micro_batches))
+
+    @command
+    def score(self, step: int, *, counts: bool = False) -> Scores:
+        """pi_old <- pi_theta: score every response token of the batch with the weights that the step after `step`
+        starts from, by the reference, and by the critic.
+
+        A KL penalty in the reward and the critic's values become part of the advantages. A step with a single update
+        needs no scoring pass: its update scores the tokens. With `counts` the step's histograms are counted.
+        """
+        self.step, self._trace = step, _Trace()
+        self._counts = StepCounts() if counts else None
+        config, everything = self._config, self._micro_batches
+        references = self.reference.score(everything) if self.reference else [None] * len(everything)
+        scored = self._scored = _Scored(everything, [None] * len(everything), references)
+        measured, metrics = None, Metrics()
+        if config.scores_before_updates:
+            own = scored.scores = self.policy.score(everything)
+            measured = self._measured(everything, own)
+        if not config.algorithm.has_token_rewards:
+            self._set_targets(everything)
+            return Scores(measured, metrics)
+        if config.algorithm.penalizes_rewards:
+            kl = [
+                kl_estimate(scores.logprobs, reference.logprobs, config.algorithm.kl.estimator)
+                for scores, reference in zip(own, references, strict=True)
+                if reference
+            ]
+            metrics["policy/kl_to_reference"] = self._mean(kl)
+            scored.penalties = [config.algorithm.kl.coefficient * of_tokens for of_tokens in kl]
+        values = self.critic.score(everything) if self.critic else None
+        advantage = config.algorithm.advantage
+        if isinstance(advantage, GaeAdvantage):
+            assert values is not None
+            changed, returns = advantages_from_values(
+                everything,
+                values,
+                scored.penalties,
+                self.processes,
+                discount=advantage.discount,
+                decay=advantage.decay,
+            )
+            critic_batches = [ValueBatch(*fields) for fields in zip(changed, values, returns, strict=True)]
+            self._set_targets(self._normalized(changed), critic_batches)
+            return Scores(measured, metrics)
+        assert scored.penalties is not None
+        if advantage.compares_group:
+            return Scores(measured, metrics, sums_of_trajectories(everything, scored.penalties, self.processes))
+        self._set_targets(self._normalized(subtract_following_penalties(everything, scored.penalties, self.processes)))
+        return Scores(measured, metrics)
+
+    @command
+    def set_advantages(self, advantages: Floats) -> None:
+        """Give all tokens of each trajectory of the batch its advantage [S]."""
+        self._set_targets(with_advantages_of(self._scored.everything, advantages))
+
+    def _normalized(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return normalized(batches, self.processes) if self._config.algorithm.normalize_advantages else list(batches)
+
+    def _set_targets(self, everything: Sequence[MicroBatch], critic_batches: Sequence[ValueBatch] = ()) -> None:
+        scored, loss = self._scored, self._config.algorithm.policy_loss
+        token_batches = [
+            TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
+            for micro_batch, score, reference in zip(everything, scored.scores, scored.references, strict=True)
+        ]
+        scored.mini_batches = list(self._by_mini_batch(token_batches))
+        scored.critic_batches = list(self._by_mini_batch(critic_batches)) if critic_batches else []
+        if isinstance(loss, ClipCovLoss | KlCovLoss):
+            scored.mini_batches = [
+                choose_tokens(mini, loss, self.processes, seed=self.step) for mini in scored.mini_batches
+            ]
+
+    def _by_mini_batch(self, of_micro_batches: Sequence[T]) -> Iterator[list[T]]:
+        remaining = iter(of_micro_batches)
+        for mini_batch in self._batch.mini_batches:
+            yield [next(remaining) for _ in mini_batch]
+
+    @command
+    def update(self, entropy_coefficient: float, *, traced: bool = False) -> Updated:
+        """mu passes over the batch with one optimizer update per mini-batch, of the policy and of the critic if there
+        is one. With `traced` what it computes of tokens is kept for `token_values`."""
+        config, scored = self._config, self._scored
+        settings = config.objective.model_copy(update={"entropy_coefficient": entropy_coefficient})
+        ratios = self._counts.ratios if self._counts else None
+        objective = PolicyGradient(settings, self.processes.context, ratios)
+        if not config.scores_before_updates:
+            scores: list[TokenScores] = []
+            metrics = self.policy.update(scored.mini_batches[0], objective, scores=scores)
+            batches = [batch.micro_batch for batch in scored.mini_batches[0]]
+            if traced:
+                self._trace = _Trace(batches, [score.logprobs for score in scores])
+            measured = self._measured(batches, scores)
+            self.step += 1
+            return Updated({**measured.metrics, **metrics}, measured, [metrics], self._histograms())
+        if traced:
+            batches_and_logprobs = [(b.micro_batch, b.old_logprobs) for mini in scored.mini_batches for b in mini]
+            self._trace = _Trace(
+                [micro for micro, _ in batches_and_logprobs],
+                [old for _, old in batches_and_logprobs if old is not None],
+            )
+        updates: list[Metrics] = []
+        trains_policy = not config.uses_critic or self.step >= config.critic.pretraining_steps
+        for epoch in range(config.batch.epochs):
+            for i, mini_batch in enumerate(scored.mini_batches):
+                # The first update starts from the weights that the tokens were scored with.
+                own: list[TokenScores] | None = [] if traced and (epoch or i) else None
+                metrics = {}
+                if trains_policy:
+                    metrics = self.policy.update(mini_batch, objective, scores=own, score_entropy=False)
+                if self.critic:
+                    metrics |= self.critic.update(scored.critic_batches[i], ValueLoss(config.critic.value_clip))
+                for batch, score in zip(mini_batch, own or [], strict=False):
+                    self._trace.updated[id(batch)] = (batch.micro_batch, score.logprobs)
+                updates.append(metrics)
+        self.step += 1
+        return Updated(_means(updates), None, updates, self._histograms())
+
+    @gathered
+    def token_values(self, samples: Sequence[int] | None = None) -> tuple[TokenRuns, TokenRuns] | None:
+        """What each process knows of the response tokens of these samples (None: all) after a traced update: log-probs
+        at the step's start with the advantages, and log-probs of the last update."""
+        if not self.processes.counts_outputs:
+            return None
+        trace, updated = self._trace, list(self._trace.updated.values())
+        at_start = runs_of(trace.batches, [trace.start_logprobs, [micro.advantages for micro in trace.batches]])
+        at_update = runs_of([micro for micro, _ in updated], [[logprobs for _, logprobs in updated]])
+        return at_start.only(samples), at_update.only(samples)
+
+    def _histograms(self) -> dict[str, Histogram]:
+        return self._counts.histograms(self._scored.mini_batches, self.processes) if self._counts else {}
+
+    def _measured(self, batches: Sequence[MicroBatch], scores: Sequence[TokenScores]) -> Measured:
+        processes, engines = self.processes, self._batch.engines
+        pairs = zip(batches, scores, strict=True) if processes.counts_outputs else ()
+        scored = [(micro_batch, score.logprobs) for micro_batch, score in pairs]
+        if self._counts is not None:
+            for micro_batch, logprobs in scored:
+                self._counts.importance_weights.add(logprobs - micro_batch.rollout_logprobs.to(logprobs.device))
+        metrics = measure_mismatch(
+            scored, self._config.objective, control=processes.control, context_group=processes.context
+        )
+        by_engine = measure_engines(scored, engines, control=processes.control) if engines else {}
+        return Measured({"policy/entropy": self._mean([score.entropy for score in scores]), **metrics}, by_engine)
+
+    def _mean(self, of_tokens: Sequence[Tensor]) -> float:
+        """The mean over all response tokens of the step."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for values in of_tokens if self.processes.counts_outputs else ():
+            sums += torch.stack([values.double().sum().cpu(), torch.tensor(float(len(values)))])
+        dist.all_reduce(sums, group=self.processes.control)
+        return mean_over(*sums.tolist())
+
+    def close(self) -> None:
+        """Free engines and what is shared with them, in this process."""
+        if self.engine:
+            self.engine.close()
+        if self.transport:
+            self.transport.close()
+
+
+def build_models(
+    config: RunConfig, processes: Processes
+) -> tuple[MegatronPolicy, ScoringModel | None, ValueModel | None]:
+    """The policy, the reference of a KL penalty and the critic of PPO, as the run begins with them."""
+    policy = MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.optimizer,
+        processes,
+        temperature=config.rollout.temperature,
+        updates_per_step=config.batch.updates_per_step,
+        num_steps=config.num_steps,
+        compute=config.compute,
+    )
+    reference = None
+    if config.algorithm.uses_reference:
+        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
+    critic = None
+    if config.uses_critic:
+        critic = ValueModel(
+            config.critic_model,
+            config.parallel,
+            config.critic_optimizer,
+            processes,
+            updates_per_step=config.batch.updates_per_step,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+    return policy, reference, critic
+
+
+def _means(updates: Sequence[Metrics]) -> Metrics:
+    """Each metric's mean over the updates that have it."""
+    totals: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for metrics in updates:
+        for name, value in metrics.items():
+            totals[name] = totals.get(name, 0.0) + value
+            counts[name] += 1
+    return {name: total / counts[name] for name, total in totals.items()}
