@@ -29,10 +29,10 @@ _SPECIAL = {
 }
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
+def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write `path` so that readers, and a run after a crash, see the old or the new content, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with errors_naming(path), temporary.open("wb") as file:
+    with errors_naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

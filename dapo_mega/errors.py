@@ -37,5 +37,9 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, ConnectionError) or is_of_library or is_of_store
 
 
+class TrainerLost(RuntimeError):
+    """The trainer's processes have ended, and the process that commands them lives: another trainer may come."""
+
+
 class StopRequested(RuntimeError):
     """The run was asked to stop (SIGTERM), and the same command continues it."""

@@ -80,8 +80,6 @@ class CheckpointStore:
         self._writing = BackgroundWriting()
         self._unfinished_step: int | None = None
         self._checksums: dict[str, int] = {}
-        self.last_step: int | None = None
-        """The step that was saved or loaded last."""
 
     @classmethod
     def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
@@ -165,7 +163,7 @@ class CheckpointStore:
         if state and policy.processes.rank == 0:
             failure = _attempt(lambda: _write_beside(partial, policy, critic, state, rng))
         self._check(policy, failure, step)
-        self._unfinished_step = self.last_step = step
+        self._unfinished_step = step
         if not self._asynchronous:
             self.finish(policy)
 
@@ -225,7 +223,6 @@ class CheckpointStore:
         if critic:
             _restore(critic, loaded["critic"])
         _restore_rng(policy, arrays)
-        self.last_step = step
         return LoopState(step, values, arrays)
 
     def _check(self, policy: TrainedModel, failure: str | None, step: int) -> dict[str, int]:

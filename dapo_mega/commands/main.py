@@ -14,6 +14,7 @@ COMMANDS = {
     "prepare": "make a task and a random model to try things with; inspect a dataset",
     "plan": "see what a configuration's layout costs, and which others fit",
     "serve": "start this machine's SGLang rollout engines",
+    "control": "command a run from a process of its own, for trainers that may die and come back",
     "sft": "fine-tune a model on demonstrations",
     "train": "train a policy with DAPO",
     "ablate": "repeat the paper's Table 1 and compare all methods",

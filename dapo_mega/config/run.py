@@ -16,6 +16,7 @@ from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.choices import settled
 from dapo_mega.config.components import EnvironmentComponent, LengthDapoComponent
 from dapo_mega.config.compute import check_precision
+from dapo_mega.config.controller import ControllerConfig
 from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.environment import EnvironmentChoice, SingleTurnEnvironment
@@ -46,6 +47,7 @@ class RunConfig(TrainingConfig):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
     weight_sync: WeightSyncConfig = Field(default=WeightSyncConfig(), json_schema_extra=FREE)
     samples: SamplesConfig = Field(default=SamplesConfig(), json_schema_extra=FREE)
+    controller: ControllerConfig = Field(default=ControllerConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 C = TypeVar("C", bound="Commanded")
 
-_EXPECTED = (InputError, StarvedError, FleetError, StopRequested, OSError)
+EXPECTED: Final = (InputError, StarvedError, FleetError, StopRequested, OSError)
+"""What a user can correct, or what a run ends with on purpose."""
 _LONE_FAILURE_S = 10.0
 
 
@@ -35,16 +36,29 @@ class Own(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
+    """The last order: all end, with this error if there is one."""
+
     error: Exception | None
+
+
+class Commander(Protocol):
+    """Brings commands to processes that this one is not among."""
+
+    def command(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """See `Commanded.command`."""
+
+    def dismiss(self, error: Exception | None) -> None:
+        """They end, with this error."""
 
 
 class Commanded:
     """What the processes of `control` (gloo), all of a run, do together. Every process has one. None: a single process
-    without torch.distributed."""
+    without torch.distributed. With `elsewhere` this process commands, and is none of those that obey."""
 
-    def __init__(self, control: dist.ProcessGroup | None) -> None:
+    def __init__(self, control: dist.ProcessGroup | None, elsewhere: Commander | None = None) -> None:
         self._control = control
+        self._elsewhere = elsewhere
         self._is_alone = control is None or dist.get_world_size(control) == 1
         self._is_obeying = False
         self._is_broken = False
@@ -54,7 +68,7 @@ class Commanded:
         while True:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=0, group=self._control)
-            if isinstance(box[0], _End):
+            if isinstance(box[0], End):
                 if box[0].error:
                     raise box[0].error
                 return
@@ -68,18 +82,22 @@ class Commanded:
         those that a user can correct. Of other errors they learn when this process exits."""
         try:
             yield
-        except _EXPECTED as error:
+        except EXPECTED as error:
             self._dismiss(error)
             raise
         self._dismiss(None)
 
     def _dismiss(self, error: Exception | None) -> None:
-        if not (self._is_alone or self._is_broken or (error and is_lost_connection(error))):
-            dist.broadcast_object_list([_End(error)], src=0, group=self._control)
+        if self._elsewhere:
+            self._elsewhere.dismiss(error)
+        elif not (self._is_alone or self._is_broken or (error and is_lost_connection(error))):
+            dist.broadcast_object_list([End(error)], src=0, group=self._control)
 
     def command(self, method: Callable[..., T], arguments: Sequence[Any], named: Mapping[str, Any]) -> list[T]:
         """On rank 0: what the method returned on rank 0 and, if it is `gathered`, on each of the others. Raises the
         first error of any process, once all are done."""
+        if self._elsewhere:
+            return self._elsewhere.command(method.__name__, arguments, named)
         if self._is_obeying:
             return [method(self, *arguments, **named)]
         if not self._is_alone:
@@ -95,7 +113,7 @@ class Commanded:
         self._is_obeying = True
         try:
             answer = method(self, *arguments, **named)
-        except _EXPECTED as caught:
+        except EXPECTED as caught:
             if is_lost_connection(caught):
                 raise
             error = caught

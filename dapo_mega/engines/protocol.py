@@ -57,7 +57,10 @@ class ReservedEngines(RolloutEngine, Protocol):
 
 class RolloutFleet(RolloutEngine):
     """All engines of a run, on rank 0. The methods that are not abstract do nothing, as suits engines inside the
-    trainer."""
+    trainer. `update_outdated`, which is to be set, sends the current weights to engines that join or come back while a
+    coroutine runs."""
+
+    update_outdated: Callable[[], object]
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.training.evaluation_beside import BesideTraining
 from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.training.trainer import Trainer
-from dapo_mega.types import Prompt
+from dapo_mega.types import Group, Prompt
 from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,15 @@ class RunRewards:
             self.evaluation.close()
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """What a step was trained on."""
+
+    step: int
+    groups: Sequence[Group]
+    entropy_coefficient: float
+
+
 @dataclass
 class TrainingRun:
     """A run as the process sees it that commands, which is rank 0: the trainer, the engines, data, rewards, and what is
@@ -85,7 +94,9 @@ class TrainingRun:
     weights and state are those after `step` and can be saved. `check_stop()` raises StopRequested when the run is to
     end before its last step. `timers` and others note in `activity` what this process does. `writer`, `recorder` and
     `timeline` are opened when training begins, because opening them removes an earlier run's records of the steps to
-    come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written.
+    come. `interrupted` is the step of the evaluation that was under way when the loaded checkpoint was written. `meet`
+    waits for another trainer, where one that dies does not end this process; `learnt` has the steps that the trainer
+    has not saved then.
     """
 
     config: RunConfig
@@ -111,6 +122,8 @@ class TrainingRun:
     writer: MetricsWriter | None = None
     recorder: SampleRecorder | None = None
     timeline: TimelineWriter | None = None
+    meet: Callable[[], None] | None = None
+    learnt: list[Learnt] = field(default_factory=list)
     timers: StageTimers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +185,7 @@ def build_run(
     trainer = trainer or Trainer(config, start_processes(config.parallel, config.seed), check_stop=check_stop)
     trainer.build()
     activity = Activity()
-    fleet, weight_sync = _engines(config, trainer, inputs, check_stop, activity)
+    fleet, weight_sync = _engines(config, trainer, inputs, check_stop)
     rewards = rewards or make_rewards(config)
     rewards.training.begin_step()
     decode, stop_token_ids = decoder(inputs.tokenizer), stop_tokens(Path(config.model.path), inputs.tokenizer)
@@ -241,7 +254,7 @@ def _log_datasets(inputs: RunInputs) -> None:
 
 
 def _engines(
-    config: RunConfig, trainer: Trainer, inputs: RunInputs, check_stop: Callable[[], None], activity: Activity
+    config: RunConfig, trainer: Trainer, inputs: RunInputs, check_stop: Callable[[], None]
 ) -> tuple[RolloutFleet, WeightSync]:
     """Start the run's engines or connect to them. `check_stop` raises StopRequested when the run is to stop.
 
@@ -264,9 +277,4 @@ def _engines(
     agreement = Agreement(tokens, config.engine_tolerance)
     weight_sync = FleetWeightSync(trainer, client, config.weight_sync, trainer.transport, run, agreement)
 
-    def update_outdated() -> None:
-        with activity.span("weights", f"version {trainer.step}, to engines that joined"):
-            weight_sync.push_to_outdated(trainer.step)
-
-    client.update_outdated = update_outdated
     return client, weight_sync

@@ -12,7 +12,6 @@ from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leaving, leave, print_once
 from dapo_mega.config import TrainingConfig
-from dapo_mega.distributed.commands import Own
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.training.process_watch import ProcessWatch
@@ -118,15 +117,15 @@ class Saving:
         if settings.hf_every and step % settings.hf_every == 0:
             self.trainer.export(Path(self.config.output_dir) / f"hf_step_{step:08d}")
         if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
-            self._save(step)
+            self.trainer.save(step, self.state())
 
     def last_step(self, step: int) -> str:
         """Complete the checkpoint of the last completed step. Says where it is; empty before the first step."""
-        store = self.trainer.store
-        if step > 0 and store.last_step != step:
-            self._save(step)
+        if step > 0 and self.trainer.saved_step != step:
+            self.trainer.save(step, self.state())
         self.trainer.finish_saving()
-        return f"step {step} of {self.config.num_steps} is saved in {store.folder(step)}" if step else ""
+        saved = f"step {step} of {self.config.num_steps} is saved in {self.trainer.store.folder(step)}"
+        return saved if step else ""
 
     def before_stop(self, step: int) -> StopRequested:
         """Save the last completed step. Returns the error to raise, which says how to go on."""
@@ -146,9 +145,6 @@ class Saving:
         self.trainer.finish_saving()
         if self.config.checkpoint.save_hf_at_end:
             folder = Path(self.config.output_dir)
-            if self.trainer.critic:  # First: `hf` is what says that the run is finished.
+            if self.trainer.facts.has_critic:  # First: `hf` is what says that the run is finished.
                 self.trainer.export(folder / "hf_critic", critic=True)
             self.trainer.export(folder / "hf")
-
-    def _save(self, step: int) -> None:
-        self.trainer.save(step, Own(self.state()))

@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import samples_of_groups, samples_to_score
-from dapo_mega.batching.step_advantages import step_advantages
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError, InputError, StarvedError, at_step
 from dapo_mega.megatron.mismatch import mismatch_warning, starvation_cause
 from dapo_mega.metrics import Histogram
-from dapo_mega.training.build import TrainingRun
+from dapo_mega.training.build import Learnt, TrainingRun
 from dapo_mega.training.evaluating import (
     begin_beside,
     evaluation_is_due,
@@ -33,12 +32,14 @@ from dapo_mega.training.evaluating import (
 )
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.recording import open_recorder, record_evaluation, record_starved_step, record_step
+from dapo_mega.training.recovery import forget_saved, score_groups, with_trainer
 from dapo_mega.training.run_records import open_timeline, open_writer
-from dapo_mega.training.trainer import Measured, Trainer, Updated
+from dapo_mega.training.trainer import Measured, Updated
 from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Metrics = dict[str, float]
 
 
@@ -58,6 +59,7 @@ def train(run: TrainingRun) -> None:
 def begin(run: TrainingRun) -> None:
     """Open the records, send the weights to the engines, and evaluate where that is due before a step."""
     config = run.config
+    run.fleet.update_outdated = partial(send_weights_to_outdated, run)
     open_records(run)
     is_interrupted = take_up_interrupted(run)
     if run.unrecorded is not None:
@@ -81,17 +83,25 @@ def collect_step(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
 def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metrics:
     """Score the groups, update the models, and complete the step. Returns the step's metrics."""
     counts = gets_histograms(run.config, run.step + 1)
-    with given_back_if_refused(run):
-        with run.timers.stage("pack"):
-            stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
-        with run.timers.stage("score"):
-            measured, scored = score_groups(run.trainer, run.config, groups, run.step, counts=counts)
-            scored |= check_mismatch(run, measured)
-    run.is_intact = False
-    with run.timers.stage("update"):
-        updated = update(run)
-        run.histograms = {**updated.histograms, **run.collector.histograms} if counts else {}
+    coefficient = run.entropy.current()
+
+    def attempt() -> tuple[PackingStats, Metrics, Updated]:
+        run.is_intact = True
+        with given_back_if_refused(run):
+            with run.timers.stage("pack"):
+                stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
+            with run.timers.stage("score"):
+                measured, scored = score_groups(run.trainer, run.config, groups, run.step, counts=counts)
+                scored |= check_mismatch(run, measured)
+        run.is_intact = False
+        with run.timers.stage("update"):
+            return stats, scored, update(run, coefficient)
+
+    stats, scored, updated = with_trainer(run, attempt)
+    run.histograms = {**updated.histograms, **run.collector.histograms} if counts else {}
     run.step += 1
+    if run.meet:
+        run.learnt.append(Learnt(run.step, groups, coefficient))
     if run.recorder:
         with run.timers.stage("samples"):
             record_step(run, groups, updated.updates)
@@ -141,15 +151,22 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
         settle_beside(run, wait=True)
     run.is_intact = False
     with run.timers.stage("checkpoint"):
-        saving(run).after_step(run.step)
+        with_trainer(run, lambda: saving(run).after_step(run.step))
+    forget_saved(run)
 
 
 def send_weights(run: TrainingRun) -> Metrics:
     """Send the weights to all engines."""
     with run.activity.span("weights", f"version {run.step}"):
-        metrics = run.weight_sync.push(run.step)
+        metrics = with_trainer(run, lambda: run.weight_sync.push(run.step))
     run.fleet.call(run.collector.weights_arrived)
     return metrics
+
+
+def send_weights_to_outdated(run: TrainingRun) -> None:
+    """Send the weights to engines that have joined or come back, while the others generate."""
+    with run.activity.span("weights", f"version {run.step}, to engines that joined"):
+        with_trainer(run, lambda: run.weight_sync.push_to_outdated(run.step))
 
 
 def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
@@ -189,21 +206,14 @@ def find_starvation_cause(run: TrainingRun) -> str | None:
     samples = samples_to_score(run.collector.recent, run.step)
     if samples is None:
         return None
-    run.trainer.take(samples, in_mini_batches=False)
-    measured = run.trainer.measure()
+
+    def measure() -> Measured:
+        run.trainer.take(samples, in_mini_batches=False)
+        return run.trainer.measure()
+
+    measured = with_trainer(run, measure)
     note_measured(run, measured)
     return starvation_cause(measured.metrics, run.config, measured.by_engine)
-
-
-def score_groups(
-    trainer: Trainer, config: RunConfig, groups: Sequence[Group], step: int, *, counts: bool = False
-) -> tuple[Measured | None, Metrics]:
-    """See `Trainer.score`; where a KL penalty in the reward decides advantages within groups, they are computed
-    here."""
-    scores = trainer.score(step, counts=counts)
-    if scores.penalties is not None:
-        trainer.set_advantages(step_advantages(groups, config, scores.penalties))
-    return scores.measured, scores.metrics
 
 
 def check_mismatch(run: TrainingRun, measured: Measured | None) -> Metrics:
@@ -221,11 +231,11 @@ def note_measured(run: TrainingRun, measured: Measured) -> None:
         run.is_intact = False  # As the weights may not be numbers.
 
 
-def update(run: TrainingRun) -> Updated:
+def update(run: TrainingRun, entropy_coefficient: float) -> Updated:
     """mu passes with one optimizer update per mini-batch. A step with a single update is checked after it, as that
     scores the tokens."""
     with at_step(run.step + 1):
-        updated = run.trainer.update(run.entropy.current(), traced=run.config.samples.enabled)
+        updated = run.trainer.update(entropy_coefficient, traced=run.config.samples.enabled)
     check_mismatch(run, updated.measured)
     return updated
 

@@ -19,6 +19,7 @@ from dapo_mega.samples.recorder import SampleRecorder
 from dapo_mega.samples.rows import Floats, SampleFile, Training, rows_of, rows_of_evaluation
 from dapo_mega.samples.token_values import by_trajectory
 from dapo_mega.training.build import TrainingRun
+from dapo_mega.training.recovery import with_trainer
 from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Group, GroupFate
 
@@ -46,7 +47,7 @@ def record_step(run: TrainingRun, groups: Sequence[Group], updates: Sequence[Met
     assert run.recorder
     fates = run.collector.pop_fates()
     chosen = _chosen(fates, run.config, run.step)
-    values = values_of_trajectories(run.trainer, run.config, groups, chosen)
+    values = with_trainer(run, lambda: values_of_trajectories(run.trainer, run.config, groups, chosen))
     training = dict(zip(_ids(groups), _training(run.config, groups, values), strict=True))
     rows = [
         replace(row, training=training.get(row.trajectory.id)) if fates[i].outcome == "trained" else row
@@ -129,6 +130,6 @@ def _account(run: TrainingRun, fates: Sequence[GroupFate], num_recorded: int) ->
         "recorded_groups": num_recorded,
         "all_recorded": num_recorded == len(fates),
         **run.collector.left_over,
-        "world_size": run.trainer.processes.world_size,
+        "world_size": run.trainer.facts.world_size,
         "parallel": run.config.parallel.model_dump(mode="json"),
     }

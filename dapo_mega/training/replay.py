@@ -24,8 +24,9 @@ from dapo_mega.samples.reading import RecordedStep, read_account, read_step
 from dapo_mega.training.build import entropy_control
 from dapo_mega.training.differences import Difference, compare_numbers, compare_samples
 from dapo_mega.training.lifecycle import require_model
-from dapo_mega.training.loop import adapt_entropy_bonus, restore_entropy, score_groups
+from dapo_mega.training.loop import adapt_entropy_bonus, restore_entropy
 from dapo_mega.training.recording import values_of_trajectories
+from dapo_mega.training.recovery import score_groups
 from dapo_mega.training.trainer import Trainer
 
 _COMPARED = (
@@ -159,7 +160,7 @@ def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Pat
     recorded, metrics, updates, values = _replay_one(trainer, config, entropy, run_dir, step)
     return Replay(
         plan,
-        trainer.processes.world_size,
+        trainer.facts.world_size,
         tuple(earlier),
         tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
         tuple(_compare_updates(recorded.account["updates"], updates, tolerance)),

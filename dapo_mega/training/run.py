@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import CheckpointStore
 from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import RunConfig
+from dapo_mega.distributed.links import follow
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
@@ -35,7 +37,7 @@ from dapo_mega.training.lifecycle import (
     require_trackers,
     watched,
 )
-from dapo_mega.training.loop import restore, saving, train
+from dapo_mega.training.loop import restore, saving, train, with_trainer
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import is_locked
@@ -51,15 +53,22 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
     changes are not accepted. Raises StopRequested after SIGTERM, once the last step is saved.
     """
     with watched(config) as (status, watch):
-        if not _is_finished(config, status, accept_changes):
-            _train(config, status, watch)
+        describe_run(config, world_size_from_environment())
+        if is_finished(config, status, accept_changes):
+            return
+        _train(config, status, watch, accept_changes)
+        watch.forget_peers()
+        dist.barrier()
+    stop_processes()
+    folder = Path(config.output_dir)
+    model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
+    print_once(f"finished {config.num_steps} steps{model}; metrics for TensorBoard: {folder / 'tensorboard'}")
 
 
-def _is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
+def is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> bool:
     """Whether the run is finished already; prints so. Writes nothing else. Raises InputError if the run cannot
     start."""
     folder = Path(config.output_dir)
-    describe_run(config, world_size_from_environment())
     require_model(config)
     require_trackers(config)
     store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
@@ -95,43 +104,47 @@ def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:
         )
 
 
-def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch) -> None:
-    folder = Path(config.output_dir)
-    inputs = read_inputs(config)
-    print_once(inputs.preview)
+def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch, accept_changes: bool) -> None:
+    """As one of the trainer's processes."""
     with contextlib.ExitStack() as stack:
-        rewards = None
-        if is_rank_zero():
-            rewards = make_rewards(config)
-            stack.callback(rewards.close)
-            try_rewards(config, rewards, inputs.train_prompts.prompts[0])
+        rewards, is_apart = None, config.controller.own_process
+        if not is_apart:
+            inputs = read_inputs(config)
+            print_once(inputs.preview)
+            if is_rank_zero():
+                rewards = make_rewards(config)
+                stack.callback(rewards.close)
+                try_rewards(config, rewards, inputs.train_prompts.prompts[0])
         processes = start_processes(config.parallel, config.seed)
         watch.follow_peers(group_is_up=True)
-
-        trainer = Trainer(config, processes, partial(begin_training, status, watch), watch.check_stop)
+        began = watch.begin_training if is_apart else partial(begin_training, status, watch)
+        trainer = Trainer(config, processes, began, watch.check_stop)
         stack.callback(trainer.close)
-        if rewards:
-            with trainer.commanding():
-                _command(config, trainer, inputs, rewards, status, watch)
-        else:
+        if processes.rank:
             status.completed_step = lambda: trainer.step
             trainer.obey()
-        watch.forget_peers()
-        dist.barrier(group=processes.control)
-    stop_processes()
-    model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
-    print_once(f"finished {config.num_steps} steps{model}; metrics for TensorBoard: {folder / 'tensorboard'}")
+            return
+        with trainer.commanding():
+            if rewards:
+                command_run(config, trainer, inputs, rewards, status, watch.check_stop)
+            else:
+                from dapo_mega.training.controller import linked
+
+                with linked(config, accept_changes, watch.check_stop) as link:
+                    follow(trainer, link, watch.stop_requested)
 
 
-def _command(
+def command_run(
     config: RunConfig,
     trainer: Trainer,
     inputs: RunInputs,
     rewards: RunRewards,
     status: RunStatus,
-    watch: ProcessWatch,
+    check_stop: Callable[[], None],
+    meet: Callable[[], None] | None = None,
 ) -> None:
-    """The run as rank 0 sees it, which commands."""
+    """The run as the process sees it that commands. `meet` waits for another trainer where one dies that is not of this
+    process."""
     folder = Path(config.output_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(held_folder(folder, status))
@@ -140,10 +153,9 @@ def _command(
         start_step = step_of(newest) if newest else 0
         status.completed_step = lambda: start_step
         status.running()
-        run = build_run(
-            config, start_step, trainer=trainer, inputs=inputs, rewards=rewards, check_stop=watch.check_stop
-        )
+        run = build_run(config, start_step, trainer=trainer, inputs=inputs, rewards=rewards, check_stop=check_stop)
         stack.callback(close, run)
+        run.meet = meet if config.rollout.placement != "embedded" else None
         if newest:
             restore(run, trainer.load(newest))
         status.completed_step = lambda: run.step
@@ -168,7 +180,7 @@ def _train_and_export(run: TrainingRun) -> None:
         if isinstance(error, FleetError):
             run.trainer.finish_saving()
         raise
-    saving(run).export_last()
+    with_trainer(run, saving(run).export_last)
 
 
 def close(run: TrainingRun) -> None:

@@ -22,13 +22,13 @@ from dapo_mega.algorithms.advantages import GaeAdvantage
 from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
 from dapo_mega.algorithms.ratios import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.batching.plan import PackingStats
+from dapo_mega.batching.plan import PackingLayout, PackingStats
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
 from dapo_mega.batching.step import PlannedSamples, StepBatch, plan_samples
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import RunConfig, SftConfig, TrainingConfig
-from dapo_mega.distributed.commands import Commanded, Own, command, gathered
+from dapo_mega.distributed.commands import Commanded, Commander, Own, command, gathered
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
@@ -57,21 +57,48 @@ Metrics = dict[str, float]
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the process that commands has to know of the processes and models."""
+
+    world_size: int
+    packing_layout: PackingLayout
+    has_critic: bool
+
+
 class ModelTrainer(Commanded):
     """What training by RL and fine-tuning have in common: a policy that is built, loaded, given a batch, saved and
-    exported. `step` is the last completed step, of which a process that obeys knows from here."""
+    exported.
 
+    In each process `step` is the last completed step. The process that commands has `facts`, once models are built, and
+    `saved_step`, which was saved or loaded last; it has models only if it is one of the trainer's.
+    """
+
+    facts: Facts
     policy: MegatronPolicy
     critic: ValueModel | None = None
 
-    def __init__(self, config: TrainingConfig, processes: Processes, began: Callable[[], None] = lambda: None) -> None:
-        """`began` is called in every process when training begins."""
-        super().__init__(processes.control)
-        self.processes = processes
+    def __init__(
+        self,
+        config: TrainingConfig,
+        processes: Processes | None,
+        began: Callable[[], None] = lambda: None,
+        elsewhere: Commander | None = None,
+    ) -> None:
+        """`began` is called in every process when training begins. A process outside of the trainer commands
+        `elsewhere`, and has no `processes`."""
+        super().__init__(processes.control if processes else None, elsewhere)
+        self._processes = processes
         self.store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
         self.step = 0
+        self.saved_step: int | None = None
         self._began = began
         self._batch: StepBatch
+
+    @property
+    def processes(self) -> Processes:
+        assert self._processes
+        return self._processes
 
     @command
     def begin(self) -> None:
@@ -88,16 +115,25 @@ class ModelTrainer(Commanded):
     def _newest_checkpoint(self) -> tuple[Path | None, list[str]]:
         return self.store.newest_intact(self.processes)
 
-    @command
     def load(self, path: Path) -> LoopState:
         """Continue from a checkpoint; returns the state of the loop. Raises InputError for one of another model."""
+        state = self._load(path)
+        self.step = self.saved_step = state.step
+        return state
+
+    @command
+    def _load(self, path: Path) -> LoopState:
         state = self.store.load(self.policy, path, self.critic)
         self.step = state.step
         return state
 
-    @command
-    def save(self, step: int, state: Own[LoopState]) -> None:
+    def save(self, step: int, state: LoopState) -> None:
         """Write the checkpoint of a step; see `CheckpointStore.save`."""
+        self._save(step, Own(state))
+        self.saved_step = step
+
+    @command
+    def _save(self, step: int, state: Own[LoopState]) -> None:
         self.store.save(self.policy, state.value, step, self.critic)
 
     @command
@@ -113,7 +149,10 @@ class ModelTrainer(Commanded):
         save_hf_checkpoint(model, folder)
 
     def _planned(self, samples: FlatSamples, **settings: Any) -> PlannedSamples:
-        return plan_samples(samples, self.policy.packing_layout, **settings)
+        return plan_samples(samples, self.facts.packing_layout, **settings)
+
+    def _facts(self) -> Facts:
+        return Facts(self.processes.world_size, self.policy.packing_layout, self.critic is not None)
 
     @property
     def _micro_batches(self) -> list[MicroBatch]:
@@ -127,9 +166,12 @@ class FineTuner(ModelTrainer):
         super().__init__(config, processes, began)
         self._config = config
 
-    @command
     def build(self) -> None:
         """Load the model. Raises InputError for one that cannot be trained here."""
+        self.facts = self._build()
+
+    @command
+    def _build(self) -> Facts:
         config = self._config
         self.policy = MegatronPolicy(
             config.model,
@@ -141,6 +183,7 @@ class FineTuner(ModelTrainer):
             num_steps=config.num_steps,
             compute=config.compute,
         )
+        return self._facts()
 
     def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> Metrics:
         """The update of this step on prompts and responses; its metrics."""
@@ -220,12 +263,13 @@ class Trainer(ModelTrainer):
     def __init__(
         self,
         config: RunConfig,
-        processes: Processes,
+        processes: Processes | None,
         began: Callable[[], None] = lambda: None,
         check_stop: Callable[[], None] = lambda: None,
+        elsewhere: Commander | None = None,
     ) -> None:
         """`check_stop` is called while embedded engines generate, and may raise StopRequested."""
-        super().__init__(config, processes, began)
+        super().__init__(config, processes, began, elsewhere)
         self._config = config
         self._check_stop = check_stop
         self.engine: EmbeddedEngine | None = None
@@ -236,9 +280,12 @@ class Trainer(ModelTrainer):
 
     # ---- models and engines ----
 
-    @command
     def build(self, *, with_engines: bool = True) -> None:
         """Load the models, and the embedded engines. Raises InputError for those that cannot be trained here."""
+        self.facts = self._build(with_engines=with_engines)
+
+    @command
+    def _build(self, *, with_engines: bool) -> Facts:
         config, processes = self._config, self.processes
         if config.threads_per_process:
             torch.set_num_threads(config.threads_per_process)
@@ -251,6 +298,7 @@ class Trainer(ModelTrainer):
                 device=processes.device,
                 check_stop=self._check_stop,
             )
+        return self._facts()
 
     @command
     def open_transport(self) -> None:
@@ -269,17 +317,20 @@ class Trainer(ModelTrainer):
         self.transport.forget(forgotten)
         return self.transport.send(self.policy, update, calls.value) if update.targets else Sent(0)
 
-    @command
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""
         self.weight_version = -1
+        self._load_engines(version)
+        self.weight_version = version
+
+    @command
+    def _load_engines(self, version: int) -> None:
         buckets = self.policy.weights(int(self._config.weight_sync.bucket_mib * 2**20))
         if self.engine:
             self.engine.load_weights(buckets, version)
         else:
             for _ in buckets:
                 pass
-        self.weight_version = version
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """The answers of the embedded engines, each of which takes a part. Raises StopRequested when the run is to

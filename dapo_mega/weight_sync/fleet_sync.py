@@ -16,7 +16,7 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.commands import Own
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
-from dapo_mega.errors import FleetError
+from dapo_mega.errors import FleetError, TrainerLost
 from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
@@ -100,7 +100,13 @@ class FleetWeightSync(WeightSync):
         if self._transport.uses_sessions:
             calls.call(_begin_session)
         started = time.perf_counter()
-        sent = self._trainer.send_weights(update, self._failed, Own(calls))
+        try:
+            sent = self._trainer.send_weights(update, self._failed, Own(calls))
+        except TrainerLost as lost:
+            for target in targets:
+                fleet.failed(target.url, f"its update to version {version} broke off: {lost}")
+            fleet.resume_generation(targets)
+            raise
         seconds = time.perf_counter() - started
         if self._transport.uses_sessions:
             calls.call(_end_session)

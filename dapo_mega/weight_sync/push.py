@@ -14,6 +14,14 @@ class WeightSync(ABC):
     def push(self, version: int) -> dict[str, float]:
         """Returns metrics once the engines sample from the new weights."""
 
+    def push_to_outdated(self, version: int) -> dict[str, float]:
+        """`push` to the engines that joined or came back since the last one; the others keep generating. Does nothing
+        where engines never leave."""
+        return {}
+
+    def reopen(self) -> None:  # noqa: B027 (a default)
+        """Another trainer sends from now on."""
+
 
 class EmbeddedWeightSync(WeightSync):
     """Of engines inside the trainer's processes."""

@@ -114,6 +114,33 @@ def test_a_run_continues_after_sigterm_as_if_nothing_had_happened(task, uninterr
     assert_equal_runs(uninterrupted, output, has_final_export=moment != "in the last evaluation")
 
 
+def test_a_controller_of_its_own_gives_the_same_run(task, uninterrupted):
+    """SIGTERM reaches one of the trainer's processes, and its first process commands the rest of the run."""
+    folder, config = task
+    output = folder / "commanded from elsewhere"
+    workers = start(config, 2, output, *EXPORTS, "controller.own_process=true")
+    while steps_done(output) < 2:
+        time.sleep(0.002)
+        assert all(worker.exitcode is None for worker in workers)
+    assert json.loads((output / "controller.json").read_text()).keys() == {"host", "port", "key"}
+    assert (output / "controller.json").stat().st_mode & 0o077 == 0
+    os.kill(workers[1].pid, signal.SIGTERM)
+    assert wait_for(workers, 240, patience_s=60) == [75, 75]
+    status = read_status(output)
+    assert (status["state"], status["exit_status"], status["continue"]) == ("stopped", 75, True)
+    finish(start(config, 2, output, *EXPORTS), output)
+    assert_equal_runs(uninterrupted, output)
+
+
+def test_a_controller_ends_when_the_trainer_with_its_engines_does(task):
+    folder, config = task
+    output = folder / "killed under a controller"
+    workers = start(config, 2, output, "controller.own_process=true", "num_steps=100")
+    kill_when(workers, lambda: steps_done(output) >= 1)
+    assert read_status(output)["continue"]
+    finish(start(config, 2, output, "controller.own_process=true", "num_steps=3", "--accept-changes"), output)
+
+
 STOPPED_AFTER = {"some time": 2, "after an update": 3, "in the last evaluation": 6}
 
 

@@ -56,10 +56,7 @@ class SyncTarget:
 
 
 class FleetClient(RolloutFleet):
-    """All engines of a run, over HTTP. `update_outdated`, which is to be set, sends the current weights to engines that
-    join or come back while a coroutine runs."""
-
-    update_outdated: Callable[[], object]
+    """All engines of a run, over HTTP."""
 
     def __init__(
         self,

@@ -1,0 +1,44 @@
+"""Command a run from a process of its own: `dapo-mega control --config FILE [key=value ...]`, as for `train`.
+
+The trainer finds it by the run's folder. With controller.own_process=true rank 0 starts one where none listens.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+from dapo_mega.cli import leave_at_sigterm, quiet_libraries, run_command
+from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
+from dapo_mega.config import RunConfig
+
+_OF_TRAINER = "--of-trainer"
+
+
+def main() -> None:
+    """Command the run that the arguments name, until it ends."""
+    from dapo_mega.training.controller import control
+
+    arguments = parse_training_arguments("Command a run from a process of its own, which trainers find by its folder.")
+    if config := load_to_train(RunConfig, arguments):
+        own = config.controller.model_copy(update={"own_process": True})
+        control(config.model_copy(update={"controller": own}), accept_changes=arguments.accept_changes)
+
+
+def _of_trainer() -> None:
+    """Command the run of the trainer that has started this process, whose torchrun may be the second argument."""
+    leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
+    quiet_libraries()
+    from dapo_mega.megatron.repairs import cpu_accelerator
+
+    cpu_accelerator.install()
+    from dapo_mega.training.controller import control
+
+    config, accept_changes = pickle.load(sys.stdin.buffer)
+    launcher = int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()
+    control(config, launcher=launcher, accept_changes=accept_changes)
+
+
+if __name__ == "__main__":
+    run_command(_of_trainer)
