@@ -1,4 +1,4 @@
-"""SGLang plugin: receives weights in pieces or as changes only, compares them with the engine's model, and lets
+"""SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, and lets
 engines on CPUs be deterministic.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
@@ -12,7 +12,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -23,13 +24,16 @@ from dapo_mega.engines.sglang.weight_protocol import (
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    PiecesFormat,
-    weight_specs,
+    ChunksFormat,
+    PlanFormat,
+    PlannedBucket,
+    UpdatePlan,
+    group_with,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights, Receiving
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,6 +44,15 @@ _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 # All by model.
 _traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# The last one, by its digest.
+_plans: dict[str, UpdatePlan] = {}
+_Load = Callable[[Any], tuple[bool, str]]
+
+
+class PlannedWeights(NamedTuple):
+    """The buckets of a call in the order in which they come, each with the group in which it comes."""
+
+    buckets: Sequence[tuple[PlannedBucket, Receiving]]
 
 
 def register() -> None:
@@ -74,31 +87,49 @@ def _trace(updater: Any) -> LoadTrace:
 
 
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """The names and tensors to give to the model's loader."""
-    load_format = request["load_format"] or ""
-    pieces = PiecesFormat.parse(load_format)
-    if pieces is None:
+    """What `_load` loads: the buckets of a plan, or what SGLang has received in a form of its own."""
+    call = PlanFormat.parse(request["load_format"] or "")
+    if call is None:
         _trace(updater).miss()
-    if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    group = updater._model_update_group[request["group_name"]]
-    specs = weight_specs(request["names"], request["dtypes"], request["shapes"])
-    if pieces is None:
-        return ChangedWeights(group, updater.device, specs)
-    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater))
+    if call.text:
+        _plans.clear()
+        _plans[call.digest] = UpdatePlan.parse(call.text)
+    groups = updater._model_update_group
+    buckets = _plans[call.digest].in_turn(call.turn)
+    return PlannedWeights([(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in buckets])
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
-    """Load all weights that `_receive` returned, and compare checksums of changed tensors."""
-    success, message = load(updater, weights)
-    if isinstance(weights, ArrivingWeights):
-        if not success and not weights.is_broken:
-            # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
-            _trace(updater).close()
-        weights.drain()
-    if not isinstance(weights, ChangedWeights):
-        return success, message
-    parts = _everywhere(None if weights.is_broken else weights.written())
+    """Receive and load the buckets of a plan one after the other, up to the first that fails."""
+    if not isinstance(weights, PlannedWeights):
+        return load(updater, weights)
+    success, message = True, ""
+    for bucket, group in weights.buckets:
+        loads = _load_changes if bucket.load_format == CHANGES_FORMAT else _load_chunks
+        success, message = loads(partial(load, updater), updater, bucket, group)
+        if not success:
+            break
+    return success, message
+
+
+def _load_chunks(load: _Load, updater: Any, bucket: PlannedBucket, group: Receiving) -> tuple[bool, str]:
+    chunks = ChunksFormat.parse(bucket.load_format)
+    weights = ArrivingWeights(group, updater.device, bucket.specs, chunks, _trace(updater))
+    success, message = load(weights)
+    if not success and not weights.is_broken:
+        # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
+        _trace(updater).close()
+    weights.drain()
+    return success, message
+
+
+def _load_changes(load: _Load, updater: Any, bucket: PlannedBucket, group: Receiving) -> tuple[bool, str]:
+    """Also compares checksums of the changed tensors."""
+    _trace(updater).miss()
+    weights = ChangedWeights(group, updater.device, bucket.specs)
+    success, message = load(weights)
+    parts = _everywhere(weights.written() if success else None)
     if success and None in parts:
         return False, "not all ranks got the changes"
     faults = weights.faults([part for written in parts if written for part in written]) if success else []

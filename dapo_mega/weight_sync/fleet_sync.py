@@ -111,10 +111,12 @@ class FleetWeightSync(WeightSync):
                 targets = self._fleet.pause_generation(self._fleet.targets(only_outdated))
                 outdated = frozenset(target.url for target in targets if target.is_outdated)
                 label = str(WeightVersion(self._run, version))
-                box[0] = Update(self._num_updates, version, label, tuple(targets), outdated, self._flush_cache)
                 session = UpdateCalls(self._fleet, targets, self._timeout_s, self._transport.report_failure)
                 if self._transport.uses_sessions:
                     session.call(_begin_session)
+                number = self._num_updates
+                routes = self._transport.routes(number, session.targets, outdated)
+                box[0] = Update(number, version, label, tuple(targets), outdated, self._flush_cache, routes)
         dist.broadcast_object_list(box, src=0, group=self._processes.control)
         update: Update = box[0]
         return update, session

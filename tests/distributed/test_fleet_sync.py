@@ -53,7 +53,7 @@ class Policy(OneSenderPerStage):
         self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
         self._rank = rank
 
-    def stage_weights(self, bucket_bytes):
+    def buckets(self):
         for number, stage in enumerate(STAGES):
             specs = (WeightSpec(f"w{number}", torch.float32, (6,)),)
             tensors = [self._tensors[number]] if stage == self._rank else None
@@ -114,8 +114,8 @@ class BusyEngine(ScriptedEngine):
 class GoingOn(Policy):
     """It notes which buckets have been sent."""
 
-    def stage_weights(self, bucket_bytes):
-        for number, bucket in enumerate(super().stage_weights(bucket_bytes), start=1):
+    def buckets(self):
+        for number, bucket in enumerate(super().buckets(), start=1):
             yield bucket
             (self.folder / f"{number}").touch()
 
@@ -202,10 +202,10 @@ class OneMatrix:
             self.matrix[row] = row + 1
         self._specs = (WeightSpec("w", torch.bfloat16, (100, 30)),)
 
-    def planned_shares(self, bucket_bytes):
+    def weight_plan(self, bucket_bytes):
         return [[WeightBucket(0, self._specs, None, False)]]
 
-    def shares(self, bucket_bytes, replicas):
+    def weights(self, bucket_bytes, to, replicas):
         tensors = [self.matrix] if dist.get_rank() in replicas else None
         yield WeightBucket(0, self._specs, tensors, False)
 

@@ -7,7 +7,7 @@ python tools/benchmark.py senders --layout data=2 --engines 2 4 8 --mib 48 --buc
 The trainer's processes (as many as --layout says) send to engines, each on a host of its own. The trainer is
 `FleetWeightSync` with its broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light
 processes with the plugin's receiving code, which compare what they get. `allowed` is the time that the rate allows an
-engine for the payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first
+engine for the payload; `one group` broadcasts the same chunks from one process to all engines in one group. The first
 update of a row, in which engines join, does not count. CPU is of all processes of the benchmark, as a share of the
 machine's cores.
 """
@@ -40,7 +40,7 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name
+from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, dtype_name
 from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
@@ -358,7 +358,7 @@ def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) ->
 
 
 def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespace, num_engines: int) -> float:
-    """Seconds of broadcasting the weights from rank 0 to all engines in one group, in pieces of a bucket."""
+    """Seconds of broadcasting the weights from rank 0 to all engines in one group, in chunks of a bucket."""
     if not fleet:
         return 0.0
     name = f"one-group-{secrets.token_hex(4)}"
@@ -367,8 +367,8 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     urls = list(fleet._clients)[:num_engines]
     targets = [SyncTarget(url, 1) for url in urls]
     specs = policy.specs
-    per_piece = options.bucket_mib * 2**20 // _TENSOR_BYTES
-    lengths = (per_piece,) * (len(specs) // per_piece)
+    per_chunk = options.bucket_mib * 2**20 // _TENSOR_BYTES
+    lengths = (per_chunk,) * (len(specs) // per_chunk)
 
     async def join(client: EngineClient) -> None:
         await client.init_weights_update_group(
@@ -380,7 +380,7 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
         await client.update_weights_from_distributed(
             names=[spec.name for spec in specs], dtypes=[dtype_name(spec.dtype) for spec in specs],
             shapes=[spec.shape for spec in specs], group_name=name, version=str(policy.version), flush_cache=False,
-            load_format=str(PiecesFormat(lengths, 4 * options.bucket_mib * 2**20)),
+            load_format=str(ChunksFormat(lengths, 4 * options.bucket_mib * 2**20)),
         )  # fmt: skip
 
     joined = fleet.start_call(targets, join, TIMEOUT_S)
@@ -388,8 +388,8 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     joined.result()
     started = time.perf_counter()
     received = fleet.start_call(targets, receive, TIMEOUT_S)
-    for start in range(0, len(specs), per_piece):
-        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_piece]))), 0).wait()
+    for start in range(0, len(specs), per_chunk):
+        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_chunk]))), 0).wait()
     received.result()
     return time.perf_counter() - started
 

@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from dapo_mega.distributed.stores import connect_store
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, weight_specs
+from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, weight_specs
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
 from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 
@@ -86,9 +86,9 @@ class ReceivingEngine:
 
     def _receive(self, body: Any) -> dict[str, Any]:
         specs = weight_specs(body["names"], body["dtypes"], body["shapes"])
-        pieces = PiecesFormat.parse(body["load_format"])
-        assert pieces
-        for name, tensor in ArrivingWeights(self._groups[body["group_name"]], "cpu", specs, pieces):
+        chunks = ChunksFormat.parse(body["load_format"])
+        assert chunks
+        for name, tensor in ArrivingWeights(self._groups[body["group_name"]], "cpu", specs, chunks):
             self._received[name] = int(tensor[0])
             if not bool((tensor == tensor[0]).all()):
                 self._wrong.append(name)
