@@ -42,7 +42,7 @@ from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, dtype_name
 from dapo_mega.errors import InputError
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
@@ -162,10 +162,10 @@ class _Policy:
 
     def __init__(self, options: argparse.Namespace, processes: Processes) -> None:
         self._processes = processes
-        self._num_places = processes.tensor_size * processes.context_size
+        self._per_stage = processes.tensor_size * processes.context_size
         num_buckets = options.mib // options.bucket_mib
         self.version = 0
-        per_round = processes.pipeline_size * self._num_places
+        per_round = processes.pipeline_size * self._per_stage
         if num_buckets == 0 or num_buckets % per_round:
             raise InputError(f"{num_buckets} buckets are not the same number for {per_round} processes; change --mib")
         tensors_per_bucket = options.bucket_mib * 2**20 // _TENSOR_BYTES
@@ -186,27 +186,28 @@ class _Policy:
         for spec in specs:
             yield torch.full(spec.shape, value_of(spec.name, self.version), dtype=torch.uint8)
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        raise NotImplementedError
-
-    stage_weights = weights
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        starts = range(0, len(self._specs), self._per_round)
         return [
             [
-                WeightBucket(index // self._num_places, specs, None, False, index % self._num_places)
-                for index, specs in enumerate(self._specs[start : start + self._per_round])
+                WeightBucket(sender // self._per_stage, specs, None, start == starts[-1], sender)
+                for sender, specs in enumerate(self._specs[start : start + self._per_round])
             ]
-            for start in range(0, len(self._specs), self._per_round)
+            for start in starts
         ]
 
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        place = self._processes.rank % self._num_places
-        for buckets in self.planned_shares(bucket_bytes):
-            for bucket in buckets:
-                if (bucket.stage, bucket.place) == (self._processes.pipeline_rank, place):
-                    is_sender = self._processes.data_rank in replicas
-                    yield replace(bucket, tensors=self.tensors(bucket.specs)) if is_sender else None
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "senders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        processes = self._processes
+        mine = processes.pipeline_rank * self._per_stage + processes.rank % self._per_stage
+        for buckets in self.weight_plan(bucket_bytes):
+            bucket = buckets[mine]
+            yield (
+                replace(bucket, tensors=self.tensors(bucket.specs))
+                if processes.data_rank in (replicas or ())
+                else bucket
+            )
 
 
 class _Fleet:

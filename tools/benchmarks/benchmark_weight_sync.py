@@ -38,7 +38,7 @@ from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
-from dapo_mega.types import WeightBucket
+from dapo_mega.types import Receivers, WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
@@ -175,19 +175,15 @@ class _Policy:
         self.sizes: list[int] = []
         self.num_bytes = sum(tensor.nbytes for bucket in self.weights(2**30) for _, tensor in bucket)
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        yield from self._gatherer.buckets(bucket_bytes)
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        yield from self._gatherer.weights(bucket_bytes, to, replicas)
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        yield from self._gatherer.buckets(bucket_bytes, per_stage=True)
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
-        rounds: list[list[WeightBucket]] = self._gatherer.planned_shares(bucket_bytes)
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        rounds: list[list[WeightBucket]] = self._gatherer.weight_plan(bucket_bytes)
         self.sizes = [bucket.num_bytes for buckets in rounds for bucket in buckets]
         return rounds
-
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        yield from self._gatherer.shares(bucket_bytes, replicas)
 
 
 def _measure(policy: _Policy, sync: FleetWeightSync, bucket_mib: float, num_rounds: int) -> str:

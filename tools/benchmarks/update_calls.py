@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,7 +22,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
 
@@ -141,10 +141,12 @@ class _Policy:
             for bucket in range(num_buckets)
         ]
 
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
         return [[WeightBucket(0, specs, None, is_last=False)] for specs in self._buckets]
 
-    def shares(self, bucket_bytes: int, replicas: Any) -> Iterator[WeightBucket]:
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "senders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
         for specs in self._buckets:
             yield WeightBucket(0, specs, [self._tensor] * len(specs), is_last=False)
 

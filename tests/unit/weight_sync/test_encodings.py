@@ -9,7 +9,7 @@ import torch
 from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, PlannedBucket, split_specs, unpacked
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync import encodings
-from dapo_mega.weight_sync.encodings import FlatEncoding, ChunkedEncoding
+from dapo_mega.weight_sync.encodings import ChunkedEncoding, FlatEncoding
 
 SIZES = {"a": (3, 5), "large": (40, 8), "b": (7,), "c": (20, 8), "d": (1,), "e": (2, 2), "last": (50, 8)}
 
