@@ -50,7 +50,10 @@ def measure_updates(numbers: Sequence[int], num_buckets: int, num_tensors: int, 
     port = ours.recv()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with patch("dapo_mega.weight_sync.broadcast.join_group", lambda *_, **__: _Group()):
+        with (
+            patch("dapo_mega.weight_sync.broadcast.connect_store", lambda *_: None),
+            patch("dapo_mega.weight_sync.broadcast.join_group", lambda *_: _Group()),
+        ):
             return [_measured(ours, port, number, num_buckets, num_tensors, rounds) for number in numbers]
     finally:
         dist.destroy_process_group()
