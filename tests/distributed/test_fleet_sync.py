@@ -94,6 +94,45 @@ def test_every_stage_reaches_all_engines_but_the_one_that_fails():
             assert outcome == (["http://e0", "http://e2"], ["http://e1"], 4 * 6 * 4)
 
 
+SILENCE_LIMIT_S = 3.0
+# What each engine stops at: a bucket of four, or its answer.
+SILENCES = [{"e1": 1}, {"e1": 4}, {"e0": 2, "e2": 3}, {"e1": None}, {}]
+
+
+def outcomes_of_silence(silences):
+    """Two pipeline stages bring weights to engines that stop without a word. What each update came to, on rank 0."""
+    rank = dist.get_rank()
+    fleet = ScriptedFleet(3, SILENCE_LIMIT_S) if rank == 0 else None
+    sync = sync_of_two(fleet, SILENCE_LIMIT_S)
+    outcomes = []
+    for version, silent in enumerate(silences, start=1):
+        if fleet:
+            fleet.return_all()
+            fleet.without_plugin = set()
+            for name, number in silent.items():
+                call = ("update", number) if number else "acknowledge"
+                fleet.engines[f"http://{name}"].faults = {call: "silence"}
+        policy = Policy(rank, version)
+        started = time.monotonic()
+        sync.push(policy, version)
+        if fleet:
+            synced = [url[-2:] for url, number in fleet.synced_versions.items() if number == version]
+            exact = {url[-2:] for url, engine in fleet.engines.items() if policy.is_held_by(engine)}
+            outcomes.append((sorted(synced), set(synced) <= exact, sorted(fleet.away), time.monotonic() - started))
+    if fleet:
+        fleet.disconnect()
+    return outcomes
+
+
+def test_only_the_engines_that_stop_are_left_out_and_soon():
+    outcomes, _ = run_distributed(outcomes_of_silence, 2, SILENCES, timeout_s=200)
+    for silent, (synced, are_exact, away, seconds) in zip(SILENCES, outcomes, strict=True):
+        assert synced == sorted({"e0", "e1", "e2"} - silent.keys())
+        assert are_exact
+        assert away == sorted(f"http://{name}" for name in silent)
+        assert seconds < 3 * SILENCE_LIMIT_S
+
+
 class BusyEngine(ScriptedEngine):
     """It has a GPU for each of two processes, and reads what is sent only when the sender has gone on, if that does."""
 
