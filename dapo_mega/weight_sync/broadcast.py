@@ -176,8 +176,8 @@ class BroadcastController:
         urls = [target.url for target in targets]
         if not all(url in outdated for url in urls):
             # An engine that an update leaves out must join again before it gets weights.
-            self.forget([url for url in self._replica_of if url not in urls])
-        joining = [url for url in urls if url in outdated or url not in self._replica_of]
+            self.forget(self._replica_of.keys() - set(urls))
+        joining = {url: None for url in urls if url in outdated or url not in self._replica_of}
         self.forget(joining)
         numbers = Counter(dict.fromkeys(range(self._senders.processes.data_size), 0))
         numbers.update(self._replica_of.values())
@@ -217,7 +217,11 @@ class BroadcastController:
 
         async def serve(client: EngineClient) -> None:
             if routes[client.url].joins:
-                await self._join(client, routes[client.url])
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._join(client, routes[client.url])
+                except TimeoutError:
+                    raise EngineError(client.url, f"it has not joined within {self._timeout_s:g} s") from None
             receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan))
             try:
                 while not (await asyncio.wait([receiving], timeout=self._reports.every_s))[0]:
