@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -120,7 +119,6 @@ class WeightGatherer:
         self._parameters = named_parameters(chunks, layout, processes)
         self._expert_tensor_size = parallel_state.get_expert_tensor_parallel_world_size()
         self._stage_size = processes.world_size // processes.pipeline_size
-        self._replica_size = processes.tensor_size * processes.context_size
         self._dense_group = self._group_of(processes.tensor_size)
         self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
         mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
@@ -193,12 +191,10 @@ class WeightGatherer:
         round. Leaders get buckets chunk by chunk, dense parameters before experts.
         """
         receiving = range(self._processes.data_size) if replicas is None else replicas
+        ranks = [self._processes.of_replica(replica) for replica in receiving]
         rounds = self._rounds(bucket_bytes, to)
         started = (
-            [
-                self._start(plan, [self._first_of(replica, stage) + offset for replica in receiving])
-                for plan, stage, offset in buckets
-            ]
+            [self._start(plan, [of_replica[number] for of_replica in ranks]) for plan, number in buckets]
             for buckets in rounds
         )
         ahead = next(started, None)
@@ -216,39 +212,29 @@ class WeightGatherer:
 
     def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
         """See `WeightSource`."""
-        rounds = self._rounds(bucket_bytes, "senders")
         return [
-            [
-                WeightBucket(
-                    plan.owner, plan.specs, None, number == len(rounds) - 1, stage * self._replica_size + offset
-                )
-                for plan, stage, offset in buckets
-            ]
-            for number, buckets in enumerate(rounds)
+            [WeightBucket(plan.owner, plan.specs, None, is_last=False, sender=sender) for plan, sender in buckets]
+            for buckets in self._rounds(bucket_bytes, "senders")
         ]
 
-    def _rounds(self, bucket_bytes: int, to: Receivers) -> list[list[tuple[_BucketPlan, int, int]]]:
-        """The buckets of each round, each with the process of a replica that gets it: its pipeline stage and its number
-        among the replica's processes of that stage."""
+    def _rounds(self, bucket_bytes: int, to: Receivers) -> list[list[tuple[_BucketPlan, int]]]:
+        """The buckets of each round, each with the number of the process of a replica that gets it."""
+        per_stage = self._processes.per_stage
         limits = [bucket_bytes // 2] * self._layout.pipeline_size
         if to != "senders":
-            return [[(plan, 0 if to == "leaders" else plan.owner, 0)] for plan in self._plans(limits)]
+            return [[(plan, plan.owner * per_stage * (to == "stage_leaders"))] for plan in self._plans(limits)]
         sizes = [0] * self._layout.pipeline_size
         for chunk, parameters in enumerate(self._gathered):
             sizes[owner_of(chunk, self._layout)] += sum(parameter.num_bytes for parameter in parameters)
-        plans = list(self._plans([bucket_limit(*each) for each in zip(sizes, repeat(self._replica_size), limits)]))
-        rounds: list[list[tuple[_BucketPlan, int, int]]] = []
+        plans = list(self._plans([bucket_limit(size, per_stage, bucket_bytes // 2) for size in sizes]))
+        rounds: list[list[tuple[_BucketPlan, int]]] = []
         for stage in range(self._layout.pipeline_size):
             of_stage = [plan for plan in plans if plan.owner == stage]
-            for number, together in enumerate(rounds_of([plan.num_bytes for plan in of_stage], self._replica_size)):
+            for number, together in enumerate(rounds_of([plan.num_bytes for plan in of_stage], per_stage)):
                 if number == len(rounds):
                     rounds.append([])
-                rounds[number] += [(of_stage[index], stage, offset) for offset, index in together]
+                rounds[number] += [(of_stage[index], stage * per_stage + offset) for offset, index in together]
         return rounds
-
-    def _first_of(self, replica: int, stage: int) -> int:
-        """The replica's first process of the stage."""
-        return stage * self._stage_size + replica * self._replica_size
 
     def _plans(self, limits: Sequence[int]) -> Iterator[_BucketPlan]:
         """Buckets of at most the number of bytes that `limits` has for their stage. In each, large elements come first,

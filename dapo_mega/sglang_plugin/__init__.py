@@ -12,19 +12,16 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
     MODEL_FIELD,
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    ChunksFormat,
     PlanFormat,
     PlannedBucket,
     UpdatePlan,
@@ -46,13 +43,13 @@ _traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # The last one, by its digest.
 _plans: dict[str, UpdatePlan] = {}
-_Load = Callable[[Any], tuple[bool, str]]
 
 
 class PlannedWeights(NamedTuple):
     """The buckets of a call in the order in which they come, each with the group in which it comes."""
 
     buckets: Sequence[tuple[PlannedBucket, Receiving]]
+    window_bytes: int
 
 
 def register() -> None:
@@ -95,9 +92,9 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
     if call.text:
         _plans.clear()
         _plans[call.digest] = UpdatePlan.parse(call.text)
-    groups = updater._model_update_group
-    buckets = _plans[call.digest].in_turn(call.turn)
-    return PlannedWeights([(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in buckets])
+    plan, groups = _plans[call.digest], updater._model_update_group
+    buckets = [(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in plan.in_turn(call.turn)]
+    return PlannedWeights(buckets, plan.window_bytes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
@@ -106,17 +103,18 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
         return load(updater, weights)
     success, message = True, ""
     for bucket, group in weights.buckets:
-        loads = _load_changes if bucket.load_format == CHANGES_FORMAT else _load_chunks
-        success, message = loads(partial(load, updater), updater, bucket, group)
+        if bucket.lengths:
+            chunks = ArrivingWeights(group, updater.device, bucket, weights.window_bytes, _trace(updater))
+            success, message = _load_chunks(load, updater, chunks)
+        else:
+            success, message = _load_changes(load, updater, ChangedWeights(group, updater.device, bucket.specs))
         if not success:
             break
     return success, message
 
 
-def _load_chunks(load: _Load, updater: Any, bucket: PlannedBucket, group: Receiving) -> tuple[bool, str]:
-    chunks = ChunksFormat.parse(bucket.load_format)
-    weights = ArrivingWeights(group, updater.device, bucket.specs, chunks, _trace(updater))
-    success, message = load(weights)
+def _load_chunks(load: Callable[..., tuple[bool, str]], updater: Any, weights: ArrivingWeights) -> tuple[bool, str]:
+    success, message = load(updater, weights)
     if not success and not weights.is_broken:
         # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
         _trace(updater).close()
@@ -124,11 +122,10 @@ def _load_chunks(load: _Load, updater: Any, bucket: PlannedBucket, group: Receiv
     return success, message
 
 
-def _load_changes(load: _Load, updater: Any, bucket: PlannedBucket, group: Receiving) -> tuple[bool, str]:
+def _load_changes(load: Callable[..., tuple[bool, str]], updater: Any, weights: ChangedWeights) -> tuple[bool, str]:
     """Also compares checksums of the changed tensors."""
     _trace(updater).miss()
-    weights = ChangedWeights(group, updater.device, bucket.specs)
-    success, message = load(weights)
+    success, message = load(updater, weights)
     parts = _everywhere(weights.written() if success else None)
     if success and None in parts:
         return False, "not all ranks got the changes"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dapo_mega.engines.sglang.weight_protocol import (
     Change,
-    ChunksFormat,
+    PlannedBucket,
     most_packed_bytes,
     split_specs,
     unpack_changes,
@@ -50,17 +50,18 @@ class ArrivingWeights:
         self,
         group: Receiving,
         device: str,
-        specs: Sequence[WeightSpec],
-        chunks: ChunksFormat,
+        bucket: PlannedBucket,
+        window_bytes: int,
         trace: LoadTrace | None = None,
     ) -> None:
-        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies."""
+        """Posts the first receives, of `window_bytes` or one chunk. `is_broken` is set when one of them fails; `trace`
+        sees what the loader copies."""
         self._group = group
         self._device = device
         self._trace = trace
-        self._expected = deque(split_specs(specs, chunks.lengths))
+        self._expected = deque(split_specs(bucket.specs, bucket.lengths))
         self._arriving: deque[_Chunk] = deque()
-        self._free_bytes = chunks.window_bytes
+        self._free_bytes = window_bytes
         self._is_read = False
         self.is_broken = False
         with suppress(RuntimeError):  # Raised again by the iteration.

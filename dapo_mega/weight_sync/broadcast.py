@@ -34,7 +34,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,35 +69,6 @@ _FAILURE_POLL_S = 0.1
 _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
 
 
-@dataclass(frozen=True)
-class _Senders:
-    """The trainer's processes as senders: the address and port of each one's store, by rank."""
-
-    processes: Processes
-    listening: Sequence[tuple[str, int]]
-
-    @property
-    def per_stage(self) -> int:
-        """How many processes of a replica hold one pipeline stage."""
-        return self.processes.tensor_size * self.processes.context_size
-
-    @property
-    def number(self) -> int:
-        """How many a replica has."""
-        return self.processes.pipeline_size * self.per_stage
-
-    @property
-    def mine(self) -> int:
-        """This process's number in its replica."""
-        return self.processes.pipeline_rank * self.per_stage + self.processes.rank % self.per_stage
-
-    def ranks(self, replica: int) -> list[int]:
-        """Megatron numbers processes by tensor, context, data and pipeline rank."""
-        stages = range(self.processes.pipeline_size)
-        firsts = [(stage * self.processes.data_size + replica) * self.per_stage for stage in stages]
-        return [first + offset for first in firsts for offset in range(self.per_stage)]
-
-
 class BroadcastTransport(Transport):
     """Broadcasts with NCCL on GPUs and gloo on the CPU."""
 
@@ -112,16 +82,16 @@ class BroadcastTransport(Transport):
         self._is_fp8 = dtype == "fp8"
         address = local_address(towards)
         # It serves other processes as long as it is referenced.
-        self._own_store = own_store = open_store(address, config.timeout_s)
+        self._own_store = store = open_store(address, config.timeout_s)
         if processes.rank == 0:
-            SenderReports(own_store, config.timeout_s).clear(processes.world_size)
+            SenderReports(store, config.timeout_s).clear(processes.world_size)
         everyones: list[Any] = [None] * processes.world_size
-        mine = (address, own_store.port, secrets.token_hex(4))
-        dist.all_gather_object(everyones, mine, group=processes.control)
-        senders = _Senders(processes, [(address, port) for address, port, _ in everyones])
-        store = own_store if processes.rank == 0 else connect_store(*senders.listening[0], config.timeout_s)
-        self._controller = BroadcastController(senders, store, everyones[0][2], config.timeout_s)
-        self._sender = BroadcastSender(senders, store, config.timeout_s)
+        dist.all_gather_object(everyones, (address, store.port, secrets.token_hex(4)), group=processes.control)
+        listening = [(address, port) for address, port, _ in everyones]
+        if processes.rank > 0:
+            store = connect_store(*listening[0], config.timeout_s)
+        self._controller = BroadcastController(processes, store, listening, everyones[0][2], config)
+        self._sender = BroadcastSender(processes, store, listening[processes.rank], config.timeout_s)
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
         return self._controller.routes(number, targets, outdated)
@@ -157,54 +127,56 @@ class BroadcastTransport(Transport):
 class BroadcastController:
     """Calls the engines and finds out which have failed. Used on rank 0 only, and knows no tensor."""
 
-    def __init__(self, senders: _Senders, store: dist.Store, run_id: str, timeout_s: float) -> None:
-        """`store` is rank 0's. `run_id` tells its groups from those of other trainers."""
-        self._senders = senders
+    def __init__(
+        self,
+        processes: Processes,
+        store: dist.Store,
+        listening: Sequence[tuple[str, int]],
+        run_id: str,
+        config: WeightSyncConfig,
+    ) -> None:
+        """`store` is rank 0's; `listening` has the addresses and ports of all ranks' stores. `run_id` tells its groups
+        from those of other trainers."""
+        self._processes = processes
         self._store = store
+        self._listening = listening
         self._run_id = run_id
-        self._timeout_s = timeout_s
-        self._reports = SenderReports(store, timeout_s)
+        self._timeout_s = config.timeout_s
+        self._window_bytes = config.bucket_bytes
+        self._reports = SenderReports(store, config.timeout_s)
         self._failed = FailedEngines(store, 0)
-        self._replica_of: dict[str, int] = {}
-        self._group_names: dict[str, str] = {}
-        self._old_names: dict[str, str] = {}
+        self._routes: dict[str, EngineRoute] = {}
+        self._old_groups: dict[str, str] = {}
         self._known_plans: dict[str, str] = {}
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
         """See `Transport`. Engines without a route yet are spread over the replicas, and join new groups."""
         self._failed = FailedEngines(self._store, number)
-        urls = [target.url for target in targets]
-        if not all(url in outdated for url in urls):
+        present = {target.url for target in targets}
+        if not present.issubset(outdated):
             # An engine that an update leaves out must join again before it gets weights.
-            self.forget(self._replica_of.keys() - set(urls))
-        joining = {url: None for url in urls if url in outdated or url not in self._replica_of}
-        self.forget(joining)
-        numbers = Counter(dict.fromkeys(range(self._senders.processes.data_size), 0))
-        numbers.update(self._replica_of.values())
-        for index, url in enumerate(joining):
-            self._replica_of[url] = min(numbers, key=lambda replica: (numbers[replica], replica))
-            numbers[self._replica_of[url]] += 1
-            name = f"dapo-mega-{self._run_id}-{number}-{index}"
-            if url in self._group_names:
-                self._old_names[url] = self._group_names[url]
-            self._group_names[url] = limited_group(name, _JOINING_SHARE * self._timeout_s)
+            self.forget(self._routes.keys() - present)
+        self.forget(outdated)
+        numbers = Counter(dict.fromkeys(range(self._processes.data_size), 0))
+        numbers.update(route.replica for route in self._routes.values())
         turns: Counter[int] = Counter()
-        routes = []
-        for target in targets:
-            replica = self._replica_of[target.url]
-            group = self._group_names[target.url]
-            routes.append(
-                EngineRoute(target.url, replica, turns[replica], group, 1 + target.tp_size, target.url in joining)
-            )
+        for index, target in enumerate(targets):
+            known = self._routes.get(target.url)
+            replica = known.replica if known else min(numbers, key=lambda replica: (numbers[replica], replica))
+            name = f"dapo-mega-{self._run_id}-{number}-{index}"
+            group = known.group if known else limited_group(name, _JOINING_SHARE * self._timeout_s)
+            numbers[replica] += known is None
+            size = 1 + target.tp_size
+            self._routes[target.url] = EngineRoute(target.url, replica, turns[replica], group, size, known is None)
             turns[replica] += 1
-        return tuple(routes)
+        return tuple(self._routes[target.url] for target in targets)
 
     def start(self, session: UpdateCalls, update: Update, rounds: tuple[tuple[PlannedBucket, ...], ...]) -> None:
         """Start to bring the buckets of all rounds to each engine of the update."""
-        plan = UpdatePlan(self._senders.number, rounds)
+        plan = UpdatePlan(self._processes.pipeline_size * self._processes.per_stage, self._window_bytes, rounds)
         routes = {route.url: route for route in update.routes}
         replicas = sorted({route.replica for route in update.routes})
-        ranks = [rank for replica in replicas for rank in self._senders.ranks(replica)]
+        ranks = [rank for replica in replicas for rank in self._processes.of_replica(replica)]
         late = LateEngines(len(plan.rounds), self._timeout_s)
         found: set[str] = set()
         looked = time.monotonic()
@@ -235,24 +207,26 @@ class BroadcastController:
 
     def _num_parts(self, plan: UpdatePlan, update: Update) -> int:
         """An engine may wait for others as long as it receives."""
-        return 2 * sum(map(len, plan.rounds)) + len(update.targets) + self._senders.number + 2
+        return 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
 
     async def _join(self, client: EngineClient, route: EngineRoute) -> None:
         """Make the engine join the group of each sender, and leave its old groups."""
         self._known_plans.pop(client.url, None)
-        if old_group := self._old_names.pop(client.url, None):
-            for sender in range(self._senders.number):
+        ranks = self._processes.of_replica(route.replica)
+        if old_group := self._old_groups.get(client.url):
+            for sender in range(len(ranks)):
                 with contextlib.suppress(EngineError):  # A restarted server does not have the group.
                     await client.destroy_weights_update_group(group_with(old_group, sender))
-        for sender, rank in enumerate(self._senders.ranks(route.replica)):
-            address, port = self._senders.listening[rank]
+        self._old_groups[client.url] = route.group
+        for sender, rank in enumerate(ranks):
+            address, port = self._listening[rank]
             await client.init_weights_update_group(
                 address=address,
                 port=port,
                 rank_offset=1,
                 world_size=route.size,
                 name=group_with(route.group, sender),
-                backend=backend_name(self._senders.processes.device),
+                backend=backend_name(self._processes.device),
             )
 
     async def _receive(self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan) -> None:
@@ -263,7 +237,7 @@ class BroadcastController:
             calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), load_format)]
         else:
             calls = [
-                (group_with(route.group, bucket.sender), bucket.specs, bucket.load_format)
+                (group_with(route.group, bucket.sender), bucket.specs, "flattened_bucket")
                 for bucket in plan.in_turn(route.turn)
             ]
         for number, (group, specs, load_format) in enumerate(calls, start=1):
@@ -287,16 +261,19 @@ class BroadcastController:
     def forget(self, urls: Iterable[str]) -> None:
         """The engines must join again."""
         for url in urls:
-            self._replica_of.pop(url, None)
+            self._routes.pop(url, None)
 
 
 class BroadcastSender:
     """Gathers, encodes and broadcasts this process's part of the weights. Used on every process; calls no engine."""
 
-    def __init__(self, senders: _Senders, store: dist.Store, timeout_s: float) -> None:
-        """`store` is rank 0's, or a connection to it."""
-        self._senders = senders
+    def __init__(self, processes: Processes, store: dist.Store, listening: tuple[str, int], timeout_s: float) -> None:
+        """`store` is rank 0's, or a connection to it; engines reach this process's own one at `listening`."""
+        self._processes = processes
+        self._ranks = processes.of_replica(processes.data_rank)
+        self._number = self._ranks.index(processes.rank)
         self._store = store
+        self._listening = listening
         self._timeout_s = timeout_s
         self._reports = SenderReports(store, timeout_s)
         self._groups: dict[str, EngineGroup] = {}
@@ -305,7 +282,7 @@ class BroadcastSender:
 
     def routes(self, update: Update) -> list[EngineRoute]:
         """Those of the engines to which this process sends."""
-        return [route for route in update.routes if route.replica == self._senders.processes.data_rank]
+        return [route for route in update.routes if route.replica == self._processes.data_rank]
 
     def send(self, update: Update, buckets: Iterable[WeightBucket], encoding: Encoding) -> None:
         """Collective: send this process's bucket of each round to its engines."""
@@ -313,13 +290,12 @@ class BroadcastSender:
         failed = FailedEngines(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
         self._join({route.url: route for route in routes if route.joins}, failed)
-        rank, mine, number = self._senders.processes.rank, self._senders.mine, self._senders.number
-        routes.sort(key=lambda route: steps_to(mine, route.turn, number))
+        routes.sort(key=lambda route: steps_to(self._number, route.turn, len(self._ranks)))
         for round_, bucket in enumerate(buckets):
             if bucket.tensors is not None:
-                report = partial(self._reports.write, rank, update.number, round_)
+                report = partial(self._reports.write, self._processes.rank, update.number, round_)
                 self._broadcast([route.url for route in routes], encoding.encode(bucket), failed, report)
-            self._reports.write(rank, update.number, round_)
+            self._reports.write(self._processes.rank, update.number, round_)
             del bucket  # Free its memory before the next but one is gathered.
 
     def _join(self, routes: Mapping[str, EngineRoute], failed: FailedEngines) -> None:
@@ -328,13 +304,12 @@ class BroadcastSender:
             self._groups.pop(url, None)
         if not routes:
             return
-        address, port = self._senders.listening[self._senders.processes.rank]
 
         def create(route: EngineRoute) -> EngineGroup:
             # One connection per thread: a store blocks while it waits.
-            store = connect_store(address, port, self._timeout_s)
-            name = group_with(route.group, self._senders.mine)
-            return join_group(store, name, route.size, self._senders.processes.device, address, self._timeout_s)
+            store = connect_store(*self._listening, self._timeout_s)
+            name = group_with(route.group, self._number)
+            return join_group(store, name, route.size, self._processes.device, self._listening[0], self._timeout_s)
 
         executor = ThreadPoolExecutor(len(routes))
         joining = {url: executor.submit(create, route) for url, route in routes.items()}
@@ -405,7 +380,7 @@ class BroadcastSender:
 
     def sent(self, compared_bytes: int, changed_bytes: int) -> Sent:
         """Collective: what all processes have sent, of whose weights so many bytes were compared and have changed."""
-        processes = self._senders.processes
+        processes = self._processes
         counts = torch.zeros(processes.world_size, 4, dtype=torch.int64)
         counts[processes.rank] = torch.tensor([self._bytes_made, self._bytes_sent, compared_bytes, changed_bytes])
         dist.all_reduce(counts, group=processes.control)
@@ -413,7 +388,7 @@ class BroadcastSender:
         metrics = {"weight_sync/sender_balance": float(sent.max() / sent.double().mean())} if sent.any() else {}
         if compared.any():
             metrics["weight_sync/changed_share"] = int(changed.sum()) / int(compared.sum())
-        of_replicas = [int(made[self._senders.ranks(replica)].sum()) for replica in range(processes.data_size)]
+        of_replicas = [int(made[processes.of_replica(replica)].sum()) for replica in range(processes.data_size)]
         return Sent(max(of_replicas), metrics)
 
     def forget(self, urls: Iterable[str]) -> None:

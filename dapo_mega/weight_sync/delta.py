@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
     PlannedBucket,
     checksum,
     differing,
@@ -36,7 +35,7 @@ class DeltaEncoding:
         self._held.clear()
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        return PlannedBucket(bucket.sender, self._specs(bucket), CHANGES_FORMAT)
+        return PlannedBucket(bucket.sender, self._specs(bucket), ())
 
     def _specs(self, bucket: WeightBucket) -> tuple[WeightSpec, ...]:
         return tuple(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, PlannedBucket, flatten, split_specs
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, flatten, split_specs
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.update import Update
@@ -33,7 +33,7 @@ class FlatEncoding:
     """SGLang's own encoding: the whole bucket in one broadcast."""
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        return PlannedBucket(bucket.sender, bucket.specs, "flattened_bucket")
+        return PlannedBucket(bucket.sender, bucket.specs, (len(bucket.specs),))
 
     def encode(self, bucket: WeightBucket) -> Iterable[Tensor]:
         yield flatten(bucket.specs, bucket.tensors or ())
@@ -42,13 +42,8 @@ class FlatEncoding:
 class ChunkedEncoding:
     """Several broadcasts per bucket: an engine loads one chunk while it receives the next ones."""
 
-    def __init__(self, window_bytes: int) -> None:
-        """Engines receive at most `window_bytes` ahead of the chunk that they load."""
-        self._window_bytes = window_bytes
-
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        load_format = str(ChunksFormat(_chunk_lengths(bucket.specs), self._window_bytes))
-        return PlannedBucket(bucket.sender, bucket.specs, load_format)
+        return PlannedBucket(bucket.sender, bucket.specs, _chunk_lengths(bucket.specs))
 
     def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
         """See `Encoding`. Each chunk is made when it is read; a tensor alone in its chunk is sent from its own memory,
@@ -79,7 +74,7 @@ class Encodings:
 
     def __init__(self, config: WeightSyncConfig) -> None:
         self._flat = FlatEncoding()
-        self._chunked = ChunkedEncoding(config.bucket_bytes)
+        self._chunked = ChunkedEncoding()
         self._delta = DeltaEncoding(torch.bfloat16)
         self._full_every = config.full_every
         self._since_full = 0

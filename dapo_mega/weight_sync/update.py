@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -92,7 +91,7 @@ class UpdateCalls:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._on_failure = on_failure
-        self._unanswered: deque[Future[dict[str, Any]]] = deque()
+        self._unanswered: list[Future[dict[str, Any]]] = []
 
     def start(self, method: Callable[[EngineClient], Awaitable[None]], num_parts: int = 1) -> None:
         """Start a call on all remaining engines. It may take the time limit of so many parts of an update."""
@@ -106,10 +105,10 @@ class UpdateCalls:
 
         self._unanswered.append(self._fleet.start_call(self.targets, reporting, num_parts * self._timeout_s))
 
-    def finish(self, all_but: int = 0) -> None:
-        """Wait for all engines' answers to the started calls, except to the last `all_but` of them."""
-        while len(self._unanswered) > all_but:
-            for url, result in self._unanswered.popleft().result().items():
+    def finish(self) -> None:
+        """Wait for all engines' answers to the started calls."""
+        while self._unanswered:
+            for url, result in self._unanswered.pop(0).result().items():
                 if isinstance(result, EngineError):
                     self.failures.setdefault(url, result.reason)
         self.targets = [target for target in self.targets if target.url not in self.failures]

@@ -40,7 +40,7 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, dtype_name
+from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with
 from dapo_mega.errors import InputError
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
@@ -369,23 +369,24 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     targets = [SyncTarget(url, 1) for url in urls]
     specs = policy.specs
     per_chunk = options.bucket_mib * 2**20 // _TENSOR_BYTES
-    lengths = (per_chunk,) * (len(specs) // per_chunk)
+    bucket = PlannedBucket(0, tuple(specs), (per_chunk,) * (len(specs) // per_chunk))
+    plan = UpdatePlan(1, 4 * options.bucket_mib * 2**20, ((bucket,),))
 
     async def join(client: EngineClient) -> None:
         await client.init_weights_update_group(
             address=address, port=store.port, rank_offset=1 + urls.index(client.url), world_size=1 + num_engines,
-            name=name, backend="gloo",
+            name=group_with(name, 0), backend="gloo",
         )  # fmt: skip
 
     async def receive(client: EngineClient) -> None:
         await client.update_weights_from_distributed(
-            names=[spec.name for spec in specs], dtypes=[dtype_name(spec.dtype) for spec in specs],
-            shapes=[spec.shape for spec in specs], group_name=name, version=str(policy.version), flush_cache=False,
-            load_format=str(ChunksFormat(lengths, 4 * options.bucket_mib * 2**20)),
+            names=(), dtypes=(), shapes=(), group_name=name, version=str(policy.version), flush_cache=False,
+            load_format=str(PlanFormat(plan.digest, 0, plan.text)),
         )  # fmt: skip
 
     joined = fleet.start_call(targets, join, TIMEOUT_S)
-    group = join_group(connect_store(address, store.port, TIMEOUT_S), name, 1 + num_engines, CPU, address, TIMEOUT_S)
+    connected = connect_store(address, store.port, TIMEOUT_S)
+    group = join_group(connected, group_with(name, 0), 1 + num_engines, CPU, address, TIMEOUT_S)
     joined.result()
     started = time.perf_counter()
     received = fleet.start_call(targets, receive, TIMEOUT_S)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,6 @@ OTHER_MODEL = "its model is not the policy's"
 PATIENCE = 4
 """So many time limits of a part of an update a broadcast waits for its other end: an engine that waits for a sender
 that waits for an engine that hangs must not fail with that one."""
-CHANGES_FORMAT = "dapo_mega_changes"
-_CHUNKS_FORMAT = "dapo_mega_chunks:"
 _PLAN_FORMAT = "dapo_mega_plan:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
@@ -53,38 +52,22 @@ def limit_of_group(name: str) -> float | None:
     return int(found[1]) / 1000 if found else None
 
 
-@dataclass(frozen=True)
-class ChunksFormat:
-    """The load format of a bucket in chunks; chunk i holds `lengths[i]` tensors. Beside the chunk that it loads, an
-    engine receives further chunks while they fit into `window_bytes`, and always at least one."""
-
-    lengths: tuple[int, ...]
-    window_bytes: int
-
-    def __str__(self) -> str:
-        return f"{_CHUNKS_FORMAT}{self.window_bytes}:{','.join(map(str, self.lengths))}"
-
-    @classmethod
-    def parse(cls, load_format: str) -> ChunksFormat:
-        """The inverse of `str`. Raises ValueError for any other format."""
-        window_bytes, lengths = load_format.removeprefix(_CHUNKS_FORMAT).split(":")
-        return cls(tuple(map(int, lengths.split(","))), int(window_bytes))
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket as engines are told of it: the number of the process of a replica that sends it, and its encoding."""
+class PlannedBucket(NamedTuple):
+    """A bucket as engines are told of it: the number of the process of a replica that sends it, and how many of its
+    tensors each chunk holds; with `lengths` empty it comes as changes."""
 
     sender: int
     specs: tuple[WeightSpec, ...]
-    load_format: str
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """All buckets of an update, the same for every engine: in each round at most one of each of `num_senders`."""
+    """All buckets of an update, the same for every engine: in each round at most one of each of `num_senders`. Beside
+    the chunk that it loads, an engine receives further ones while they fit into `window_bytes`, and at least one."""
 
     num_senders: int
+    window_bytes: int
     rounds: tuple[tuple[PlannedBucket, ...], ...]
 
     def in_turn(self, turn: int) -> list[PlannedBucket]:
@@ -99,14 +82,14 @@ class UpdatePlan:
     @cached_property
     def text(self) -> str:
         """All of it as JSON."""
-        rounds = [[[bucket.sender, _described(bucket.specs), bucket.load_format] for bucket in r] for r in self.rounds]
-        return json.dumps([self.num_senders, rounds], separators=(",", ":"))
+        return json.dumps([self.num_senders, self.window_bytes, self.rounds], default=_described, separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> UpdatePlan:
         """The inverse of `text`."""
-        num_senders, rounds = json.loads(text)
-        return cls(num_senders, tuple(tuple(PlannedBucket(s, _specs(d), f) for s, d, f in r) for r in rounds))
+        num_senders, window_bytes, rounds = json.loads(text)
+        buckets = (tuple(PlannedBucket(s, _specs(d), tuple(lengths)) for s, d, lengths in each) for each in rounds)
+        return cls(num_senders, window_bytes, tuple(buckets))
 
     @cached_property
     def digest(self) -> str:
@@ -119,8 +102,7 @@ def steps_to(sender: int, turn: int, num_senders: int) -> int:
     return (sender - turn) % num_senders
 
 
-@dataclass(frozen=True)
-class PlanFormat:
+class PlanFormat(NamedTuple):
     """The load format of a call that brings all buckets of a plan to the engine number `turn` of a replica. The plan's
     `text` may be empty if the engine has had it before."""
 
@@ -150,8 +132,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(specs: Iterable[WeightSpec]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(spec.name, dtype_name(spec.dtype), spec.shape) for spec in specs]
+def _described(spec: WeightSpec) -> tuple[str, str, tuple[int, ...]]:
+    return spec.name, dtype_name(spec.dtype), spec.shape
 
 
 def _specs(described: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[WeightSpec, ...]:

@@ -13,7 +13,6 @@ from dapo_mega.engines.sglang.weight_protocol import (
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    ChunksFormat,
     PlanFormat,
     PlannedBucket,
     UpdatePlan,
@@ -25,7 +24,7 @@ NAMES = ("a", "b", "c", "d")
 SHAPE = (4, 4)
 NUM_BYTES = 4 * 4 * 4
 SPECS = tuple(WeightSpec(name, torch.float32, SHAPE) for name in NAMES)
-CHUNKS = str(ChunksFormat((1,) * len(NAMES), NUM_BYTES))
+BUCKET = PlannedBucket(0, SPECS, (1,) * len(NAMES))
 
 
 class Group:
@@ -53,7 +52,7 @@ class Work:
 
 
 def arriving(group, window_bytes):
-    return ArrivingWeights(group, "cpu", SPECS, ChunksFormat((1,) * len(NAMES), window_bytes))
+    return ArrivingWeights(group, "cpu", BUCKET, window_bytes)
 
 
 @pytest.mark.parametrize(("window_bytes", "ahead"), [(0, 1), (NUM_BYTES, 1), (3 * NUM_BYTES - 1, 2), (10**6, 4)])
@@ -98,7 +97,7 @@ def test_what_is_no_longer_there_cannot_be_loaded_again():
         list(weights)
 
 
-ONE_BUCKET = UpdatePlan(1, ((PlannedBucket(0, SPECS, CHUNKS),),))
+ONE_BUCKET = UpdatePlan(1, NUM_BYTES, ((BUCKET,),))
 PLAN = PlanFormat(ONE_BUCKET.digest, 0, ONE_BUCKET.text)
 
 
@@ -205,9 +204,8 @@ def test_ranks_together_say_what_is_missing_or_has_no_place():
 
 def two_rounds():
     """Of two senders, the second of which has a bucket in the first round only; each bucket is one of the tensors."""
-    chunks = str(ChunksFormat((1,), NUM_BYTES))
-    first, second, third = (PlannedBucket(sender, (SPECS[i],), chunks) for i, sender in enumerate((0, 1, 0)))
-    return UpdatePlan(2, ((first, second), (third,)))
+    first, second, third = (PlannedBucket(sender, (SPECS[i],), (1,)) for i, sender in enumerate((0, 1, 0)))
+    return UpdatePlan(2, NUM_BYTES, ((first, second), (third,)))
 
 
 @pytest.mark.parametrize(("turn", "order"), [(0, "abc"), (1, "bac"), (2, "abc"), (3, "bac")])
@@ -243,8 +241,6 @@ def test_an_engine_that_forgot_the_plan_or_lacks_a_group_says_so_before_it_recei
 
 
 def test_formats_say_the_same_at_both_ends():
-    sent = ChunksFormat((3, 1, 7), 2**40)
-    assert ChunksFormat.parse(str(sent)) == sent
     assert PlanFormat.parse(str(PLAN)) == PLAN
     assert PlanFormat.parse("flattened_bucket") is None
     assert UpdatePlan.parse(two_rounds().text) == two_rounds()

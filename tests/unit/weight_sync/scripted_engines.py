@@ -19,9 +19,8 @@ from dapo_mega.distributed.stores import connect_store
 from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused, EngineTimeout
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
-    ChunksFormat,
     PlanFormat,
+    PlannedBucket,
     UpdatePlan,
     group_with,
     limit_of_group,
@@ -79,7 +78,7 @@ class ScriptedEngine:
         self.weights = self.rank_weights[0]
         self.versions = []
         self.calls = []
-        self.load_formats = []
+        self.chunk_lengths = []
         self.plans = {}
         self.plan_calls = []
         self.groups = {}  # Those of the first rank.
@@ -165,27 +164,28 @@ class ScriptedEngine:
             if call.text:
                 self.plans = {call.digest: UpdatePlan.parse(call.text)}
             for bucket in self.plans[call.digest].in_turn(call.turn):
-                await self._take(group_with(group_name, bucket.sender), bucket.specs, bucket.load_format)
+                await self._take(group_with(group_name, bucket.sender), bucket)
         else:
-            specs = [
+            assert load_format == "flattened_bucket"
+            specs = tuple(
                 WeightSpec(name, getattr(torch, dtype), tuple(shape))
                 for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-            ]
-            await self._take(group_name, specs, load_format)
+            )
+            await self._take(group_name, PlannedBucket(0, specs, (len(specs),)))
         if "acknowledge" in self.faults:
             await self._meet("acknowledge")
         self.versions.append((version, flush_cache))
 
-    async def _take(self, group_name, specs, load_format):
+    async def _take(self, group_name, bucket):
         self.num_buckets += 1
         await self._meet(("update", self.num_buckets))
         group = self.groups.get(group_name)
         if not self.is_open or not group:
             raise EngineRefused(self.url, 400, "no session, or no such group")
-        self.load_formats.append(load_format)
+        self.chunk_lengths.append(bucket.lengths)
         try:
             groups = [group, *self.other_groups.get(group_name, [])]
-            receive = partial(self._in_thread, self._receive, specs, load_format)
+            receive = partial(self._in_thread, self._receive, bucket)
             await asyncio.gather(*map(receive, groups, self.rank_weights))
         except RuntimeError as error:
             raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
@@ -208,16 +208,14 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, specs, load_format, group, weights):
-        if load_format == CHANGES_FORMAT:
-            changes = ChangedWeights(group, "cpu", specs)
-            for spec, (name, tensor) in zip(specs, changes, strict=True):
+    def _receive(self, bucket, group, weights):
+        if not bucket.lengths:
+            changes = ChangedWeights(group, "cpu", bucket.specs)
+            for spec, (name, tensor) in zip(bucket.specs, changes, strict=True):
                 weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
-        is_flat = load_format == "flattened_bucket"
-        chunks = ChunksFormat((len(specs),), 0) if is_flat else ChunksFormat.parse(load_format)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, chunks):
+        for name, tensor in ArrivingWeights(group, "cpu", bucket, window_bytes=0):
             weights[name] = tensor.clone()
             time.sleep(self.load_s)
 

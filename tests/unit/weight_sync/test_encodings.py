@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dapo_mega.engines.sglang.weight_protocol import ChunksFormat, PlannedBucket, split_specs, unpacked
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, split_specs, unpacked
 from dapo_mega.types import WeightBucket, WeightSpec
 from dapo_mega.weight_sync import encodings
 from dapo_mega.weight_sync.encodings import ChunkedEncoding, FlatEncoding
@@ -39,19 +39,19 @@ def test_a_flat_bucket_is_one_run_of_bytes():
     (chunk,) = FlatEncoding().encode(bucket)
     got = unpacked(chunk, bucket.specs)
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(got, tensors.values(), strict=True))
-    assert FlatEncoding().planned(bucket) == PlannedBucket(3, bucket.specs, "flattened_bucket")
+    assert FlatEncoding().planned(bucket) == PlannedBucket(3, bucket.specs, (len(bucket.specs),))
 
 
 def test_large_tensors_are_chunks_and_small_neighbours_share_one():
     tensors = tensors_of()
     tensors["turned"] = torch.randn(30, 8).t()
     bucket = bucket_of(tensors)
-    planned = ChunkedEncoding(10**6).planned(replace(bucket, tensors=None))
+    planned = ChunkedEncoding().planned(replace(bucket, tensors=None))
     assert (planned.sender, planned.specs) == (3, bucket.specs)
-    lengths = ChunksFormat.parse(planned.load_format).lengths
+    lengths = planned.lengths
     # In float32 a, large, b, c, d + e, last; in bfloat16 a, large, b to e, last; turned.
     assert lengths == (1, 1, 1, 1, 2, 1, 1, 1, 4, 1, 1)
-    chunks = list(ChunkedEncoding(10**6).encode(bucket))
+    chunks = list(ChunkedEncoding().encode(bucket))
     got = {
         spec.name: tensor
         for chunk, specs in zip(chunks, split_specs(bucket.specs, lengths), strict=True)
@@ -72,6 +72,6 @@ def test_a_chunk_is_made_only_when_it_is_read():
 
     values = tensors_of({"first": (20, 8), "second": (20, 8)}, (torch.float32,))
     bucket = bucket_of(values)
-    chunks = ChunkedEncoding(10**6).encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
+    chunks = ChunkedEncoding().encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
     assert [len(made) for _ in chunks] == [1, 2]
     assert all(one != other for one, other in pairwise(made))

@@ -242,14 +242,12 @@ def test_engines_get_chunks_only_if_all_of_them_have_the_plugin(sync, fleet):
     fleet.without_plugin = set()
     sync.push(policy, 1)
     assert holders(fleet, policy) == URLS
-    assert {tuple(engine.load_formats) for engine in fleet.engines.values()} == {
-        ("dapo_mega_chunks:536870912:1,1",) * 3
-    }
+    assert {tuple(engine.chunk_lengths) for engine in fleet.engines.values()} == {((1, 1),) * 3}
     fleet.without_plugin = {URLS[1]}
     metrics = sync.push(policy.advance(), 2)
     assert holders(fleet, policy) == URLS
     assert metrics["weight_sync/bytes"] == NUM_BYTES
-    assert {engine.load_formats[-1] for engine in fleet.engines.values()} == {"flattened_bucket"}
+    assert {engine.chunk_lengths[-1] for engine in fleet.engines.values()} == {(2,)}
 
 
 FULL, DELTA = 100 * 30 * 2, 30 * (4 + 2)

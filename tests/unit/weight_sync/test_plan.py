@@ -10,8 +10,9 @@ from dapo_mega.types import WeightSpec
 def plan_of(num_senders, *rounds):
     return UpdatePlan(
         num_senders,
+        2**40,
         tuple(
-            tuple(PlannedBucket(s, (WeightSpec(f"{number}/{s}", torch.bfloat16, (2, 3)),), "") for s in senders)
+            tuple(PlannedBucket(s, (WeightSpec(f"{number}/{s}", torch.bfloat16, (2, 3)),), (1,)) for s in senders)
             for number, senders in enumerate(rounds)
         ),
     )

@@ -95,6 +95,7 @@ def test_whatever_stops_it_is_found_and_all_others_get_everything(seed):
     num_senders, num_rounds, num_engines = chance.randint(1, 5), chance.randint(1, 4), chance.randint(1, 7)
     plan = UpdatePlan(
         num_senders,
+        0,
         tuple(
             tuple(bucket(sender, number) for sender in range(num_senders) if chance.random() < 0.8 or sender == 0)
             for number in range(num_rounds)
@@ -112,7 +113,7 @@ def test_whatever_stops_it_is_found_and_all_others_get_everything(seed):
 
 
 def bucket(sender, number):
-    return PlannedBucket(sender, (WeightSpec(f"{sender}/{number}", torch.float32, (1,)),), "")
+    return PlannedBucket(sender, (WeightSpec(f"{sender}/{number}", torch.float32, (1,)),), (1,))
 
 
 def simulated(plan, engines, chance):
