@@ -83,8 +83,6 @@ class BroadcastTransport(Transport):
         address = local_address(towards)
         # It serves other processes as long as it is referenced.
         self._own_store = store = open_store(address, config.timeout_s)
-        if processes.rank == 0:
-            SenderReports(store, config.timeout_s).clear(processes.world_size)
         everyones: list[Any] = [None] * processes.world_size
         dist.all_gather_object(everyones, (address, store.port, secrets.token_hex(4)), group=processes.control)
         listening = [(address, port) for address, port, _ in everyones]
@@ -290,7 +288,7 @@ class BroadcastSender:
         failed = FailedEngines(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
         self._join({route.url: route for route in routes if route.joins}, failed)
-        routes.sort(key=lambda route: steps_to(self._number, route.turn, len(self._ranks)))
+        routes.sort(key=lambda route: steps_to(route.turn, len(self._ranks), self._number))
         for round_, bucket in enumerate(buckets):
             if bucket.tensors is not None:
                 report = partial(self._reports.write, self._processes.rank, update.number, round_)

@@ -14,7 +14,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     find_changes,
     pack_changes,
 )
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import WeightBucket
 
 
 class DeltaEncoding:
@@ -35,20 +35,17 @@ class DeltaEncoding:
         self._held.clear()
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        return PlannedBucket(bucket.sender, self._specs(bucket), ())
-
-    def _specs(self, bucket: WeightBucket) -> tuple[WeightSpec, ...]:
-        return tuple(
-            replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point and len(spec.shape) > 1 else spec
-            for spec in bucket.specs
-        )
+        is_matrix = [spec.dtype.is_floating_point and len(spec.shape) > 1 for spec in bucket.specs]
+        dtypes = [self._dtype if matrix else spec.dtype for matrix, spec in zip(is_matrix, bucket.specs, strict=True)]
+        specs = tuple(replace(spec, dtype=dtype) for spec, dtype in zip(bucket.specs, dtypes, strict=True))
+        return PlannedBucket(bucket.sender, specs, ())
 
     def encode(self, bucket: WeightBucket) -> tuple[Tensor, Tensor]:
         """See `Encoding`. First comes the number of bytes [8], then the packed changes; afterwards engines
         are assumed to hold the bucket."""
         found: list[tuple[Tensor | None, Tensor]] = []
         checksums = []
-        for spec, (name, tensor) in zip(self._specs(bucket), bucket, strict=True):
+        for spec, (name, tensor) in zip(self.planned(bucket).specs, bucket, strict=True):
             new = tensor.to(spec.dtype).contiguous()
             held = self._held.get(name)
             before = None if held is None else held.to(new.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, flatten, split_specs
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.update import Update
 
@@ -29,52 +30,42 @@ class Encoding(Protocol):
         """The bucket's bytes in chunks, each [bytes] uint8 and one broadcast; they can be read once."""
 
 
-class FlatEncoding:
-    """SGLang's own encoding: the whole bucket in one broadcast."""
-
-    def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        return PlannedBucket(bucket.sender, bucket.specs, (len(bucket.specs),))
-
-    def encode(self, bucket: WeightBucket) -> Iterable[Tensor]:
-        yield flatten(bucket.specs, bucket.tensors or ())
-
-
 class ChunkedEncoding:
-    """Several broadcasts per bucket: an engine loads one chunk while it receives the next ones."""
+    """A broadcast for each chunk: an engine loads one while it receives the next ones. A large tensor is its own chunk,
+    small neighbours are in one together."""
+
+    def __init__(self, chunk_bytes: float) -> None:
+        """A chunk of several tensors is full at `chunk_bytes`; infinity makes one of each bucket, as SGLang expects."""
+        self._chunk_bytes = chunk_bytes
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        return PlannedBucket(bucket.sender, bucket.specs, _chunk_lengths(bucket.specs))
+        lengths: list[int] = []
+        num_bytes = self._chunk_bytes
+        for spec in bucket.specs:
+            if max(num_bytes, spec.num_bytes) >= self._chunk_bytes:
+                lengths.append(0)
+                num_bytes = 0
+            lengths[-1] += 1
+            num_bytes += spec.num_bytes
+        return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
 
     def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
         """See `Encoding`. Each chunk is made when it is read; a tensor alone in its chunk is sent from its own memory,
         without a copy."""
         remaining = iter(bucket.tensors or ())
-        for specs in split_specs(bucket.specs, _chunk_lengths(bucket.specs)):
+        for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
             if len(specs) == 1:
                 yield next(remaining).contiguous().flatten().view(torch.uint8)
             else:
                 yield flatten(specs, islice(remaining, len(specs)))
 
 
-def _chunk_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
-    """The number of tensors in each chunk: a large tensor is its own chunk, small neighbours share one."""
-    lengths: list[int] = []
-    num_bytes = _CHUNK_BYTES
-    for spec in specs:
-        if max(num_bytes, spec.num_bytes) >= _CHUNK_BYTES:
-            lengths.append(0)
-            num_bytes = 0
-        lengths[-1] += 1
-        num_bytes += spec.num_bytes
-    return tuple(lengths)
-
-
 class Encodings:
     """Chooses an update's encoding, the same on every rank."""
 
     def __init__(self, config: WeightSyncConfig) -> None:
-        self._flat = FlatEncoding()
-        self._chunked = ChunkedEncoding()
+        self._flat = ChunkedEncoding(math.inf)
+        self._chunked = ChunkedEncoding(_CHUNK_BYTES)
         self._delta = DeltaEncoding(torch.bfloat16)
         self._full_every = config.full_every
         self._since_full = 0

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from dapo_mega.engines.sglang.weight_protocol import PATIENCE
 
 
-class Broadcasting(Protocol):
-    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
-
-
-class EngineGroup(Broadcasting, Protocol):
+class EngineGroup(Protocol):
     """The part of torch's groups that is used here; torch's type stubs lack it."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
 
     def abort(self) -> None: ...
 

@@ -4,7 +4,7 @@ engines senders wait."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -44,18 +44,16 @@ class SenderReports:
         self.every_s = timeout_s / _REPORTS_PER_LIMIT
         """How often a sender that waits reports."""
 
-    def clear(self, num_ranks: int) -> None:
-        """On rank 0, before any of the ranks writes."""
-        for rank in range(num_ranks):
-            self.write(rank, 0, -1)
-
     def write(self, rank: int, update: int, round_: int, urls: Sequence[str] = ()) -> None:
         self._store.set(f"waiting/{rank}", json.dumps([update, round_, list(urls)]))
 
-    def read(self, ranks: Sequence[int], update: int) -> list[tuple[int, Sequence[str]]]:
+    def read(self, ranks: Iterable[int], update: int) -> list[tuple[int, Sequence[str]]]:
         """The round and the URLs of each of the ranks; round -1 before its first report of this update."""
-        reports = map(json.loads, self._store.multi_get([f"waiting/{rank}" for rank in ranks]))
-        return [(round_, urls) if number == update else (-1, ()) for number, round_, urls in reports]
+        reports = []
+        for key in (f"waiting/{rank}" for rank in ranks):
+            number, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (0, -1, ())
+            reports.append((round_, urls) if number == update else (-1, ()))
+        return reports
 
 
 class LateEngines:
@@ -78,8 +76,12 @@ class LateEngines:
         if earliest != self._round[0]:
             self._round = earliest, now
             self._since.clear()
+        awaiting: dict[str, list[int]] = {url: [] for url in urls}
+        for sender, (round_, waiting_for) in enumerate(reports):
+            for url in waiting_for if round_ == earliest else ():
+                awaiting.setdefault(url, []).append(sender)
         late = set()
-        for url, senders in _awaited(reports, earliest, urls).items():
+        for url, senders in awaiting.items():
             if not senders and earliest < self._num_rounds - 1:
                 self._since.pop(url, None)
                 continue
@@ -89,15 +91,3 @@ class LateEngines:
             if is_slow or now - self._since[url][1] > self._timeout_s:
                 late.add(url)
         return late
-
-
-def _awaited(
-    reports: Sequence[tuple[int, Sequence[str]]], earliest: int, urls: Iterable[str]
-) -> Mapping[str, Sequence[int]]:
-    """By which senders, as indices of the reports, each of the engines is awaited in the earliest round."""
-    awaited: dict[str, list[int]] = {url: [] for url in urls}
-    for index, (round_, waiting_for) in enumerate(reports):
-        for url in waiting_for if round_ == earliest else ():
-            if url in awaited:
-                awaited[url].append(index)
-    return awaited

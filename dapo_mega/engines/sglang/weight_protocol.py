@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -73,11 +73,8 @@ class UpdatePlan:
     def in_turn(self, turn: int) -> list[PlannedBucket]:
         """The buckets in the order in which the engine number `turn` of a replica receives them. Engines begin a round
         with different senders and go round, so that they do not meet at one."""
-
-        def steps(bucket: PlannedBucket) -> int:
-            return steps_to(bucket.sender, turn, self.num_senders)
-
-        return [bucket for buckets in self.rounds for bucket in sorted(buckets, key=steps)]
+        in_turn = partial(steps_to, turn, self.num_senders)
+        return [bucket for each in self.rounds for bucket in sorted(each, key=lambda b: in_turn(b.sender))]
 
     @cached_property
     def text(self) -> str:
@@ -97,7 +94,7 @@ class UpdatePlan:
         return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
 
 
-def steps_to(sender: int, turn: int, num_senders: int) -> int:
+def steps_to(turn: int, num_senders: int, sender: int) -> int:
     """After how many other senders the engine number `turn` of a replica comes to this one in a round."""
     return (sender - turn) % num_senders
 

@@ -1,15 +1,14 @@
 """Encoded buckets hold the bytes of their tensors, in chunks that an engine can take apart."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 import torch
 
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, split_specs, unpacked
 from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync import encodings
-from dapo_mega.weight_sync.encodings import ChunkedEncoding, FlatEncoding
+from dapo_mega.weight_sync.encodings import ChunkedEncoding
 
 SIZES = {"a": (3, 5), "large": (40, 8), "b": (7,), "c": (20, 8), "d": (1,), "e": (2, 2), "last": (50, 8)}
 
@@ -28,30 +27,25 @@ def bucket_of(tensors):
     return WeightBucket(1, specs, iter(tensors.values()), is_last=True, sender=3)
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    monkeypatch.setattr(encodings, "_CHUNK_BYTES", 600)
-
-
 def test_a_flat_bucket_is_one_run_of_bytes():
     tensors = tensors_of()
     bucket = bucket_of(tensors)
-    (chunk,) = FlatEncoding().encode(bucket)
+    (chunk,) = ChunkedEncoding(math.inf).encode(bucket)
     got = unpacked(chunk, bucket.specs)
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(got, tensors.values(), strict=True))
-    assert FlatEncoding().planned(bucket) == PlannedBucket(3, bucket.specs, (len(bucket.specs),))
+    assert ChunkedEncoding(math.inf).planned(bucket) == PlannedBucket(3, bucket.specs, (len(bucket.specs),))
 
 
 def test_large_tensors_are_chunks_and_small_neighbours_share_one():
     tensors = tensors_of()
     tensors["turned"] = torch.randn(30, 8).t()
     bucket = bucket_of(tensors)
-    planned = ChunkedEncoding().planned(replace(bucket, tensors=None))
+    planned = ChunkedEncoding(600).planned(replace(bucket, tensors=None))
     assert (planned.sender, planned.specs) == (3, bucket.specs)
     lengths = planned.lengths
     # In float32 a, large, b, c, d + e, last; in bfloat16 a, large, b to e, last; turned.
     assert lengths == (1, 1, 1, 1, 2, 1, 1, 1, 4, 1, 1)
-    chunks = list(ChunkedEncoding().encode(bucket))
+    chunks = list(ChunkedEncoding(600).encode(bucket))
     got = {
         spec.name: tensor
         for chunk, specs in zip(chunks, split_specs(bucket.specs, lengths), strict=True)
@@ -72,6 +66,6 @@ def test_a_chunk_is_made_only_when_it_is_read():
 
     values = tensors_of({"first": (20, 8), "second": (20, 8)}, (torch.float32,))
     bucket = bucket_of(values)
-    chunks = ChunkedEncoding().encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
+    chunks = ChunkedEncoding(600).encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
     assert [len(made) for _ in chunks] == [1, 2]
     assert all(one != other for one, other in pairwise(made))

@@ -33,7 +33,6 @@ def test_every_reader_finds_the_engines_that_failed_in_this_update(store):
 
 def test_reports_are_the_last_ones_of_this_update(store):
     reports = SenderReports(store, 100.0)
-    reports.clear(3)
     reports.write(0, 7, 2, ["a"])
     reports.write(0, 7, 2)
     reports.write(1, 6, 9, ["b"])
