@@ -299,16 +299,16 @@ class WeightSpec:
 class WeightBucket:
     """Full tensors that travel together, in the order of `specs`. Iterating gives names with tensors, where these are.
 
-    `stage` is the pipeline stage that holds them, and `specs` are known on every process. `tensors` is None except on
-    the processes that the tensors are gathered on. They can be read once, before the next bucket is asked for. `place`
-    is the number of the process that sends them among the stage's processes of its replica.
+    `stage` is the pipeline stage that holds them. `tensors` is None except on the processes that the tensors are
+    gathered on. They can be read once, before the next bucket is asked for. `sender` is the number of the process that
+    sends them among the processes of its replica, which are numbered by pipeline, context and tensor rank.
     """
 
     stage: int
     specs: tuple[WeightSpec, ...]
     tensors: Iterable[torch.Tensor] | None
     is_last: bool
-    place: int = 0
+    sender: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -320,23 +320,23 @@ class WeightBucket:
                 yield spec.name, tensor
 
 
+Receivers = Literal["leaders", "stage_leaders", "senders"]
+"""The processes of a replica on which weights are gathered: its leader gets all of them; the leader of each pipeline
+stage those of the stage; or all processes of a stage get about equal numbers of its bytes."""
+
+
 class WeightSource(Protocol):
-    """The policy: its weights as Hugging Face tensors in buckets. Collectives over all processes.
+    """The policy: its weights as Hugging Face tensors in buckets.
 
     At most two buckets' worth of `bucket_bytes` are in memory at a time, also while the caller still sends the bucket
     before; each bucket holds at least one tensor.
     """
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Full tensors on the leader of every replica."""
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        """Collective over all processes: this process's bucket of each round. Where it gets none in a round, the bucket
+        is another process's, without tensors. `replicas` are those that get weights; None for all."""
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Full tensors on the leader of the pipeline stage that holds them, in the first replica only."""
-
-    def planned_shares(self, bucket_bytes: int) -> Sequence[Sequence[WeightBucket]]:
-        """The buckets of `shares`, without tensors, round by round: every stage's, each with the process that sends it.
-        No collective."""
-
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        """Each round's bucket of this process, in the replicas `replicas` only: full tensors, or None where the process
-        has no bucket. Together a replica's processes get every weight once, in about equal shares."""
+    def weight_plan(self, bucket_bytes: int) -> Sequence[Sequence[WeightBucket]]:
+        """The buckets of all rounds of `weights(bucket_bytes, "senders")`, without tensors. No collective."""

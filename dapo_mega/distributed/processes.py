@@ -39,6 +39,17 @@ class Processes:
     context: dist.ProcessGroup | None = None
 
     @property
+    def per_stage(self) -> int:
+        """How many processes of a replica hold one pipeline stage."""
+        return self.tensor_size * self.context_size
+
+    def of_replica(self, replica: int) -> list[int]:
+        """The replica's ranks by pipeline, context and tensor rank; between pipeline and context rank Megatron numbers
+        processes by data rank."""
+        firsts = [(stage * self.data_size + replica) * self.per_stage for stage in range(self.pipeline_size)]
+        return [first + offset for first in firsts for offset in range(self.per_stage)]
+
+    @property
     def is_leader(self) -> bool:
         return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == 0
 

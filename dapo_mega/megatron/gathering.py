@@ -7,10 +7,8 @@ ranks need not negotiate.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -20,11 +18,11 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.shares import rounds_of, share_limit
+from dapo_mega.megatron.rounds import bucket_limit, rounds_of
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 
 _ALIGNMENT = 16
 
@@ -121,7 +119,6 @@ class WeightGatherer:
         self._parameters = named_parameters(chunks, layout, processes)
         self._expert_tensor_size = parallel_state.get_expert_tensor_parallel_world_size()
         self._stage_size = processes.world_size // processes.pipeline_size
-        self._replica_size = processes.tensor_size * processes.context_size
         self._dense_group = self._group_of(processes.tensor_size)
         self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
         mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
@@ -183,79 +180,61 @@ class WeightGatherer:
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
         return mine.dequantize() if is_float8tensor(mine) else mine
 
-    def buckets(self, bucket_bytes: int, *, per_stage: bool = False) -> Iterator[WeightBucket]:
-        """Full tensors on every replica's leader or, with `per_stage`, only on the first replica's leader of the
-        pipeline stage that holds them.
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        """See `WeightSource`. The next round is gathered while the caller reads this one's bucket.
 
-        The next bucket is gathered while the caller reads one. Each bucket takes at most half of `bucket_bytes`, but
-        holds at least one parameter (of an expert: on every expert rank). Some tensors are views of the model: copy
-        those that must outlive its next update. A collective: all ranks iterate in step, and may stop after the same
-        bucket. Buckets come chunk by chunk, dense parameters before experts.
+        Each bucket takes at most half of `bucket_bytes`, but holds at least one parameter (of an expert: on every
+        expert rank); there are smaller ones where senders would get unequal numbers of bytes. Some tensors are views of
+        the model: copy those that must outlive its next update. All ranks iterate in step, and may stop after the same
+        round. Leaders get buckets chunk by chunk, dense parameters before experts.
         """
-        replicas = range(1) if per_stage else range(self._processes.data_size)
-        leaders = [replica * self._replica_size for replica in replicas]
-        limits = [bucket_bytes // 2] * self._layout.pipeline_size
-        started = (self._start(plan, leaders, plan.owner if per_stage else 0) for plan in self._plans(limits))
-        transfers = deque(islice(started, 1))
-        try:
-            while transfers:
-                transfers.extend(islice(started, 1))
-                yield self._bucket(transfers[0], is_last=len(transfers) == 1)
-                transfers.popleft().finish()
-        finally:
-            for transfer in transfers:
-                transfer.finish()
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
-        """What `shares` gathers: the rounds' buckets, without tensors."""
-        return [
-            [WeightBucket(plan.owner, plan.specs, None, is_last=False, place=place) for place, plan in plans]
-            for plans in self._rounds(bucket_bytes)
-        ]
-
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        """This process's bucket of each round, None where it has none. In each replica of `replicas` the processes of
-        every stage share the stage's buckets, so that all of them get about the same number of bytes.
-
-        The next round is gathered while the caller reads this one's bucket. Sizes, views and stopping are as in
-        `buckets`; buckets are smaller where there would be too few for equal shares. A collective.
-        """
+        receiving = range(self._processes.data_size) if replicas is None else replicas
+        ranks = [self._processes.of_replica(replica) for replica in receiving]
+        rounds = self._rounds(bucket_bytes, to)
         started = (
-            [
-                self._start(plan, [replica * self._replica_size + place for replica in replicas], plan.owner)
-                for place, plan in plans
-            ]
-            for plans in self._rounds(bucket_bytes)
+            [self._start(plan, [of_replica[number] for of_replica in ranks]) for plan, number in buckets]
+            for buckets in rounds
         )
         ahead = next(started, None)
         try:
-            while ahead is not None:
+            for number, buckets in enumerate(rounds):
+                assert ahead is not None
                 mine = _finished(ahead)
                 ahead = None  # Free the memory of shards that were sent before the next round's is allocated.
                 ahead = next(started, None)
-                yield self._bucket(mine, is_last=False) if mine else None
-                del mine
+                plan, tensors = (mine.plan, self._merged(mine)) if mine else (buckets[0][0], None)
+                yield WeightBucket(plan.owner, plan.specs, tensors, is_last=number == len(rounds) - 1)
+                del mine, tensors
         finally:
             _finished(ahead or ())
 
-    def _rounds(self, bucket_bytes: int) -> list[list[tuple[int, _BucketPlan]]]:
-        """The buckets of each round: at most one for each process of a replica, with its place in the stage."""
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        """See `WeightSource`."""
+        return [
+            [WeightBucket(plan.owner, plan.specs, None, is_last=False, sender=sender) for plan, sender in buckets]
+            for buckets in self._rounds(bucket_bytes, "senders")
+        ]
+
+    def _rounds(self, bucket_bytes: int, to: Receivers) -> list[list[tuple[_BucketPlan, int]]]:
+        """The buckets of each round, each with the number of the process of a replica that gets it."""
+        per_stage = self._processes.per_stage
+        limits = [bucket_bytes // 2] * self._layout.pipeline_size
+        if to != "senders":
+            return [[(plan, plan.owner * per_stage * (to == "stage_leaders"))] for plan in self._plans(limits)]
         sizes = [0] * self._layout.pipeline_size
         for chunk, parameters in enumerate(self._gathered):
             sizes[owner_of(chunk, self._layout)] += sum(parameter.num_bytes for parameter in parameters)
-        plans = list(self._plans([share_limit(size, self._replica_size, bucket_bytes // 2) for size in sizes]))
-        rounds: list[list[tuple[int, _BucketPlan]]] = []
+        plans = list(self._plans([bucket_limit(size, per_stage, bucket_bytes // 2) for size in sizes]))
+        rounds: list[list[tuple[_BucketPlan, int]]] = []
         for stage in range(self._layout.pipeline_size):
             of_stage = [plan for plan in plans if plan.owner == stage]
-            for number, shared in enumerate(rounds_of([plan.num_bytes for plan in of_stage], self._replica_size)):
+            for number, together in enumerate(rounds_of([plan.num_bytes for plan in of_stage], per_stage)):
                 if number == len(rounds):
                     rounds.append([])
-                rounds[number] += [(place, of_stage[index]) for place, index in shared]
+                rounds[number] += [(of_stage[index], stage * per_stage + offset) for offset, index in together]
         return rounds
-
-    def _bucket(self, transfer: _Transfer, *, is_last: bool) -> WeightBucket:
-        plan = transfer.plan
-        return WeightBucket(plan.owner, plan.specs, self._merged(transfer) if transfer.leads else None, is_last)
 
     def _plans(self, limits: Sequence[int]) -> Iterator[_BucketPlan]:
         """Buckets of at most the number of bytes that `limits` has for their stage. In each, large elements come first,
@@ -276,13 +255,12 @@ class WeightGatherer:
     def _group(self, plan: _BucketPlan) -> range:
         return self._expert_group if plan.parameters[0].is_expert else self._dense_group
 
-    def _start(self, plan: _BucketPlan, offsets: Iterable[int], stage: int) -> _Transfer:
-        """Start sending this rank's shards to the receivers that lack them, and receiving if this rank is one. They are
-        the processes with these numbers of the stage."""
+    def _start(self, plan: _BucketPlan, ranks: Iterable[int]) -> _Transfer:
+        """Start sending this rank's shards to those of the ranks that lack them, and receiving if this rank is one."""
         me = self._processes.rank
         group = self._group(plan)
         first = plan.owner * self._stage_size
-        leaders = [stage * self._stage_size + offset for offset in offsets if offset in group]
+        leaders = [rank for rank in ranks if rank % self._stage_size in group]
         shards: dict[int, Tensor] = {}
         operations: list[dist.P2POp] = []
         for contributor, rank in enumerate(group):

@@ -28,7 +28,7 @@ from dapo_mega.megatron.model import unwrapped, with_gradients
 from dapo_mega.megatron.packed_stage import PackedStage
 from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
-from dapo_mega.types import WeightBucket
+from dapo_mega.types import Receivers, WeightBucket
 
 
 @dataclass(frozen=True)
@@ -200,23 +200,16 @@ class TrainedModel(MegatronModel):
         get_moe_layer_wise_logging_tracker().clear()
         return {name: float(losses[name]) for name in wanted}
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Collective: full tensors on every replica's leader; see `WeightGatherer.buckets`."""
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        """Collective; see `WeightSource` and `WeightGatherer.weights`."""
         self.finish_param_gather()
-        return self._gatherer.buckets(bucket_bytes)
+        return self._gatherer.weights(bucket_bytes, to, replicas)
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Collective: full tensors on each pipeline stage's leader; see `WeightGatherer.buckets`."""
-        self.finish_param_gather()
-        return self._gatherer.buckets(bucket_bytes, per_stage=True)
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
-        return self._gatherer.planned_shares(bucket_bytes)
-
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        """Collective: each process's share of the full tensors; see `WeightGatherer.shares`."""
-        self.finish_param_gather()
-        return self._gatherer.shares(bucket_bytes, replicas)
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        """See `WeightSource`."""
+        return self._gatherer.weight_plan(bucket_bytes)
 
     def finish_param_gather(self) -> None:
         """Collective: afterwards every rank has the weights of the last update, also when gathering them was left to

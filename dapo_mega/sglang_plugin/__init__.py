@@ -1,4 +1,4 @@
-"""SGLang plugin: receives weights in pieces or as changes only, compares them with the engine's model, and lets
+"""SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, and lets
 engines on CPUs be deterministic.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
@@ -12,24 +12,25 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
     MODEL_FIELD,
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    PiecesFormat,
-    weight_specs,
+    PlanFormat,
+    PlannedBucket,
+    UpdatePlan,
+    group_with,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights, Receiving
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,6 +41,15 @@ _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 # All by model.
 _traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# The last one, by its digest.
+_plans: dict[str, UpdatePlan] = {}
+
+
+class PlannedWeights(NamedTuple):
+    """The buckets of a call in the order in which they come, each with the group in which it comes."""
+
+    buckets: Sequence[tuple[PlannedBucket, Receiving]]
+    window_bytes: int
 
 
 def register() -> None:
@@ -74,31 +84,49 @@ def _trace(updater: Any) -> LoadTrace:
 
 
 def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """The names and tensors to give to the model's loader."""
-    load_format = request["load_format"] or ""
-    pieces = PiecesFormat.parse(load_format)
-    if pieces is None:
+    """What `_load` loads: the buckets of a plan, or what SGLang has received in a form of its own."""
+    call = PlanFormat.parse(request["load_format"] or "")
+    if call is None:
         _trace(updater).miss()
-    if pieces is None and load_format != CHANGES_FORMAT:
         return receive(updater, **request)
-    group = updater._model_update_group[request["group_name"]]
-    specs = weight_specs(request["names"], request["dtypes"], request["shapes"])
-    if pieces is None:
-        return ChangedWeights(group, updater.device, specs)
-    return ArrivingWeights(group, updater.device, specs, pieces, _trace(updater))
+    if call.text:
+        _plans.clear()
+        _plans[call.digest] = UpdatePlan.parse(call.text)
+    plan, groups = _plans[call.digest], updater._model_update_group
+    buckets = [(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in plan.in_turn(call.turn)]
+    return PlannedWeights(buckets, plan.window_bytes)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
-    """Load all weights that `_receive` returned, and compare checksums of changed tensors."""
+    """Receive and load the buckets of a plan one after the other, up to the first that fails."""
+    if not isinstance(weights, PlannedWeights):
+        return load(updater, weights)
+    success, message = True, ""
+    for bucket, group in weights.buckets:
+        if bucket.lengths:
+            chunks = ArrivingWeights(group, updater.device, bucket, weights.window_bytes, _trace(updater))
+            success, message = _load_chunks(load, updater, chunks)
+        else:
+            success, message = _load_changes(load, updater, ChangedWeights(group, updater.device, bucket.specs))
+        if not success:
+            break
+    return success, message
+
+
+def _load_chunks(load: Callable[..., tuple[bool, str]], updater: Any, weights: ArrivingWeights) -> tuple[bool, str]:
     success, message = load(updater, weights)
-    if isinstance(weights, ArrivingWeights):
-        if not success and not weights.is_broken:
-            # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
-            _trace(updater).close()
-        weights.drain()
-    if not isinstance(weights, ChangedWeights):
-        return success, message
-    parts = _everywhere(None if weights.is_broken else weights.written())
+    if not success and not weights.is_broken:
+        # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
+        _trace(updater).close()
+    weights.drain()
+    return success, message
+
+
+def _load_changes(load: Callable[..., tuple[bool, str]], updater: Any, weights: ChangedWeights) -> tuple[bool, str]:
+    """Also compares checksums of the changed tensors."""
+    _trace(updater).miss()
+    success, message = load(updater, weights)
+    parts = _everywhere(weights.written() if success else None)
     if success and None in parts:
         return False, "not all ranks got the changes"
     faults = weights.faults([part for written in parts if written for part in written]) if success else []

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from dapo_mega.distributed import accelerator
-from dapo_mega.engines.sglang.weight_protocol import limit_of_group
+from dapo_mega.engines.sglang.weight_protocol import PATIENCE, limit_of_group
 
 _SGLANGS_LIMIT_S = 1800.0
 T = TypeVar("T")
@@ -28,8 +28,7 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
     if limit_s is None:
         return join(*arguments, **group)
     # gloo fails a broadcast at this limit. With NCCL torch ends the process, so the trainer must give up earlier.
-    gives_up_s = limit_s if group.get("backend") == "gloo" else min(4 * limit_s, _SGLANGS_LIMIT_S)
-    group["timeout"] = timedelta(seconds=gives_up_s)
+    group["timeout"] = timedelta(seconds=min(PATIENCE * limit_s, _SGLANGS_LIMIT_S))
     return call_within(limit_s, lambda: join(*arguments, **group), f"the trainer at {group.get('init_method')}")
 
 

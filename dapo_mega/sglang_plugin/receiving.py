@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dapo_mega.engines.sglang.weight_protocol import (
     Change,
-    PiecesFormat,
+    PlannedBucket,
     most_packed_bytes,
     split_specs,
     unpack_changes,
@@ -35,8 +35,8 @@ class Receiving(Protocol):
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece of a bucket, which is received into `memory`."""
+class _Chunk:
+    """A chunk of a bucket, which is received into `memory`."""
 
     specs: Sequence[WeightSpec]
     memory: Tensor
@@ -44,23 +44,24 @@ class _Piece:
 
 
 class ArrivingWeights:
-    """The names and tensors of a bucket; each piece can be loaded while further pieces arrive. Can be iterated once."""
+    """The names and tensors of a bucket; each chunk can be loaded while further chunks arrive. Can be iterated once."""
 
     def __init__(
         self,
         group: Receiving,
         device: str,
-        specs: Sequence[WeightSpec],
-        pieces: PiecesFormat,
+        bucket: PlannedBucket,
+        window_bytes: int,
         trace: LoadTrace | None = None,
     ) -> None:
-        """Posts the first receives. `is_broken` is set when one of them fails; `trace` sees what the loader copies."""
+        """Posts the first receives, of `window_bytes` or one chunk. `is_broken` is set when one of them fails; `trace`
+        sees what the loader copies."""
         self._group = group
         self._device = device
         self._trace = trace
-        self._expected = deque(split_specs(specs, pieces.lengths))
-        self._arriving: deque[_Piece] = deque()
-        self._free_bytes = pieces.window_bytes
+        self._expected = deque(split_specs(bucket.specs, bucket.lengths))
+        self._arriving: deque[_Chunk] = deque()
+        self._free_bytes = window_bytes
         self._is_read = False
         self.is_broken = False
         with suppress(RuntimeError):  # Raised again by the iteration.
@@ -74,32 +75,32 @@ class ArrivingWeights:
                 return
             self._free_bytes -= num_bytes
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._arriving.append(_Piece(self._expected.popleft(), memory, self._group.broadcast(memory, 0)))
+            self._arriving.append(_Chunk(self._expected.popleft(), memory, self._group.broadcast(memory, 0)))
 
-    def _next(self) -> _Piece | None:
-        """Wait for the next piece; None if there are no more."""
+    def _next(self) -> _Chunk | None:
+        """Wait for the next chunk; None if there are no more."""
         try:
             self._receive()
             if not self._arriving:
                 return None
-            piece = self._arriving.popleft()
-            piece.receipt.wait()
+            chunk = self._arriving.popleft()
+            chunk.receipt.wait()
         except RuntimeError:
             self.is_broken = True
             raise
-        return piece
+        return chunk
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._is_read:
-            raise RuntimeError("these weights are freed: pieces are loaded while they arrive, which works only once")
+            raise RuntimeError("these weights are freed: chunks are loaded while they arrive, which works only once")
         self._is_read = True
-        while piece := self._next():
-            for spec, tensor in zip(piece.specs, unpacked(piece.memory, piece.specs), strict=True):
+        while chunk := self._next():
+            for spec, tensor in zip(chunk.specs, unpacked(chunk.memory, chunk.specs), strict=True):
                 yield spec.name, self._trace.traced(spec.name, tensor) if self._trace else tensor
-            self._free_bytes += piece.memory.nbytes
+            self._free_bytes += chunk.memory.nbytes
 
     def drain(self) -> None:
-        """Receive and discard the pieces that the loader did not read, so that the group's next receive matches."""
+        """Receive and discard the chunks that the loader did not read, so that the group's next receive matches."""
         with suppress(RuntimeError):
             while not self.is_broken and self._next():
                 pass
@@ -109,7 +110,7 @@ class ChangedWeights:
     """The changed values since the last update, as tensors that write only these values into parameters."""
 
     def __init__(self, group: Receiving, device: str, specs: Sequence[WeightSpec]) -> None:
-        """Receive both pieces. `is_broken` is set if they do not come, which the first iteration raises."""
+        """Receive both chunks. `is_broken` is set if they do not come, which the first iteration raises."""
         self._specs = specs
         self._changes: list[Change] = []
         self._writes: list[Write] = []

@@ -1,23 +1,41 @@
-"""Sends weights by broadcast: every process of the trainer sends its share of the buckets to its replica's engines.
+"""Sends weights by broadcast: every process of the trainer sends its part of the buckets to its replica's engines.
 
-    sender:    gather its next bucket  ||  broadcast this one to each engine of its replica that was told to receive it
-    rank 0:                                tells engines when to receive which bucket, and senders to send it
-    engine:                                receives and loads one bucket at a time
+An engine gets all weights from the processes of one replica, its senders, and has a group of its own with each of them.
+All know the plan: rounds, in each of which every sender has at most one bucket. One update of one engine, from top to
+bottom:
 
-A replica's engines get all weights from its own processes, and each engine has a group of its own with each of them:
-an engine that fails or dies delays no other. `delivery.py` has the order.
+    rank 0 (BroadcastController)      a sender (BroadcastSender)               the engine (sglang_plugin)
+
+    calls it, if it joins: ------------------------------------------------->  joins the group of each sender
+                                      joins its groups with those engines
+    calls it, once: -------------------------------------------------------->  for each bucket, in its turn:
+                                      in each round:
+                                        gather (the next bucket meanwhile)
+                                        encode                                     receive
+                                        broadcast to all engines at once           load
+                                        wait until they have it
+    acknowledged, or failed: why  <------------------------------------------  answers
+
+A bucket is all of its values, or with delta sync the changed ones; an engine that joins makes its senders send all.
+Engines begin a round with different senders and go round: as many engines as senders receive at full speed at once.
+
+Whatever happens to an engine, its call fails, rank 0 reports that to all senders, and they give up their groups with it
+and go on. Of an engine that neither answers nor takes its bucket, `progress.py` finds that it is late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import secrets
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +45,27 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import connect_store, local_address, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.weight_protocol import dtype_name, limited_group
-from dapo_mega.types import WeightBucket, WeightSource
-from dapo_mega.weight_sync.buckets import EncodedBucket
-from dapo_mega.weight_sync.delivery import Delivery, Sender
+from dapo_mega.engines.sglang.weight_protocol import (
+    PlanFormat,
+    PlannedBucket,
+    UpdatePlan,
+    dtype_name,
+    group_with,
+    limited_group,
+    steps_to,
+)
+from dapo_mega.types import WeightBucket, WeightSource, WeightSpec
 from dapo_mega.weight_sync.encodings import Encoding, Encodings
 from dapo_mega.weight_sync.engine_groups import EngineGroup, backend_name, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.mail import Mail, Message
-from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.progress import FailedEngines, LateEngines, SenderReports
+from dapo_mega.weight_sync.update import EngineRoute, Sent, Transport, Update, UpdateCalls
+
+if TYPE_CHECKING:
+    from dapo_mega.engines.sglang.fleet_client import SyncTarget
 
 _POLL_S = 0.001
-_FAILURE_POLL_S = 0.05
+_FAILURE_POLL_S = 0.1
 _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
 
 
@@ -50,247 +77,335 @@ class BroadcastTransport(Transport):
     ) -> None:
         """Collective. Engines reach the trainer at its address on the route to the host `towards`. `dtype` is the
         engines': fp32, bf16 or fp8."""
-        self._processes = processes
+        self._bucket_bytes = config.bucket_bytes
         self._encodings = Encodings(config)
         self._is_fp8 = dtype == "fp8"
-        self._bucket_bytes = config.bucket_bytes
-        self._timeout_s = config.timeout_s
-        self._replica_size = processes.tensor_size * processes.context_size
-        self._address = local_address(towards)
-        # A sender waits for a message while each of the others sends a bucket, and as long as rank 0 waits for engines.
-        num_places = processes.pipeline_size * self._replica_size
-        waits_s = (3 + 2 * num_places) * self._timeout_s
-        self._store = open_store(self._address, waits_s)  # It serves other processes as long as it is referenced.
+        address = local_address(towards)
+        # It serves other processes as long as it is referenced.
+        self._own_store = store = open_store(address, config.timeout_s)
         everyones: list[Any] = [None] * processes.world_size
-        mine = (self._address, self._store.port, secrets.token_hex(4))
-        dist.all_gather_object(everyones, mine, group=processes.control)
-        self._listening = [(address, port) for address, port, _ in everyones]
-        self._run_id = everyones[0][2]
-        store = self._store if processes.rank == 0 else connect_store(*self._listening[0], waits_s)
-        self._mail = Mail(store, processes.rank, waits_s)
-        self._update = 0
-        self._group_names: dict[str, str] = {}
-        self._replica_of: dict[str, int] = {}
-        self._groups: dict[str, EngineGroup] = {}
-        self._abandoned: list[tuple[EngineGroup, Sequence[dist.Work]]] = []
-        self._bytes_made = self._bytes_sent = 0
+        dist.all_gather_object(everyones, (address, store.port, secrets.token_hex(4)), group=processes.control)
+        listening = [(address, port) for address, port, _ in everyones]
+        if processes.rank > 0:
+            store = connect_store(*listening[0], config.timeout_s)
+        self._controller = BroadcastController(processes, store, listening, everyones[0][2], config)
+        self._sender = BroadcastSender(processes, store, listening[processes.rank], config.timeout_s)
+
+    def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
+        return self._controller.routes(number, targets, outdated)
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        # gloo times out on a broadcast that an engine never finishes; its tensors must live until then.
-        self._abandoned = [(group, works) for group, works in self._abandoned if not _are_completed(works)]
-        self._update = update.number
-        self._bytes_made = self._bytes_sent = 0
-        joining = self._join_groups(update, session)
-        replicas = sorted({self._replica_of[target.url] for target in update.targets})
-        encoding = self._encodings.choose(update, any(map(self._is_mine, joining)))
+        if not update.routes:
+            return Sent(0)
+        encoding = self._encodings.choose(update, any(route.joins for route in self._sender.routes(update)))
+        prepared: Callable[[WeightBucket], WeightBucket] = quantised_bucket if self._is_fp8 else lambda bucket: bucket
         if session:
-            self._start_delivery(policy, encoding, update, replicas, session)
-        for bucket in policy.shares(self._bucket_bytes, replicas):
-            if bucket and bucket.tensors is not None:
-                self._serve(self._encoded(bucket, encoding))
+            rounds = policy.weight_plan(self._bucket_bytes)
+            planned = tuple(tuple(encoding.planned(prepared(bucket)) for bucket in buckets) for buckets in rounds)
+            self._controller.start(session, update, planned)
+        replicas = sorted({route.replica for route in update.routes})
+        buckets = policy.weights(self._bucket_bytes, "senders", replicas)
+        self._sender.send(update, map(prepared, buckets), encoding)
         if session:
             session.finish()
-        return self._sent()
+        return self._sender.sent(*self._encodings.take_counts())
 
-    def _encoded(self, bucket: WeightBucket, encoding: Encoding) -> EncodedBucket:
-        return encoding.encode(quantised_bucket(bucket) if self._is_fp8 else bucket)
+    def report_failure(self, url: str) -> None:
+        self._controller.report_failure(url)
 
-    def _start_delivery(
-        self, policy: WeightSource, encoding: Encoding, update: Update, replicas: Sequence[int], session: UpdateCalls
+    def forget(self, urls: Sequence[str]) -> None:
+        self._controller.forget(urls)
+        self._sender.forget(urls)
+
+    def close(self) -> None:
+        """See `Transport`. Takes up to four times `timeout_s` if an engine never finished a broadcast."""
+        self._sender.close()
+
+
+class BroadcastController:
+    """Calls the engines and finds out which have failed. Used on rank 0 only, and knows no tensor."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        store: dist.Store,
+        listening: Sequence[tuple[str, int]],
+        run_id: str,
+        config: WeightSyncConfig,
     ) -> None:
-        """Start to tell the engines to receive, and the senders to send."""
-        rounds = [
-            [self._encoded(bucket, encoding) for bucket in buckets]
-            for buckets in policy.planned_shares(self._bucket_bytes)
-        ]
-        engines: dict[int, list[str]] = {replica: [] for replica in replicas}
-        for target in session.targets:
-            engines[self._replica_of[target.url]].append(target.url)
+        """`store` is rank 0's; `listening` has the addresses and ports of all ranks' stores. `run_id` tells its groups
+        from those of other trainers."""
+        self._processes = processes
+        self._store = store
+        self._listening = listening
+        self._run_id = run_id
+        self._timeout_s = config.timeout_s
+        self._window_bytes = config.bucket_bytes
+        self._reports = SenderReports(store, config.timeout_s)
+        self._failed = FailedEngines(store, 0)
+        self._routes: dict[str, EngineRoute] = {}
+        self._old_groups: dict[str, str] = {}
+        self._known_plans: dict[str, str] = {}
 
-        async def tell(client: EngineClient, bucket: EncodedBucket, is_last: bool) -> None:
-            await client.update_weights_from_distributed(
-                names=[spec.name for spec in bucket.specs],
-                dtypes=[dtype_name(spec.dtype) for spec in bucket.specs],
-                shapes=[spec.shape for spec in bucket.specs],
-                group_name=self._group_name(client.url, bucket.stage, bucket.place),
-                version=update.label if is_last else None,
-                flush_cache=update.flush_cache and is_last,
-                load_format=bucket.load_format,
-            )
-
-        delivery = Delivery(rounds, engines, self._post, tell, self._timeout_s)
-        # An engine may wait for others as long as it receives.
-        session.start(delivery.deliver, 2 * delivery.num_buckets + len(session.targets) + 2)
-
-    def _rank(self, sender: Sender) -> int:
-        """Megatron numbers processes by tensor, context, data and pipeline rank."""
-        return (sender.stage * self._processes.data_size + sender.replica) * self._replica_size + sender.place
-
-    def _post(self, sender: Sender, message: Message) -> None:
-        self._mail.post(self._rank(sender), message)
-
-    def _senders(self, replica: int) -> Iterator[Sender]:
-        for stage in range(self._processes.pipeline_size):
-            for place in range(self._replica_size):
-                yield Sender(replica, stage, place)
-
-    def _is_mine(self, url: str) -> bool:
-        """Whether this process sends to the engine."""
-        return self._replica_of[url] == self._processes.data_rank
-
-    def _serve(self, bucket: EncodedBucket) -> None:
-        """Send the round's bucket to engines as rank 0 says, until all have it or have failed."""
-        assert bucket.pieces is not None
-        remaining = iter(bucket.pieces)
-        made: list[Tensor] = []
-        works: dict[str, list[dist.Work]] = {}
-        while (message := self._mail.read()).kind == "send":
-            (url,) = message.urls
-            if url in self._groups:
-                works[url] = self._broadcast(self._groups[url], made, remaining)
-                self._bytes_sent += sum(piece.nbytes for piece in made)
-        self._bytes_made += sum(piece.nbytes for piece in made)
-        self._finish(works, message.urls)
-
-    def _broadcast(self, group: EngineGroup, made: list[Tensor], remaining: Iterator[Tensor]) -> list[dist.Work]:
-        """Start the broadcasts of all pieces: those that were `made` for an engine before, or are made now."""
-        works = [group.broadcast(piece, 0) for piece in made]
-        for piece in remaining:
-            made.append(piece)
-            works.append(group.broadcast(piece, 0))
-        return works
-
-    def _finish(self, works: Mapping[str, Sequence[dist.Work]], received: Sequence[str]) -> None:
-        """Wait for the broadcasts to the engines that have received them; give up the groups of the others."""
-        self._wait({url: partial(_are_completed, works[url]) for url in received if url in works})
-        for url, each in works.items():
-            if url not in received or not _have_succeeded(each):
-                group = self._groups.pop(url)
-                group.abort()
-                self._abandoned.append((group, each))
-
-    def _sent(self) -> Sent:
-        """Collective: what all processes have sent."""
-        counts = torch.zeros(self._processes.world_size, 4, dtype=torch.int64)
-        own = self._bytes_made, self._bytes_sent, *self._encodings.take_counts()
-        counts[self._processes.rank] = torch.tensor(own)
-        dist.all_reduce(counts, group=self._processes.control)
-        made, sent, compared, changed = counts.T
-        shape = (self._processes.pipeline_size, self._processes.data_size, self._replica_size)
-        metrics = {"weight_sync/sender_balance": float(sent.max() / sent.double().mean())} if sent.any() else {}
-        if compared.any():
-            metrics["weight_sync/changed_share"] = int(changed.sum()) / int(compared.sum())
-        return Sent(int(made.view(shape).sum((0, 2)).max()), metrics)
-
-    def _wait(self, pending: Mapping[str, Callable[[], bool]]) -> None:
-        """Wait until every engine's part is done, its call has failed, or time is up."""
-        started = time.monotonic()
-        failures_seen = started
-        while pending and (now := time.monotonic()) - started < self._timeout_s:
-            pending = {url: is_done for url, is_done in pending.items() if not is_done()}
-            if now - failures_seen > _FAILURE_POLL_S:
-                failures_seen = now
-                pending = {url: d for url, d in pending.items() if not self._mail.has_failed(self._update, url)}
-            if pending:
-                time.sleep(_POLL_S)
-
-    def _group_name(self, url: str, stage: int, place: int) -> str:
-        return f"{self._group_names[url]}-{stage}-{place}"
-
-    def _join_groups(self, update: Update, session: UpdateCalls | None) -> Sequence[str]:
-        """Give the engines that have none yet a replica, and create their groups with all of its processes. Returns
-        their URLs."""
-        lacking = [t for t in update.targets if t.url in update.outdated or t.url not in self._replica_of]
-        if not lacking:
-            return []
-        old_names = {target.url: self._group_names.get(target.url) for target in lacking}
-        sizes = {target.url: 1 + target.tp_size for target in lacking}
-        self._assign_replicas(update, list(sizes))
-        for index, url in enumerate(sizes):
-            name = f"dapo-mega-{self._run_id}-{update.number}-{index}"
-            self._group_names[url] = limited_group(name, _JOINING_SHARE * self._timeout_s)
-            self._groups.pop(url, None)
-        if session:
-
-            async def join(client: EngineClient) -> None:
-                if client.url in sizes:
-                    await self._join(client, sizes[client.url], old_names[client.url])
-
-            session.start(join)
-            for replica in sorted({self._replica_of[url] for url in sizes}):
-                urls = tuple(t.url for t in session.targets if t.url in sizes and self._replica_of[t.url] == replica)
-                for sender in self._senders(replica):
-                    self._post(sender, Message("join", urls))
-        if any(map(self._is_mine, sizes)):
-            self._create_groups({url: sizes[url] for url in self._mail.read().urls})
-        if session:
-            session.finish()
-        return list(sizes)
-
-    def _assign_replicas(self, update: Update, lacking: Sequence[str]) -> None:
-        """Spread the engines over the replicas, the same on every process."""
-        if any(target.url not in update.outdated for target in update.targets):
+    def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
+        """See `Transport`. Engines without a route yet are spread over the replicas, and join new groups."""
+        self._failed = FailedEngines(self._store, number)
+        present = {target.url for target in targets}
+        if not present.issubset(outdated):
             # An engine that an update leaves out must join again before it gets weights.
-            present = {target.url for target in update.targets}
-            self._replica_of = {url: replica for url, replica in self._replica_of.items() if url in present}
-        for url in lacking:
-            self._replica_of.pop(url, None)
+            self.forget(self._routes.keys() - present)
+        self.forget(outdated)
         numbers = Counter(dict.fromkeys(range(self._processes.data_size), 0))
-        numbers.update(self._replica_of.values())
-        for url in lacking:
-            self._replica_of[url] = min(numbers, key=lambda replica: (numbers[replica], replica))
-            numbers[self._replica_of[url]] += 1
+        numbers.update(route.replica for route in self._routes.values())
+        turns: Counter[int] = Counter()
+        for index, target in enumerate(targets):
+            known = self._routes.get(target.url)
+            replica = known.replica if known else min(numbers, key=lambda replica: (numbers[replica], replica))
+            name = f"dapo-mega-{self._run_id}-{number}-{index}"
+            group = known.group if known else limited_group(name, _JOINING_SHARE * self._timeout_s)
+            numbers[replica] += known is None
+            size = 1 + target.tp_size
+            self._routes[target.url] = EngineRoute(target.url, replica, turns[replica], group, size, known is None)
+            turns[replica] += 1
+        return tuple(self._routes[target.url] for target in targets)
 
-    async def _join(self, client: EngineClient, size: int, old_name: str | None) -> None:
+    def start(self, session: UpdateCalls, update: Update, rounds: tuple[tuple[PlannedBucket, ...], ...]) -> None:
+        """Start to bring the buckets of all rounds to each engine of the update."""
+        plan = UpdatePlan(self._processes.pipeline_size * self._processes.per_stage, self._window_bytes, rounds)
+        routes = {route.url: route for route in update.routes}
+        replicas = sorted({route.replica for route in update.routes})
+        ranks = [rank for replica in replicas for rank in self._processes.of_replica(replica)]
+        late = LateEngines(len(plan.rounds), self._timeout_s)
+        found: set[str] = set()
+        looked = time.monotonic()
+
+        def is_late(url: str) -> bool:
+            nonlocal found, looked
+            if (now := time.monotonic()) - looked > self._reports.every_s:
+                found, looked = late.find(self._reports.read(ranks, update.number), routes, now), now
+            return url in found
+
+        async def serve(client: EngineClient) -> None:
+            if routes[client.url].joins:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._join(client, routes[client.url])
+                except TimeoutError:
+                    raise EngineError(client.url, f"it has not joined within {self._timeout_s:g} s") from None
+            receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan))
+            try:
+                while not (await asyncio.wait([receiving], timeout=self._reports.every_s))[0]:
+                    if is_late(client.url):
+                        raise EngineError(client.url, f"it has taken no weights for {self._timeout_s:g} s")
+                await receiving
+            finally:
+                receiving.cancel()
+
+        session.start(serve, self._num_parts(plan, update))
+
+    def _num_parts(self, plan: UpdatePlan, update: Update) -> int:
+        """An engine may wait for others as long as it receives."""
+        return 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
+
+    async def _join(self, client: EngineClient, route: EngineRoute) -> None:
         """Make the engine join the group of each sender, and leave its old groups."""
-        senders = list(self._senders(self._replica_of[client.url]))
-        if old_name:
-            for sender in senders:
+        self._known_plans.pop(client.url, None)
+        ranks = self._processes.of_replica(route.replica)
+        if old_group := self._old_groups.get(client.url):
+            for sender in range(len(ranks)):
                 with contextlib.suppress(EngineError):  # A restarted server does not have the group.
-                    await client.destroy_weights_update_group(f"{old_name}-{sender.stage}-{sender.place}")
-        for sender in senders:
-            address, port = self._listening[self._rank(sender)]
+                    await client.destroy_weights_update_group(group_with(old_group, sender))
+        self._old_groups[client.url] = route.group
+        for sender, rank in enumerate(ranks):
+            address, port = self._listening[rank]
             await client.init_weights_update_group(
                 address=address,
                 port=port,
                 rank_offset=1,
-                world_size=size,
-                name=self._group_name(client.url, sender.stage, sender.place),
+                world_size=route.size,
+                name=group_with(route.group, sender),
                 backend=backend_name(self._processes.device),
             )
 
-    def _create_groups(self, sizes: Mapping[str, int]) -> None:
-        """Join this process's groups with these engines in parallel; engines that do not join get no group."""
-        if not sizes:
+    async def _receive(self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan) -> None:
+        """Have the engine receive and load all buckets: in one call, or without the plugin in one for each bucket."""
+        if update.have_plugin:
+            is_known = self._known_plans.get(client.url) == plan.digest
+            load_format = str(PlanFormat(plan.digest, route.turn, "" if is_known else plan.text))
+            calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), load_format)]
+        else:
+            calls = [
+                (group_with(route.group, bucket.sender), bucket.specs, "flattened_bucket")
+                for bucket in plan.in_turn(route.turn)
+            ]
+        for number, (group, specs, load_format) in enumerate(calls, start=1):
+            is_last = number == len(calls)
+            await client.update_weights_from_distributed(
+                names=[spec.name for spec in specs],
+                dtypes=[dtype_name(spec.dtype) for spec in specs],
+                shapes=[spec.shape for spec in specs],
+                group_name=group,
+                version=update.label if is_last else None,
+                flush_cache=update.flush_cache and is_last,
+                load_format=load_format,
+                timeout_s=self._timeout_s * self._num_parts(plan, update),
+            )
+        self._known_plans[client.url] = plan.digest
+
+    def report_failure(self, url: str) -> None:
+        """Let the senders know, from the thread that calls the engines."""
+        self._failed.add(url)
+
+    def forget(self, urls: Iterable[str]) -> None:
+        """The engines must join again."""
+        for url in urls:
+            self._routes.pop(url, None)
+
+
+class BroadcastSender:
+    """Gathers, encodes and broadcasts this process's part of the weights. Used on every process; calls no engine."""
+
+    def __init__(self, processes: Processes, store: dist.Store, listening: tuple[str, int], timeout_s: float) -> None:
+        """`store` is rank 0's, or a connection to it; engines reach this process's own one at `listening`."""
+        self._processes = processes
+        self._ranks = processes.of_replica(processes.data_rank)
+        self._number = self._ranks.index(processes.rank)
+        self._store = store
+        self._listening = listening
+        self._timeout_s = timeout_s
+        self._reports = SenderReports(store, timeout_s)
+        self._groups: dict[str, EngineGroup] = {}
+        self._abandoned: list[threading.Thread] = []
+        self._bytes_made = self._bytes_sent = 0
+
+    def routes(self, update: Update) -> list[EngineRoute]:
+        """Those of the engines to which this process sends."""
+        return [route for route in update.routes if route.replica == self._processes.data_rank]
+
+    def send(self, update: Update, buckets: Iterable[WeightBucket], encoding: Encoding) -> None:
+        """Collective: send this process's bucket of each round to its engines."""
+        routes = self.routes(update)
+        failed = FailedEngines(self._store, update.number)
+        self._bytes_made = self._bytes_sent = 0
+        self._join({route.url: route for route in routes if route.joins}, failed)
+        routes.sort(key=lambda route: steps_to(route.turn, len(self._ranks), self._number))
+        for round_, bucket in enumerate(buckets):
+            if bucket.tensors is not None:
+                report = partial(self._reports.write, self._processes.rank, update.number, round_)
+                self._broadcast([route.url for route in routes], encoding.encode(bucket), failed, report)
+            self._reports.write(self._processes.rank, update.number, round_)
+            del bucket  # Free its memory before the next but one is gathered.
+
+    def _join(self, routes: Mapping[str, EngineRoute], failed: FailedEngines) -> None:
+        """Join the groups with new engines in parallel. Engines that do not come in time get no group."""
+        for url in routes:
+            self._groups.pop(url, None)
+        if not routes:
             return
-        place = self._processes.rank % self._replica_size
 
-        def create(url: str) -> EngineGroup:
+        def create(route: EngineRoute) -> EngineGroup:
             # One connection per thread: a store blocks while it waits.
-            store = connect_store(*self._listening[self._processes.rank], self._timeout_s)
-            name = self._group_name(url, self._processes.pipeline_rank, place)
-            return join_group(store, name, sizes[url], self._processes.device, self._address, self._timeout_s)
+            store = connect_store(*self._listening, self._timeout_s)
+            name = group_with(route.group, self._number)
+            return join_group(store, name, route.size, self._processes.device, self._listening[0], self._timeout_s)
 
-        executor = ThreadPoolExecutor(len(sizes))
-        joining = {url: executor.submit(create, url) for url in sizes}
-        self._wait({url: future.done for url, future in joining.items()})
+        executor = ThreadPoolExecutor(len(routes))
+        joining = {url: executor.submit(create, route) for url, route in routes.items()}
+        self._wait({url: future.done for url, future in joining.items()}, failed, limit_s=self._timeout_s)
         executor.shutdown(wait=False)
         for url, future in joining.items():
             if future.done() and not future.exception():
                 self._groups[url] = future.result()
 
-    def report_failure(self, url: str) -> None:
-        self._mail.report_failure(self._update, url)
+    def _broadcast(
+        self, urls: Sequence[str], chunks: Iterable[Tensor], failed: FailedEngines, report: Callable[[list[str]], None]
+    ) -> None:
+        """Broadcast a bucket to these engines at once, and wait until each has it or has failed.
 
-    def forget(self, urls: Sequence[str]) -> None:
+        All of one engine's broadcasts begin before those of the engine that comes next: with NCCL a broadcast may have
+        to wait for those begun before.
+        """
+        remaining = iter(chunks)
+        made: list[Tensor] = []
+        works: dict[str, list[dist.Work]] = {}
+        failed.read()
         for url in urls:
-            self._replica_of.pop(url, None)
+            if url in self._groups and url in failed.urls:
+                self._give_up(url, [])
+            elif url in self._groups:
+                works[url] = [self._groups[url].broadcast(chunk, 0) for chunk in made]
+                for chunk in remaining:
+                    made.append(chunk)
+                    works[url].append(self._groups[url].broadcast(chunk, 0))
+        size = sum(chunk.nbytes for chunk in made)
+        self._bytes_made += size
+        self._bytes_sent += size * len(works)
+        # An engine that is in no group with this process can get no weights, which the others must learn.
+        done = {url: partial(_are_completed, works[url]) if url in works else (lambda: False) for url in urls}
+        self._wait(done, failed, report)
+        for url, each in works.items():
+            if url in failed.urls or not _have_succeeded(each):
+                self._give_up(url, each)
+
+    def _wait(
+        self,
+        done: Mapping[str, Callable[[], bool]],
+        failed: FailedEngines,
+        report: Callable[[list[str]], None] | None = None,
+        limit_s: float = math.inf,
+    ) -> None:
+        """Wait until every engine's part is done or the engine has failed; `report` now and then for whom."""
+        waiting = deque(done)
+        started = looked = reported = time.monotonic()
+        while waiting and (now := time.monotonic()) - started < limit_s:
+            if waiting[0] in failed.urls or done[waiting[0]]():
+                waiting.popleft()
+                continue
+            if now - looked > _FAILURE_POLL_S:
+                looked = now
+                failed.read()
+            if report and now - reported > self._reports.every_s:
+                reported = now
+                report([url for url in waiting if not done[url]()])
+            time.sleep(_POLL_S)
+
+    def _give_up(self, url: str, works: Sequence[dist.Work]) -> None:
+        group = self._groups.pop(url)
+        group.abort()
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        self._abandoned.append(threading.Thread(target=_outlive, args=(group, works), daemon=True))
+        self._abandoned[-1].start()
+
+    def sent(self, compared_bytes: int, changed_bytes: int) -> Sent:
+        """Collective: what all processes have sent, of whose weights so many bytes were compared and have changed."""
+        processes = self._processes
+        counts = torch.zeros(processes.world_size, 4, dtype=torch.int64)
+        counts[processes.rank] = torch.tensor([self._bytes_made, self._bytes_sent, compared_bytes, changed_bytes])
+        dist.all_reduce(counts, group=processes.control)
+        made, sent, compared, changed = counts.T
+        metrics = {"weight_sync/sender_balance": float(sent.max() / sent.double().mean())} if sent.any() else {}
+        if compared.any():
+            metrics["weight_sync/changed_share"] = int(changed.sum()) / int(compared.sum())
+        of_replicas = [int(made[processes.of_replica(replica)].sum()) for replica in range(processes.data_size)]
+        return Sent(max(of_replicas), metrics)
+
+    def forget(self, urls: Iterable[str]) -> None:
+        """Leave the groups with these engines."""
+        for url in urls:
             self._groups.pop(url, None)
 
     def close(self) -> None:
-        """See `Transport`. Takes up to `timeout_s` if an engine never finished a broadcast."""
-        self.forget(list(self._groups))
-        self._abandoned.clear()
+        """Leave all groups, once gloo has given up the broadcasts that no engine takes."""
+        self._groups.clear()
+        for thread in self._abandoned:
+            thread.join()
+
+
+def _outlive(group: EngineGroup, works: Sequence[dist.Work]) -> None:
+    """Keep group and broadcasts until these end, as gloo cannot be interrupted. Then the connection closes, which tells
+    the engine that nothing more comes."""
+    while not _are_completed(works):
+        time.sleep(_FAILURE_POLL_S)
 
 
 def _are_completed(works: Sequence[dist.Work]) -> bool:

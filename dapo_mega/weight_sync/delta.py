@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
+    PlannedBucket,
     checksum,
     differing,
     find_changes,
     pack_changes,
 )
-from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync.buckets import EncodedBucket
+from dapo_mega.types import WeightBucket
 
 
 class DeltaEncoding:
@@ -36,20 +34,18 @@ class DeltaEncoding:
         """Assume that engines hold nothing: the next update sends everything."""
         self._held.clear()
 
-    def encode(self, bucket: WeightBucket) -> EncodedBucket:
+    def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        is_matrix = [spec.dtype.is_floating_point and len(spec.shape) > 1 for spec in bucket.specs]
+        dtypes = [self._dtype if matrix else spec.dtype for matrix, spec in zip(is_matrix, bucket.specs, strict=True)]
+        specs = tuple(replace(spec, dtype=dtype) for spec, dtype in zip(bucket.specs, dtypes, strict=True))
+        return PlannedBucket(bucket.sender, specs, ())
+
+    def encode(self, bucket: WeightBucket) -> tuple[Tensor, Tensor]:
         """See `Encoding`. First comes the number of bytes [8], then the packed changes; afterwards engines
         are assumed to hold the bucket."""
-        specs = tuple(
-            replace(spec, dtype=self._dtype) if spec.dtype.is_floating_point and len(spec.shape) > 1 else spec
-            for spec in bucket.specs
-        )
-        pieces = None if bucket.tensors is None else self._changes(bucket, specs)
-        return EncodedBucket(bucket.stage, specs, CHANGES_FORMAT, pieces, bucket.place)
-
-    def _changes(self, bucket: WeightBucket, specs: Sequence[WeightSpec]) -> tuple[Tensor, ...]:
         found: list[tuple[Tensor | None, Tensor]] = []
         checksums = []
-        for spec, (name, tensor) in zip(specs, bucket, strict=True):
+        for spec, (name, tensor) in zip(self.planned(bucket).specs, bucket, strict=True):
             new = tensor.to(spec.dtype).contiguous()
             held = self._held.get(name)
             before = None if held is None else held.to(new.device)

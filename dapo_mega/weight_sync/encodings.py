@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -10,75 +11,61 @@ import torch
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, split_specs
-from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync.buckets import EncodedBucket, flatten
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, flatten, split_specs
+from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.update import Update
 
 # A smaller broadcast takes longer than copying its tensors into one buffer with others.
-_PIECE_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 
 
 class Encoding(Protocol):
     """Turns buckets into the bytes that engines receive."""
 
-    def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """Every rank gets specs and load format; those that have the bucket's tensors also get the bytes."""
+    def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors it does not need."""
+
+    def encode(self, bucket: WeightBucket) -> Iterable[Tensor]:
+        """The bucket's bytes in chunks, each [bytes] uint8 and one broadcast; they can be read once."""
 
 
-class FlatEncoding:
-    """SGLang's own encoding: the whole bucket in one broadcast."""
+class ChunkedEncoding:
+    """A broadcast for each chunk: an engine loads one while it receives the next ones. A large tensor is its own chunk,
+    small neighbours are in one together."""
 
-    def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        pieces = None if bucket.tensors is None else (flatten(bucket.specs, bucket.tensors),)
-        return EncodedBucket(bucket.stage, bucket.specs, "flattened_bucket", pieces, bucket.place)
+    def __init__(self, chunk_bytes: float) -> None:
+        """A chunk of several tensors is full at `chunk_bytes`; infinity makes one of each bucket, as SGLang expects."""
+        self._chunk_bytes = chunk_bytes
 
+    def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        lengths: list[int] = []
+        num_bytes = self._chunk_bytes
+        for spec in bucket.specs:
+            if max(num_bytes, spec.num_bytes) >= self._chunk_bytes:
+                lengths.append(0)
+                num_bytes = 0
+            lengths[-1] += 1
+            num_bytes += spec.num_bytes
+        return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
 
-class PiecewiseEncoding:
-    """Several broadcasts per bucket: an engine loads one piece while it receives the next ones."""
-
-    def __init__(self, window_bytes: int) -> None:
-        """Engines receive at most `window_bytes` ahead of the piece that they load."""
-        self._window_bytes = window_bytes
-
-    def encode(self, bucket: WeightBucket) -> EncodedBucket:
-        """See `Encoding`. Each piece is made when it is read."""
-        lengths = _piece_lengths(bucket.specs)
-        pieces = None if bucket.tensors is None else _pieces(split_specs(bucket.specs, lengths), bucket.tensors)
-        load_format = str(PiecesFormat(lengths, self._window_bytes))
-        return EncodedBucket(bucket.stage, bucket.specs, load_format, pieces, bucket.place)
-
-
-def _piece_lengths(specs: Iterable[WeightSpec]) -> tuple[int, ...]:
-    """The number of tensors in each piece: a large tensor is its own piece, small neighbours share one."""
-    lengths: list[int] = []
-    num_bytes = _PIECE_BYTES
-    for spec in specs:
-        if max(num_bytes, spec.num_bytes) >= _PIECE_BYTES:
-            lengths.append(0)
-            num_bytes = 0
-        lengths[-1] += 1
-        num_bytes += spec.num_bytes
-    return tuple(lengths)
-
-
-def _pieces(specs_of_pieces: Sequence[Sequence[WeightSpec]], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The pieces' bytes; a tensor alone in its piece is sent from its own memory, without a copy."""
-    remaining = iter(tensors)
-    for specs in specs_of_pieces:
-        if len(specs) == 1:
-            yield next(remaining).contiguous().flatten().view(torch.uint8)
-        else:
-            yield flatten(specs, islice(remaining, len(specs)))
+    def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
+        """See `Encoding`. Each chunk is made when it is read; a tensor alone in its chunk is sent from its own memory,
+        without a copy."""
+        remaining = iter(bucket.tensors or ())
+        for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
+            if len(specs) == 1:
+                yield next(remaining).contiguous().flatten().view(torch.uint8)
+            else:
+                yield flatten(specs, islice(remaining, len(specs)))
 
 
 class Encodings:
     """Chooses an update's encoding, the same on every rank."""
 
     def __init__(self, config: WeightSyncConfig) -> None:
-        self._flat = FlatEncoding()
-        self._piecewise = PiecewiseEncoding(config.bucket_bytes)
+        self._flat = ChunkedEncoding(math.inf)
+        self._chunked = ChunkedEncoding(_CHUNK_BYTES)
         self._delta = DeltaEncoding(torch.bfloat16)
         self._full_every = config.full_every
         self._since_full = 0
@@ -86,11 +73,11 @@ class Encodings:
     def choose(self, update: Update, sends_to_outdated: bool) -> Encoding:
         """The encoding for all engines of the update. Engines that joined or came back need full weights from the
         processes that send to them."""
-        if not all(target.has_plugin for target in update.targets):
+        if not update.have_plugin:
             self._since_full = self._full_every
             return self._flat
         if self._full_every == 1:
-            return self._piecewise
+            return self._chunked
         self._since_full += 1
         is_full = self._since_full >= self._full_every
         if is_full or sends_to_outdated:

@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-
-class Broadcasting(Protocol):
-    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
+from dapo_mega.engines.sglang.weight_protocol import PATIENCE
 
 
-class EngineGroup(Broadcasting, Protocol):
+class EngineGroup(Protocol):
     """The part of torch's groups that is used here; torch's type stubs lack it."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
 
     def abort(self) -> None: ...
 
@@ -39,11 +39,13 @@ def join_group(
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         # torch ends the process at this timeout, so a waiting rank must abort the group earlier.
-        nccl._timeout = timedelta(seconds=4 * timeout_s)
+        nccl._timeout = timedelta(seconds=PATIENCE * timeout_s)
         return cast(EngineGroup, dist.ProcessGroupNCCL(keys, rank, size, nccl))
     make: Any = dist.ProcessGroupGloo
     gloo = make._Options()
     gloo._devices = [make.create_device(hostname=address)]
     gloo._timeout = timedelta(seconds=timeout_s)
     gloo._threads = 1  # Two broadcasts at the same time would share the rate, and the first one be there later.
-    return cast(EngineGroup, make(keys, rank, size, gloo))
+    group = make(keys, rank, size, gloo)
+    group._set_default_timeout(timedelta(seconds=PATIENCE * timeout_s))
+    return cast(EngineGroup, group)

@@ -95,10 +95,11 @@ class FleetWeightSync(WeightSync):
         targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
         outdated = frozenset(target.url for target in targets if target.is_outdated)
         label = str(WeightVersion(self._run, version))
-        update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache)
         calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
         if self._transport.uses_sessions:
             calls.call(_begin_session)
+        routes = self._transport.routes(self._num_updates, calls.targets, outdated)
+        update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache, routes)
         started = time.perf_counter()
         try:
             sent = self._trainer.send_weights(update, self._failed, Own(calls))

@@ -21,10 +21,9 @@ from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import is_local
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.weight_protocol import unpacked
+from dapo_mega.engines.sglang.weight_protocol import flatten, unpacked
 from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSource
-from dapo_mega.weight_sync.buckets import flatten
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
@@ -51,7 +50,7 @@ class SharedMemoryTransport(Transport):
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
         num_bytes = 0
-        buckets = policy.stage_weights(self._bucket_bytes)
+        buckets = policy.weights(self._bucket_bytes, "stage_leaders", replicas=(0,))
         for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:
             box: list[Any] = [None]
             if bucket.tensors is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -45,11 +45,24 @@ class EngineFleet(Protocol):
 
 
 @dataclass(frozen=True)
+class EngineRoute:
+    """How an engine gets weights by broadcast: as number `turn` of the engines of `replica`, by each of whose processes
+    it is in a group of `size` members. `group` begins the groups' names; `joins`: they are made in this update."""
+
+    url: str
+    replica: int
+    turn: int
+    group: str
+    size: int
+    joins: bool
+
+
+@dataclass(frozen=True)
 class Update:
     """One update; every rank has the same.
 
     `number` is unique within a run. `label` names `version` in the engines' answers. `outdated` has the URLs of engines
-    that joined or came back since the last update.
+    that joined or came back since the last update. `routes` are the transport's, of the engines with open sessions.
     """
 
     number: int
@@ -58,6 +71,12 @@ class Update:
     targets: tuple[SyncTarget, ...]
     outdated: frozenset[str]
     flush_cache: bool
+    routes: tuple[EngineRoute, ...] = ()
+
+    @property
+    def have_plugin(self) -> bool:
+        """Whether all of the engines have `dapo_mega.sglang_plugin`."""
+        return all(target.has_plugin for target in self.targets)
 
 
 class UpdateCalls:
@@ -72,7 +91,7 @@ class UpdateCalls:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._on_failure = on_failure
-        self._unanswered: deque[Future[dict[str, Any]]] = deque()
+        self._unanswered: list[Future[dict[str, Any]]] = []
 
     def start(self, method: Callable[[EngineClient], Awaitable[None]], num_parts: int = 1) -> None:
         """Start a call on all remaining engines. It may take the time limit of so many parts of an update."""
@@ -80,16 +99,16 @@ class UpdateCalls:
         async def reporting(client: EngineClient) -> None:
             try:
                 await method(client)
-            except EngineError:
+            except (EngineError, CancelledError):
                 self._on_failure(client.url)
                 raise
 
         self._unanswered.append(self._fleet.start_call(self.targets, reporting, num_parts * self._timeout_s))
 
-    def finish(self, all_but: int = 0) -> None:
-        """Wait for all engines' answers to the started calls, except to the last `all_but` of them."""
-        while len(self._unanswered) > all_but:
-            for url, result in self._unanswered.popleft().result().items():
+    def finish(self) -> None:
+        """Wait for all engines' answers to the started calls."""
+        while self._unanswered:
+            for url, result in self._unanswered.pop(0).result().items():
                 if isinstance(result, EngineError):
                     self.failures.setdefault(url, result.reason)
         self.targets = [target for target in self.targets if target.url not in self.failures]
@@ -113,6 +132,10 @@ class Transport:
 
     uses_sessions = True
     """Whether the engines get the weights between begin_weight_update and end_weight_update."""
+
+    def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
+        """The routes of update `number` to these engines, for transports that need them. On rank 0."""
+        return ()
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
         """Collective. `session` is given on rank 0 only."""

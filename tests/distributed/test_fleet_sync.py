@@ -53,7 +53,7 @@ class Policy(OneSenderPerStage):
         self._tensors = [torch.randn(6, generator=random) for _ in STAGES]
         self._rank = rank
 
-    def stage_weights(self, bucket_bytes):
+    def buckets(self):
         for number, stage in enumerate(STAGES):
             specs = (WeightSpec(f"w{number}", torch.float32, (6,)),)
             tensors = [self._tensors[number]] if stage == self._rank else None
@@ -94,6 +94,45 @@ def test_every_stage_reaches_all_engines_but_the_one_that_fails():
             assert outcome == (["http://e0", "http://e2"], ["http://e1"], 4 * 6 * 4)
 
 
+SILENCE_LIMIT_S = 3.0
+# What each engine stops at: a bucket of four, or its answer.
+SILENCES = [{"e1": 1}, {"e1": 4}, {"e0": 2, "e2": 3}, {"e1": None}, {}]
+
+
+def outcomes_of_silence(silences):
+    """Two pipeline stages bring weights to engines that stop without a word. What each update came to, on rank 0."""
+    rank = dist.get_rank()
+    fleet = ScriptedFleet(3, SILENCE_LIMIT_S) if rank == 0 else None
+    sync = sync_of_two(fleet, SILENCE_LIMIT_S)
+    outcomes = []
+    for version, silent in enumerate(silences, start=1):
+        if fleet:
+            fleet.return_all()
+            fleet.without_plugin = set()
+            for name, number in silent.items():
+                call = ("update", number) if number else "acknowledge"
+                fleet.engines[f"http://{name}"].faults = {call: "silence"}
+        policy = Policy(rank, version)
+        started = time.monotonic()
+        sync.push(policy, version)
+        if fleet:
+            synced = [url[-2:] for url, number in fleet.synced_versions.items() if number == version]
+            exact = {url[-2:] for url, engine in fleet.engines.items() if policy.is_held_by(engine)}
+            outcomes.append((sorted(synced), set(synced) <= exact, sorted(fleet.away), time.monotonic() - started))
+    if fleet:
+        fleet.disconnect()
+    return outcomes
+
+
+def test_only_the_engines_that_stop_are_left_out_and_soon():
+    outcomes, _ = run_distributed(outcomes_of_silence, 2, SILENCES, timeout_s=200)
+    for silent, (synced, are_exact, away, seconds) in zip(SILENCES, outcomes, strict=True):
+        assert synced == sorted({"e0", "e1", "e2"} - silent.keys())
+        assert are_exact
+        assert away == sorted(f"http://{name}" for name in silent)
+        assert seconds < 3 * SILENCE_LIMIT_S
+
+
 class BusyEngine(ScriptedEngine):
     """It has a GPU for each of two processes, and reads what is sent only when the sender has gone on, if that does."""
 
@@ -114,8 +153,8 @@ class BusyEngine(ScriptedEngine):
 class GoingOn(Policy):
     """It notes which buckets have been sent."""
 
-    def stage_weights(self, bucket_bytes):
-        for number, bucket in enumerate(super().stage_weights(bucket_bytes), start=1):
+    def buckets(self):
+        for number, bucket in enumerate(super().buckets(), start=1):
             yield bucket
             (self.folder / f"{number}").touch()
 
@@ -202,10 +241,10 @@ class OneMatrix:
             self.matrix[row] = row + 1
         self._specs = (WeightSpec("w", torch.bfloat16, (100, 30)),)
 
-    def planned_shares(self, bucket_bytes):
+    def weight_plan(self, bucket_bytes):
         return [[WeightBucket(0, self._specs, None, False)]]
 
-    def shares(self, bucket_bytes, replicas):
+    def weights(self, bucket_bytes, to, replicas):
         tensors = [self.matrix] if dist.get_rank() in replicas else None
         yield WeightBucket(0, self._specs, tensors, False)
 
@@ -249,5 +288,7 @@ def test_each_replica_sends_its_own_engines_what_they_lack():
     assert [exact for exact, *_ in outcomes] == [everyone, everyone, first, first, everyone, everyone]
     full = [num_bytes > 100 * 30 * 2 for _, num_bytes, *_ in outcomes]
     assert full == [True, False, False, False, True, False], "only the engine that came back needs everything"
-    assert [balance for _, _, balance, *_ in outcomes] == pytest.approx([4 / 3, 4 / 3, 4 / 3, 2, 2, 4 / 3])
+    balances = [balance for _, _, balance, *_ in outcomes]
+    del balances[2]  # Whether something was begun for the engine that died.
+    assert balances == pytest.approx([4 / 3, 4 / 3, 2, 2, 4 / 3])
     assert [share for *_, share in outcomes] == pytest.approx([None, 0.01, 0.01, 0.01, None, 0.01])

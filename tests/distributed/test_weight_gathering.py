@@ -65,7 +65,7 @@ WITH_ENGINES = (
 )
 URLS = [f"http://e{number}" for number in range(4)]
 BUCKET_BYTES = 1 << 17
-SHARE_BYTES = 1 << 15  # So that every process has several buckets.
+SENDERS_BYTES = 1 << 15  # So that every process has several buckets.
 
 
 def run_cases(cases):
@@ -89,7 +89,7 @@ def run_case(case):
     with pytest.MonkeyPatch.context() as patch:
         meetings = watch_meetings(patch)
         gatherer = gathering.WeightGatherer(chunks, model.layout, processes)
-    buckets = [list(bucket) for bucket in gatherer.buckets(case["bucket_bytes"])]
+    buckets = [list(bucket) for bucket in gatherer.weights(case["bucket_bytes"])]
     got = dict(pair for bucket in buckets for pair in bucket)
     if processes.is_leader:
         exact = got.keys() == expected.keys() and all(
@@ -107,13 +107,13 @@ def run_case(case):
     if processes.is_leader:
         dist.all_gather_object(names, [name for bucket in buckets for name, _ in bucket], group=processes.leaders)
     stages = check_stage_buckets(gatherer, case["bucket_bytes"], expected, processes)
-    senders = {1, processes.data_size}
-    shares = [check_shares(gatherer, range(replicas), expected, processes) for replicas in sorted(senders)]
+    numbers = sorted({1, processes.data_size})
+    senders = [check_senders(gatherer, range(replicas), expected, processes) for replicas in numbers]
     engines = check_engines(gatherer, expected, processes) if case.get("engines") else []
     parallel_state.destroy_model_parallel()
     return {
         "stages": stages,
-        "shares": shares,
+        "senders": senders,
         "engines": engines,
         "has_met": meetings == [processes.device],
         "all_exact": int(total[0]) == processes.world_size,
@@ -129,9 +129,9 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     transfers = watch_transfers(gatherer)
     own = {parameter.untyped_storage().data_ptr() for parameter in gatherer._parameters.values()}
     # Closed early, by all processes after the same bucket.
-    first_specs = next(iter(gatherer.buckets(bucket_bytes, per_stage=True))).specs
+    first_specs = next(gatherer.weights(bucket_bytes, "stage_leaders", (0,))).specs
     described, data, sizes, num_own, most_alive = [], {}, [], 0, 0
-    for bucket in gatherer.buckets(bucket_bytes, per_stage=True):
+    for bucket in gatherer.weights(bucket_bytes, "stage_leaders", (0,)):
         described.append((bucket.stage, bucket.specs, bucket.is_last))
         for name, tensor in bucket:
             num_own += tensor.untyped_storage().data_ptr() in own
@@ -165,20 +165,19 @@ def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     }
 
 
-def check_shares(gatherer, replicas, expected, processes):
-    """What rank 0 finds over all processes when these replicas share the buckets."""
-    planned = gatherer.planned_shares(SHARE_BYTES)
+def check_senders(gatherer, replicas, expected, processes):
+    """What rank 0 finds over all processes when all processes of these replicas get buckets."""
+    planned = gatherer.weight_plan(SENDERS_BYTES)
     transfers = watch_transfers(gatherer)
     replica_size = processes.tensor_size * processes.context_size
-    place = processes.rank % replica_size
+    sender = processes.pipeline_rank * replica_size + processes.rank % replica_size
     data, as_planned, most_alive = {}, True, 0
-    next(gatherer.shares(SHARE_BYTES, replicas))  # Closed early, by all processes after the same round.
+    next(gatherer.weights(SENDERS_BYTES, "senders", replicas))  # Closed early, by all processes after the same round.
     first = len(transfers)
-    for number, bucket in enumerate(gatherer.shares(SHARE_BYTES, replicas)):
-        if bucket:
-            data |= {name: tensor.clone() for name, tensor in bucket}
-        specs = bucket.specs if bucket and bucket.tensors is not None else None
-        alone = [b.specs for b in planned[number] if (b.stage, b.place) == (processes.pipeline_rank, place)]
+    for number, bucket in enumerate(gatherer.weights(SENDERS_BYTES, "senders", replicas)):
+        data |= {name: tensor.clone() for name, tensor in bucket}
+        specs = bucket.specs if bucket.tensors is not None else None
+        alone = [b.specs for b in planned[number] if (b.stage, b.sender) == (processes.pipeline_rank, sender)]
         as_planned &= [specs] == (alone or [None]) if processes.data_rank in replicas else specs is None
         alive = sum(transfer() is not None for transfer in transfers[first:])
         most_alive = max(most_alive, alive - max(map(len, planned)))
@@ -188,10 +187,10 @@ def check_shares(gatherer, replicas, expected, processes):
     mine = (processes.data_rank, processes.pipeline_rank, list(data), is_exact, as_planned, num_bytes, most_alive)
     everyones: list = [None] * processes.world_size
     dist.all_gather_object(everyones, mine, group=processes.control)
-    shares = {}
+    totals = {}
     for replica, stage, *_, num_bytes, _ in everyones:
-        shares.setdefault((replica, stage), []).append(num_bytes)
-    sending = [each for (replica, _), each in shares.items() if replica in replicas]
+        totals.setdefault((replica, stage), []).append(num_bytes)
+    sending = [each for (replica, _), each in totals.items() if replica in replicas]
     return {
         "exact": all(each[3] for each in everyones),
         "as_planned": all(each[4] for each in everyones),
@@ -209,7 +208,7 @@ def check_engines(gatherer, expected, processes):
     """Three updates of four engines: one dies in the middle of the first and is alone in the second. On rank 0, which
     engines have the weights after each, which are away, and the metrics."""
     fleet = ScriptedFleet(4, 60.0) if processes.rank == 0 else None
-    config = WeightSyncConfig(timeout_s=60, bucket_mib=SHARE_BYTES / 2**20)
+    config = WeightSyncConfig(timeout_s=60, bucket_mib=SENDERS_BYTES / 2**20)
     sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
     outcomes = []
     for version, push in enumerate((sync.push, sync.push_to_outdated, sync.push)):
@@ -312,14 +311,14 @@ def test_leaders_get_their_tensors_in_buckets_that_all_can_describe(reports, nam
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_processes_of_a_replica_share_its_weights_equally(reports, name):
+def test_the_processes_of_a_replica_get_about_equal_parts_of_its_weights(reports, name):
     """Whether one replica sends or all of them."""
-    for shares in reports[name]["shares"]:
-        assert shares["exact"]
-        assert shares["complete"]
-        assert shares["as_planned"]
-        assert shares["imbalance"] <= 1.1
-        assert shares["most_alive"] <= 1, "beside the next round, a process has the bucket that it sends"
+    for senders in reports[name]["senders"]:
+        assert senders["exact"]
+        assert senders["complete"]
+        assert senders["as_planned"]
+        assert senders["imbalance"] <= 1.1
+        assert senders["most_alive"] <= 1, "beside the next round, a process has the bucket that it sends"
 
 
 @pytest.mark.parametrize("name", WITH_ENGINES)

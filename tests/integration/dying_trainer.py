@@ -34,17 +34,17 @@ def fatal_tensors() -> Iterator[torch.Tensor]:
 
 
 def make_an_update_fatal() -> None:
-    shares = MegatronPolicy.shares
+    weights = MegatronPolicy.weights
     num_updates = 0
 
-    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[WeightBucket | None]:
+    def fatal(policy: MegatronPolicy, *arguments: Any) -> Iterator[WeightBucket]:
         nonlocal num_updates
         num_updates += 1
-        for number, bucket in enumerate(shares(policy, *arguments), 1):
+        for number, bucket in enumerate(weights(policy, *arguments), 1):
             is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
-            yield replace(bucket, tensors=fatal_tensors()) if bucket and is_fatal else bucket
+            yield replace(bucket, tensors=fatal_tensors()) if is_fatal else bucket
 
-    MegatronPolicy.shares = fatal
+    MegatronPolicy.weights = fatal
 
 
 if __name__ == "__main__":

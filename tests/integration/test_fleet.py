@@ -376,20 +376,20 @@ def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, t
 
 def run_losing_an_engine(training_run, engines, index, fault):
     """Train to the end, with the fault at this engine in the middle of the update after step 2."""
-    shares = training_run.trainer.policy.shares
+    weights = training_run.trainer.policy.weights
 
     def interrupted(*arguments):
-        for number, bucket in enumerate(shares(*arguments)):
+        for number, bucket in enumerate(weights(*arguments)):
             if training_run.step == 2 and number == 3:
                 signal_engine(engines, index, fault)
             yield bucket
 
-    training_run.trainer.policy.shares = interrupted
+    training_run.trainer.policy.weights = interrupted
     wait_for_both_engines(training_run)
     try:
         records = run(training_run)
     finally:
-        training_run.trainer.policy.shares = shares
+        training_run.trainer.policy.weights = weights
     assert [record["weight_sync/engines"] for record in records[:2]] == [2, 1]
     assert records[1]["time/weight_sync_s"] < 60
     assert call(engines.launcher.urls[1 - index], "/model_info")[1]["weight_version"].endswith(":3")

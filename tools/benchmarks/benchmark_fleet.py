@@ -1,10 +1,12 @@
 """Measures the client of a fleet: many requests in flight, and its speed against a server's own batch interface.
 
-python tools/benchmark.py fleet --requests 10000
+python tools/benchmark.py fleet --requests 10000 --engines 64 512
 python tools/benchmark.py fleet --url http://127.0.0.1:30000 --vocab-size 200
 
 Without --url scripted engines in a process of their own hold all answers back until every request is in flight; groups
-of 16 are rolled out as training does. With --url the requests go through the dispatcher to an SGLang server, and in
+of 16 are rolled out as training does. Then rank 0 of a trainer updates the weights of the numbers of engines that
+--engines says, which answer its calls and receive nothing: what is measured is the CPU time of its calls, not that of
+gathering and sending. With --url the requests go through the dispatcher to an SGLang server, and in
 turn as one list in a single call, which no client can be faster than. Start that server with --weight-version 0, and
 put its key into --api-key-env.
 """
@@ -26,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
+from update_calls import UpdateCost, measure_updates
 
 from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
@@ -41,6 +44,8 @@ _IDLE_LIMIT_S = 30.0  # A server clears up for a moment after its last answer.
 _PROMPT_TOKENS = 16
 _NUM_ENGINES = 20
 _GROUP_SIZE = 16
+_BUCKET_TENSORS = 6
+_UPDATES = 3
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="benchmark fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=10000, help="in flight at scripted engines, a multiple of 20")
+    parser.add_argument("--engines", type=int, nargs="+", default=[64, 512], help="whose weights are updated")
+    parser.add_argument("--buckets", type=int, default=128, help="of an update, each of six tensors")
     parser.add_argument("--url", help="of an SGLang server to compare with its own batch interface")
     parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY")
     parser.add_argument("--vocab-size", type=int, default=200, help="of the server's model")
@@ -67,9 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(argv)
-    lines = (
-        asyncio.run(_compare(options)) if options.url else _report_crowd(asyncio.run(measure_crowd(options.requests)))
-    )
+    if options.url:
+        lines = asyncio.run(_compare(options))
+    else:
+        lines = _report_crowd(asyncio.run(measure_crowd(options.requests)))
+        lines += ["", *_report_updates(measure_updates(options.engines, options.buckets, _BUCKET_TENSORS, _UPDATES))]
     print("\n".join(lines))
 
 
@@ -167,6 +176,16 @@ def _report_crowd(crowd: Crowd) -> list[str]:
         f"{crowd.cpu_s / crowd.num_requests * 1e3:.2f} | {crowd.num_requests / crowd.wall_s:.0f} | "
         f"{crowd.most_overtaken} |",
     ]
+
+
+def _report_updates(costs: Sequence[UpdateCost]) -> list[str]:
+    lines = ["| engines updated | calls per engine | CPU, s | CPU per engine, ms | wall, s |", "|---|---|---|---|---|"]
+    for cost in costs:
+        lines.append(
+            f"| {cost.num_engines} | {cost.calls_per_engine:.0f} | {cost.cpu_s:.3f} | "
+            f"{cost.cpu_s / cost.num_engines * 1e3:.2f} | {cost.wall_s:.3f} |"
+        )
+    return lines
 
 
 async def _compare(options: argparse.Namespace) -> list[str]:

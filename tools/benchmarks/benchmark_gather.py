@@ -132,7 +132,7 @@ def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) 
 
     def gather() -> None:
         nonlocal model_bytes
-        buckets = gatherer.buckets(int(options.bucket_mib * 2**20))
+        buckets = gatherer.weights(int(options.bucket_mib * 2**20))
         model_bytes = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
 
     with _recorded_messages() as messages:

@@ -7,7 +7,7 @@ python tools/benchmark.py senders --layout data=2 --engines 2 4 8 --mib 48 --buc
 The trainer's processes (as many as --layout says) send to engines, each on a host of its own. The trainer is
 `FleetWeightSync` with its broadcasts and real HTTP calls; weights lie in memory and are not gathered. Engines are light
 processes with the plugin's receiving code, which compare what they get. `allowed` is the time that the rate allows an
-engine for the payload; `one group` broadcasts the same pieces from one process to all engines in one group. The first
+engine for the payload; `one group` broadcasts the same chunks from one process to all engines in one group. The first
 update of a row, in which engines join, does not count. CPU is of all processes of the benchmark, as a share of the
 machine's cores.
 """
@@ -41,9 +41,9 @@ from dapo_mega.distributed.stores import connect_store, local_address, open_stor
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, dtype_name
+from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with
 from dapo_mega.errors import InputError
-from dapo_mega.types import WeightBucket, WeightSpec
+from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 
@@ -162,10 +162,10 @@ class _Policy:
 
     def __init__(self, options: argparse.Namespace, processes: Processes) -> None:
         self._processes = processes
-        self._num_places = processes.tensor_size * processes.context_size
+        self._per_stage = processes.tensor_size * processes.context_size
         num_buckets = options.mib // options.bucket_mib
         self.version = 0
-        per_round = processes.pipeline_size * self._num_places
+        per_round = processes.pipeline_size * self._per_stage
         if num_buckets == 0 or num_buckets % per_round:
             raise InputError(f"{num_buckets} buckets are not the same number for {per_round} processes; change --mib")
         tensors_per_bucket = options.bucket_mib * 2**20 // _TENSOR_BYTES
@@ -186,27 +186,28 @@ class _Policy:
         for spec in specs:
             yield torch.full(spec.shape, value_of(spec.name, self.version), dtype=torch.uint8)
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        raise NotImplementedError
-
-    stage_weights = weights
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        starts = range(0, len(self._specs), self._per_round)
         return [
             [
-                WeightBucket(index // self._num_places, specs, None, False, index % self._num_places)
-                for index, specs in enumerate(self._specs[start : start + self._per_round])
+                WeightBucket(sender // self._per_stage, specs, None, start == starts[-1], sender)
+                for sender, specs in enumerate(self._specs[start : start + self._per_round])
             ]
-            for start in range(0, len(self._specs), self._per_round)
+            for start in starts
         ]
 
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        place = self._processes.rank % self._num_places
-        for buckets in self.planned_shares(bucket_bytes):
-            for bucket in buckets:
-                if (bucket.stage, bucket.place) == (self._processes.pipeline_rank, place):
-                    is_sender = self._processes.data_rank in replicas
-                    yield replace(bucket, tensors=self.tensors(bucket.specs)) if is_sender else None
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "senders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        processes = self._processes
+        mine = processes.pipeline_rank * self._per_stage + processes.rank % self._per_stage
+        for buckets in self.weight_plan(bucket_bytes):
+            bucket = buckets[mine]
+            yield (
+                replace(bucket, tensors=self.tensors(bucket.specs))
+                if processes.data_rank in (replicas or ())
+                else bucket
+            )
 
 
 class _Fleet:
@@ -358,7 +359,7 @@ def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) ->
 
 
 def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespace, num_engines: int) -> float:
-    """Seconds of broadcasting the weights from rank 0 to all engines in one group, in pieces of a bucket."""
+    """Seconds of broadcasting the weights from rank 0 to all engines in one group, in chunks of a bucket."""
     if not fleet:
         return 0.0
     name = f"one-group-{secrets.token_hex(4)}"
@@ -367,29 +368,30 @@ def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespac
     urls = list(fleet._clients)[:num_engines]
     targets = [SyncTarget(url, 1) for url in urls]
     specs = policy.specs
-    per_piece = options.bucket_mib * 2**20 // _TENSOR_BYTES
-    lengths = (per_piece,) * (len(specs) // per_piece)
+    per_chunk = options.bucket_mib * 2**20 // _TENSOR_BYTES
+    bucket = PlannedBucket(0, tuple(specs), (per_chunk,) * (len(specs) // per_chunk))
+    plan = UpdatePlan(1, 4 * options.bucket_mib * 2**20, ((bucket,),))
 
     async def join(client: EngineClient) -> None:
         await client.init_weights_update_group(
             address=address, port=store.port, rank_offset=1 + urls.index(client.url), world_size=1 + num_engines,
-            name=name, backend="gloo",
+            name=group_with(name, 0), backend="gloo",
         )  # fmt: skip
 
     async def receive(client: EngineClient) -> None:
         await client.update_weights_from_distributed(
-            names=[spec.name for spec in specs], dtypes=[dtype_name(spec.dtype) for spec in specs],
-            shapes=[spec.shape for spec in specs], group_name=name, version=str(policy.version), flush_cache=False,
-            load_format=str(PiecesFormat(lengths, 4 * options.bucket_mib * 2**20)),
+            names=(), dtypes=(), shapes=(), group_name=name, version=str(policy.version), flush_cache=False,
+            load_format=str(PlanFormat(plan.digest, 0, plan.text)),
         )  # fmt: skip
 
     joined = fleet.start_call(targets, join, TIMEOUT_S)
-    group = join_group(connect_store(address, store.port, TIMEOUT_S), name, 1 + num_engines, CPU, address, TIMEOUT_S)
+    connected = connect_store(address, store.port, TIMEOUT_S)
+    group = join_group(connected, group_with(name, 0), 1 + num_engines, CPU, address, TIMEOUT_S)
     joined.result()
     started = time.perf_counter()
     received = fleet.start_call(targets, receive, TIMEOUT_S)
-    for start in range(0, len(specs), per_piece):
-        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_piece]))), 0).wait()
+    for start in range(0, len(specs), per_chunk):
+        group.broadcast(torch.cat(list(policy.tensors(specs[start : start + per_chunk]))), 0).wait()
     received.result()
     return time.perf_counter() - started
 

@@ -1,11 +1,11 @@
-"""Measures a weight update of a real SGLang server against bare broadcasts of the same bytes in the same pieces.
+"""Measures a weight update of a real SGLang server against bare broadcasts of the same bytes in the same chunks.
 
 python tools/benchmark.py weight_sync --model MODEL
 python tools/benchmark.py weight_sync --model MODEL --url http://127.0.0.1:30000
 
 Without --url it starts a server itself, on the CPU. One at --url must serve MODEL in float32; its API key is read from
 DAPO_MEGA_API_KEY. The trainer is one process; the bare broadcasts go from it to another process over the same kind of
-group. That process has memory for all pieces; as `receive + copy` it takes each into the same memory and copies it to
+group. That process has memory for all chunks; as `receive + copy` it takes each into the same memory and copies it to
 where it belongs before it takes the next, which is what SGLang does without the plugin. Memory is what the trainer's
 grows by at its peak in the first update, connections included.
 """
@@ -39,7 +39,7 @@ from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
-from dapo_mega.types import WeightBucket
+from dapo_mega.types import Receivers, WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastTransport
 from dapo_mega.weight_sync.engine_groups import join_group
 
@@ -175,19 +175,15 @@ class _Policy:
         self.sizes: list[int] = []
         self.num_bytes = sum(tensor.nbytes for bucket in self.weights(2**30) for _, tensor in bucket)
 
-    def weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        yield from self._gatherer.buckets(bucket_bytes)
+    def weights(
+        self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
+    ) -> Iterator[WeightBucket]:
+        yield from self._gatherer.weights(bucket_bytes, to, replicas)
 
-    def stage_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        yield from self._gatherer.buckets(bucket_bytes, per_stage=True)
-
-    def planned_shares(self, bucket_bytes: int) -> list[list[WeightBucket]]:
-        rounds: list[list[WeightBucket]] = self._gatherer.planned_shares(bucket_bytes)
+    def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
+        rounds: list[list[WeightBucket]] = self._gatherer.weight_plan(bucket_bytes)
         self.sizes = [bucket.num_bytes for buckets in rounds for bucket in buckets]
         return rounds
-
-    def shares(self, bucket_bytes: int, replicas: Collection[int]) -> Iterator[WeightBucket | None]:
-        yield from self._gatherer.shares(bucket_bytes, replicas)
 
 
 def _measure(policy: _Policy, sync: Pushing, bucket_mib: float, num_rounds: int) -> str:
@@ -210,19 +206,19 @@ def _measure(policy: _Policy, sync: Pushing, bucket_mib: float, num_rounds: int)
 
 @contextmanager
 def _receiver(sizes: Sequence[int], copies: bool) -> Iterator[Callable[[], None]]:
-    """What broadcasts pieces of these sizes to another process, which has memory for all of them."""
+    """What broadcasts chunks of these sizes to another process, which has memory for all of them."""
     store = open_store(_ADDRESS, _TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     receiver = context.Process(target=_receive, args=(store.port, list(sizes), copies), daemon=True)
     receiver.start()
     group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S)
     # Not zeros: memory that has never been written is one page that stays in the processor's cache.
-    pieces = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    chunks = [torch.ones(size, dtype=torch.uint8) for size in sizes]
     done = torch.zeros(1)
 
     def send() -> None:
-        for piece in pieces:
-            group.broadcast(piece, 0).wait()
+        for chunk in chunks:
+            group.broadcast(chunk, 0).wait()
         group.broadcast(done, 1).wait()
 
     try:
@@ -236,14 +232,14 @@ def _receive(port: int, sizes: Sequence[int], copies: bool) -> None:
     torch.set_num_threads(1)
     store = connect_store(_ADDRESS, port, _TIMEOUT_S)
     group = join_group(store, "bare", 2, torch.device("cpu"), _ADDRESS, _TIMEOUT_S, rank=1)
-    pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    chunks = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     buffer = torch.zeros(max(sizes), dtype=torch.uint8)
     while True:
-        for piece in pieces:
-            received = buffer[: len(piece)] if copies else piece
+        for chunk in chunks:
+            received = buffer[: len(chunk)] if copies else chunk
             group.broadcast(received, 0).wait()
             if copies:
-                piece.copy_(received)
+                chunk.copy_(received)
         group.broadcast(torch.zeros(1), 1).wait()
 
 

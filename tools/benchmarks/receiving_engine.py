@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from dapo_mega.distributed.stores import connect_store
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, weight_specs
+from dapo_mega.engines.sglang.weight_protocol import PlanFormat, UpdatePlan, group_with
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
 from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 
@@ -39,6 +39,7 @@ class ReceivingEngine:
         torch.set_num_threads(1)
         self._address = address
         self._groups: dict[str, EngineGroup] = {}
+        self._plan = UpdatePlan(0, 0, ())
         self._received: dict[str, int] = {}
         self._wrong: list[str] = []
         self._thread = ThreadPoolExecutor(1)
@@ -85,11 +86,14 @@ class ReceivingEngine:
         return {}
 
     def _receive(self, body: Any) -> dict[str, Any]:
-        specs = weight_specs(body["names"], body["dtypes"], body["shapes"])
-        pieces = PiecesFormat.parse(body["load_format"])
-        assert pieces
-        for name, tensor in ArrivingWeights(self._groups[body["group_name"]], "cpu", specs, pieces):
-            self._received[name] = int(tensor[0])
-            if not bool((tensor == tensor[0]).all()):
-                self._wrong.append(name)
+        call = PlanFormat.parse(body["load_format"])
+        assert call
+        if call.text:
+            self._plan = UpdatePlan.parse(call.text)
+        for bucket in self._plan.in_turn(call.turn):
+            group = self._groups[group_with(body["group_name"], bucket.sender)]
+            for name, tensor in ArrivingWeights(group, "cpu", bucket, self._plan.window_bytes):
+                self._received[name] = int(tensor[0])
+                if not bool((tensor == tensor[0]).all()):
+                    self._wrong.append(name)
         return {}

@@ -213,8 +213,10 @@ class EngineClient:
         version: str | None,
         flush_cache: bool,
         load_format: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        """Receive these tensors in the group's broadcasts; `version=None` keeps the version."""
+        """Receive these tensors in the group's broadcasts; `version=None` keeps the version. `timeout_s` replaces the
+        client's limit."""
         await self._command(
             "/update_weights_from_distributed",
             {
@@ -226,6 +228,7 @@ class EngineClient:
                 "flush_cache": flush_cache,
                 "load_format": load_format,
             },
+            timeout_s,
         )
 
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool = True) -> None:
@@ -271,8 +274,8 @@ class EngineClient:
             return error.status == HTTPStatus.METHOD_NOT_ALLOWED
         return False
 
-    async def _command(self, path: str, body: dict[str, Any]) -> None:
-        content = await self._request("POST", path, body, self._timeout_s)
+    async def _command(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        content = await self._request("POST", path, body, timeout_s or self._timeout_s)
         answer = self._parsed(path, content)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineRefused(self.url, HTTPStatus.OK, f"{path}: {answer.get('message')}")

@@ -1,7 +1,7 @@
-"""The encoding of weights for engines with `dapo_mega.sglang_plugin`, shared by trainer and plugin.
+"""What trainer and `dapo_mega.sglang_plugin` agree on: the plan of an update, and the encoding of its buckets.
 
-pieces     several pieces; each holds the bytes of some of the bucket's tensors, one after the other
-changes    two pieces: the number of bytes in the second one, and the second one: first the number of values sent
+chunks     several chunks; each holds the bytes of some of the bucket's tensors, one after the other
+changes    two chunks: the number of bytes in the second one, and the second one: first the number of values sent
            of each tensor, then the checksum of each whole tensor, then for each tensor either all values, or the
            positions and the values of the changed ones
 
@@ -10,16 +10,20 @@ Numbers are int64, positions int32; each part starts at a multiple of 8 bytes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dapo_mega.types import WeightSpec
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Increase it with every change after which one side no longer understands the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """The field of a server's internal state that holds the plugin's protocol."""
@@ -27,8 +31,10 @@ MODEL_FIELD = "dapo_mega_model"
 """The field that holds the server's model configuration: the text of a `config.json`."""
 OTHER_MODEL = "its model is not the policy's"
 """The start of an engine's error when the weights sent are another model's."""
-CHANGES_FORMAT = "dapo_mega_changes"
-_PIECES_FORMAT = "dapo_mega_pieces:"
+PATIENCE = 4
+"""So many time limits of a part of an update a broadcast waits for its other end: an engine that waits for a sender
+that waits for an engine that hangs must not fail with that one."""
+_PLAN_FORMAT = "dapo_mega_plan:"
 _LIMIT = re.compile(r"-within-(\d+)ms(-|$)")
 _ALL = -1
 _ALIGNMENT = 8
@@ -46,24 +52,76 @@ def limit_of_group(name: str) -> float | None:
     return int(found[1]) / 1000 if found else None
 
 
-@dataclass(frozen=True)
-class PiecesFormat:
-    """The load format of a bucket in pieces; piece i holds `lengths[i]` tensors. Beside the piece that it loads, an
-    engine receives further pieces while they fit into `window_bytes`, and always at least one."""
+class PlannedBucket(NamedTuple):
+    """A bucket as engines are told of it: the number of the process of a replica that sends it, and how many of its
+    tensors each chunk holds; with `lengths` empty it comes as changes."""
 
+    sender: int
+    specs: tuple[WeightSpec, ...]
     lengths: tuple[int, ...]
-    window_bytes: int
 
-    def __str__(self) -> str:
-        return f"{_PIECES_FORMAT}{self.window_bytes}:{','.join(map(str, self.lengths))}"
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """All buckets of an update, the same for every engine: in each round at most one of each of `num_senders`. Beside
+    the chunk that it loads, an engine receives further ones while they fit into `window_bytes`, and at least one."""
+
+    num_senders: int
+    window_bytes: int
+    rounds: tuple[tuple[PlannedBucket, ...], ...]
+
+    def in_turn(self, turn: int) -> list[PlannedBucket]:
+        """The buckets in the order in which the engine number `turn` of a replica receives them. Engines begin a round
+        with different senders and go round, so that they do not meet at one."""
+        in_turn = partial(steps_to, turn, self.num_senders)
+        return [bucket for each in self.rounds for bucket in sorted(each, key=lambda b: in_turn(b.sender))]
+
+    @cached_property
+    def text(self) -> str:
+        """All of it as JSON."""
+        return json.dumps([self.num_senders, self.window_bytes, self.rounds], default=_described, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, load_format: str) -> PiecesFormat | None:
+    def parse(cls, text: str) -> UpdatePlan:
+        """The inverse of `text`."""
+        num_senders, window_bytes, rounds = json.loads(text)
+        buckets = (tuple(PlannedBucket(s, _specs(d), tuple(lengths)) for s, d, lengths in each) for each in rounds)
+        return cls(num_senders, window_bytes, tuple(buckets))
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells the plan from others."""
+        return hashlib.blake2b(self.text.encode(), digest_size=16).hexdigest()
+
+
+def steps_to(turn: int, num_senders: int, sender: int) -> int:
+    """After how many other senders the engine number `turn` of a replica comes to this one in a round."""
+    return (sender - turn) % num_senders
+
+
+class PlanFormat(NamedTuple):
+    """The load format of a call that brings all buckets of a plan to the engine number `turn` of a replica. The plan's
+    `text` may be empty if the engine has had it before."""
+
+    digest: str
+    turn: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{_PLAN_FORMAT}{self.digest}:{self.turn}:{self.text}"
+
+    @classmethod
+    def parse(cls, load_format: str) -> PlanFormat | None:
         """The inverse of `str`; None for any other format."""
-        if not load_format.startswith(_PIECES_FORMAT):
+        if not load_format.startswith(_PLAN_FORMAT):
             return None
-        window_bytes, lengths = load_format.removeprefix(_PIECES_FORMAT).split(":")
-        return cls(tuple(map(int, lengths.split(","))), int(window_bytes))
+        digest, turn, text = load_format.removeprefix(_PLAN_FORMAT).split(":", 2)
+        return cls(digest, int(turn), text)
+
+
+def group_with(group: str, sender: int) -> str:
+    """The name of an engine's process group with one sender; `group` is the engine's."""
+    return f"{group}-{sender}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -71,26 +129,40 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def weight_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[WeightSpec]:
-    """The specs of the tensors in a call to an engine; `dtypes` as `dtype_name` gives them."""
-    return [
-        WeightSpec(name, getattr(torch, dtype), tuple(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
+def _described(spec: WeightSpec) -> tuple[str, str, tuple[int, ...]]:
+    return spec.name, dtype_name(spec.dtype), spec.shape
 
 
-def split_specs(specs: Sequence[WeightSpec], piece_lengths: Sequence[int]) -> list[list[WeightSpec]]:
-    """The tensors of each piece."""
+def _specs(described: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[WeightSpec, ...]:
+    return tuple(WeightSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in described)
+
+
+def split_specs(specs: Sequence[WeightSpec], chunk_lengths: Sequence[int]) -> list[list[WeightSpec]]:
+    """The tensors of each chunk."""
     rest = iter(specs)
-    return [[next(rest) for _ in range(length)] for length in piece_lengths]
+    return [[next(rest) for _ in range(length)] for length in chunk_lengths]
 
 
-def unpacked(piece: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:
-    """The tensors of a piece [bytes] uint8, as views of it."""
+def flatten(specs: Iterable[WeightSpec], tensors: Iterable[Tensor]) -> Tensor:
+    """[bytes] uint8 in new memory: the tensors one after the other, each copied as soon as `tensors` yields it."""
+    flat = torch.empty(0)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    start = 0
+    for tensor in tensors:
+        if start == 0:
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+        end = start + tensor.nbytes
+        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = end
+    return flat
+
+
+def unpacked(chunk: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:
+    """The tensors of a chunk [bytes] uint8, as views of it."""
     start = 0
     for spec in specs:
         end = start + spec.num_bytes
-        yield piece[start:end].view(spec.dtype).view(spec.shape)
+        yield chunk[start:end].view(spec.dtype).view(spec.shape)
         start = end
 
 

@@ -448,16 +448,17 @@ def test_what_engines_are_sent_is_on_the_gpu(models):
         deltas = DeltaEncoding(torch.bfloat16)
         try:
             for _ in range(2):
-                for bucket in map(deltas.encode, policy.stage_weights(1 << 20)):
-                    assert all(map(devices.on_gpu, bucket.pieces))
-                    changes = unpack_changes(torch.cat(bucket.pieces[1:]), bucket.specs)
-                    for spec, change in zip(bucket.specs, changes, strict=True):
+                for bucket in policy.weights(1 << 20):
+                    specs = deltas.planned(bucket).specs
+                    chunks = deltas.encode(bucket)
+                    assert all(map(devices.on_gpu, chunks))
+                    for spec, change in zip(specs, unpack_changes(chunks[1], specs), strict=True):
                         assert devices.on_gpu(change.values)
                         make_patch(spec, change, [])
                 batch = pack(flatten(make_samples(4, all_in_loss=True)), max_response_tokens=64)
                 policy.update([TokenBatch(batch)], SupervisedLoss())
             assert 0 < deltas.changed_bytes < deltas.compared_bytes
-            quantised = map(quantised_bucket, policy.stage_weights(1 << 20))
+            quantised = map(quantised_bucket, policy.weights(1 << 20))
             assert all(devices.on_gpu(tensor) for bucket in quantised for _, tensor in bucket)
         finally:
             stop_processes()

@@ -1,4 +1,4 @@
-"""Pieces of a bucket are received as there is memory for them, and handed on as they come."""
+"""Chunks of a bucket are received as there is memory for them, and handed on as they come."""
 
 from types import SimpleNamespace
 
@@ -13,15 +13,18 @@ from dapo_mega.engines.sglang.weight_protocol import (
     OTHER_MODEL,
     PROTOCOL,
     PROTOCOL_FIELD,
-    PiecesFormat,
-    weight_specs,
+    PlanFormat,
+    PlannedBucket,
+    UpdatePlan,
 )
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
+from dapo_mega.types import WeightSpec
 
 NAMES = ("a", "b", "c", "d")
 SHAPE = (4, 4)
 NUM_BYTES = 4 * 4 * 4
-PIECES = str(PiecesFormat((1,) * len(NAMES), NUM_BYTES))
+SPECS = tuple(WeightSpec(name, torch.float32, SHAPE) for name in NAMES)
+BUCKET = PlannedBucket(0, SPECS, (1,) * len(NAMES))
 
 
 class Group:
@@ -49,12 +52,11 @@ class Work:
 
 
 def arriving(group, window_bytes):
-    specs = weight_specs(NAMES, ["float32"] * len(NAMES), [SHAPE] * len(NAMES))
-    return ArrivingWeights(group, "cpu", specs, PiecesFormat((1,) * len(NAMES), window_bytes))
+    return ArrivingWeights(group, "cpu", BUCKET, window_bytes)
 
 
 @pytest.mark.parametrize(("window_bytes", "ahead"), [(0, 1), (NUM_BYTES, 1), (3 * NUM_BYTES - 1, 2), (10**6, 4)])
-def test_the_window_limits_pieces_and_each_is_waited_for_alone(window_bytes, ahead):
+def test_the_window_limits_chunks_and_each_is_waited_for_alone(window_bytes, ahead):
     group = Group()
     weights = arriving(group, window_bytes)
     assert (group.begun, group.waited) == (ahead, [])
@@ -66,7 +68,7 @@ def test_the_window_limits_pieces_and_each_is_waited_for_alone(window_bytes, ahe
     assert group.begun == len(NAMES)
 
 
-def test_a_piece_that_does_not_come_is_told_from_a_loader_that_stops():
+def test_a_chunk_that_does_not_come_is_told_from_a_loader_that_stops():
     weights = arriving(Group(breaks=True), 10**6)
     with pytest.raises(RuntimeError, match="closed by peer"):
         list(weights)
@@ -79,7 +81,7 @@ def test_a_piece_that_does_not_come_is_told_from_a_loader_that_stops():
 def test_what_a_loader_leaves_behind_is_received_all_the_same():
     group = Group()
     weights = arriving(group, NUM_BYTES)
-    next(iter(weights))  # It stops in the middle of the first piece.
+    next(iter(weights))  # It stops in the middle of the first chunk.
     assert group.begun == 1
     weights.drain()
     assert group.waited == [1, 2, 3, 4]
@@ -93,6 +95,10 @@ def test_what_is_no_longer_there_cannot_be_loaded_again():
     assert len(list(weights)) == len(NAMES)
     with pytest.raises(RuntimeError, match="these weights are freed"):
         list(weights)
+
+
+ONE_BUCKET = UpdatePlan(1, NUM_BYTES, ((BUCKET,),))
+PLAN = PlanFormat(ONE_BUCKET.digest, 0, ONE_BUCKET.text)
 
 
 class Model:
@@ -110,19 +116,13 @@ class Updater:
 
     def __init__(self):
         self._model = Model()
-        self._model_update_group = {"g": Group()}
+        self._model_update_group = {"g-0": Group(), "g-1": Group()}
 
     def get_model(self):
         return self._model
 
-    def request(self, load_format=PIECES):
-        return {
-            "names": NAMES,
-            "dtypes": ["float32"] * len(NAMES),
-            "shapes": [SHAPE] * len(NAMES),
-            "group_name": "g",
-            "load_format": load_format,
-        }
+    def request(self, load_format=None):
+        return {"names": [], "dtypes": [], "shapes": [], "group_name": "g", "load_format": load_format or str(PLAN)}
 
     def load(self, weights):
         for name, tensor in weights:
@@ -133,7 +133,7 @@ class Updater:
 
 def test_a_failing_loader_gets_plain_tensors_and_the_rest_is_received():
     updater = Updater()
-    group = updater._model_update_group["g"]
+    group = updater._model_update_group["g-0"]
     kinds = []
 
     def load(updater, weights):
@@ -173,15 +173,15 @@ def answer_to(updater, *load_formats):
 @pytest.mark.usefixtures("_alone")
 def test_a_session_with_weights_of_another_model_is_refused_at_its_end():
     updater = Updater()
-    assert answer_to(updater, PIECES) == (True, "")
+    assert answer_to(updater, str(PLAN)) == (True, "")
     held = updater.get_model().held
     assert held["d"].unique().tolist() == [3.0]
     del held["b"]
     held["head"] = torch.zeros(3, 2)
     difference = "it has head [3, 2], for which no weights come; it has no place for b"
-    assert answer_to(updater, PIECES) == (False, f"{OTHER_MODEL}: {difference}")
+    assert answer_to(updater, str(PLAN)) == (False, f"{OTHER_MODEL}: {difference}")
     # Of what comes in SGLang's own form it is not seen where it goes.
-    assert answer_to(updater, PIECES, "flattened_bucket") == (True, "")
+    assert answer_to(updater, str(PLAN), "flattened_bucket") == (True, "")
 
 
 @pytest.mark.parametrize(("algorithm", "announced"), [(None, {PROTOCOL_FIELD: PROTOCOL}), ("EAGLE", {})])
@@ -202,7 +202,45 @@ def test_ranks_together_say_what_is_missing_or_has_no_place():
     assert sglang_plugin._model_difference([([], {"expert_0"}), ([], {"expert_1"})]) == ""
 
 
-def test_the_format_says_the_same_at_both_ends():
-    sent = PiecesFormat((3, 1, 7), 2**40)
-    assert PiecesFormat.parse(str(sent)) == sent
-    assert PiecesFormat.parse("flattened_bucket") is None
+def two_rounds():
+    """Of two senders, the second of which has a bucket in the first round only; each bucket is one of the tensors."""
+    first, second, third = (PlannedBucket(sender, (SPECS[i],), (1,)) for i, sender in enumerate((0, 1, 0)))
+    return UpdatePlan(2, NUM_BYTES, ((first, second), (third,)))
+
+
+@pytest.mark.parametrize(("turn", "order"), [(0, "abc"), (1, "bac"), (2, "abc"), (3, "bac")])
+def test_engines_load_all_buckets_of_a_call_in_their_turn(turn, order):
+    plan, updater, loaded = two_rounds(), Updater(), []
+
+    def load(updater, weights):
+        loaded.extend(name for name, _ in weights)
+        return True, ""
+
+    for text in (plan.text, ""):  # The second time it knows the plan.
+        request = updater.request(str(PlanFormat(plan.digest, turn, text)))
+        assert sglang_plugin._load(load, updater, sglang_plugin._receive(None, updater, **request)) == (True, "")
+    assert "".join(loaded) == 2 * order
+    assert [group.begun for group in updater._model_update_group.values()] == [2 * 2, 2 * 1]
+
+
+def test_no_bucket_is_received_after_one_that_fails():
+    plan, updater = two_rounds(), Updater()
+    weights = sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 1, plan.text))))
+    assert sglang_plugin._load(lambda updater, weights: (False, "no"), updater, weights) == (False, "no")
+    assert [group.begun for group in updater._model_update_group.values()] == [0, 1]
+
+
+def test_an_engine_that_forgot_the_plan_or_lacks_a_group_says_so_before_it_receives():
+    plan, updater = two_rounds(), Updater()
+    with pytest.raises(KeyError):
+        sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat("another", 0, ""))))
+    del updater._model_update_group["g-1"]
+    with pytest.raises(KeyError):
+        sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
+    assert updater._model_update_group["g-0"].begun == 0
+
+
+def test_formats_say_the_same_at_both_ends():
+    assert PlanFormat.parse(str(PLAN)) == PLAN
+    assert PlanFormat.parse("flattened_bucket") is None
+    assert UpdatePlan.parse(two_rounds().text) == two_rounds()

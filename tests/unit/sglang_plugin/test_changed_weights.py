@@ -34,11 +34,11 @@ def old_and_new(seed=0, dtype=torch.bfloat16):
 class Received:
     """A group whose broadcasts bring what was packed."""
 
-    def __init__(self, pieces):
-        self._pieces = list(pieces)
+    def __init__(self, chunks):
+        self._chunks = list(chunks)
 
     def broadcast(self, tensor, root):
-        tensor.copy_(self._pieces.pop(0))
+        tensor.copy_(self._chunks.pop(0))
         return self
 
     def wait(self):
@@ -53,8 +53,7 @@ def bucket_of(tensors):
 def changed_weights(old, new):
     encoding = DeltaEncoding(torch.bfloat16)
     encoding.encode(bucket_of(old))
-    changes = encoding.encode(bucket_of(new))
-    return ChangedWeights(Received(changes.pieces), "cpu", changes.specs)
+    return ChangedWeights(Received(encoding.encode(bucket_of(new))), "cpu", encoding.planned(bucket_of(new)).specs)
 
 
 def load(weights, parameters):
@@ -145,21 +144,22 @@ def test_only_what_has_changed_in_bf16_is_sent():
     weights = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), "norm": torch.ones(64)}
     header, vector = 2 * 2 * 8, 64 * 4
     full = encoding.encode(bucket_of(weights))
-    assert [spec.dtype for spec in full.specs] == [torch.bfloat16, torch.float32]
-    assert full.pieces[1].nbytes == header + 64 * 64 * 2 + vector
-    assert int(full.pieces[0].view(torch.int64)) == full.pieces[1].nbytes
+    specs = encoding.planned(bucket_of(weights)).specs
+    assert [spec.dtype for spec in specs] == [torch.bfloat16, torch.float32]
+    assert full[1].nbytes == header + 64 * 64 * 2 + vector
+    assert int(full[0].view(torch.int64)) == full[1].nbytes
     weights["w"] += 1e-9  # Less than bf16 can hold.
-    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header
+    assert encoding.encode(bucket_of(weights))[1].nbytes == header
     weights["w"][0, :8] *= 2
     changes = encoding.encode(bucket_of(weights))
-    assert changes.pieces[1].nbytes == header + 8 * (4 + 2)
-    change, _ = unpack_changes(changes.pieces[1], changes.specs)
+    assert changes[1].nbytes == header + 8 * (4 + 2)
+    change, _ = unpack_changes(changes[1], specs)
     assert change.places.tolist() == list(range(8))
     assert torch.equal(change.values, weights["w"][0, :8].bfloat16())
     weights["w"] *= 2
-    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2
+    assert encoding.encode(bucket_of(weights))[1].nbytes == header + 64 * 64 * 2
     encoding.start_over()
-    assert encoding.encode(bucket_of(weights)).pieces[1].nbytes == header + 64 * 64 * 2 + vector
+    assert encoding.encode(bucket_of(weights))[1].nbytes == header + 64 * 64 * 2 + vector
 
 
 def test_signs_of_zero_and_single_values_are_not_forgotten():

@@ -42,8 +42,8 @@ def sync(processes, fleet):
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Every tensor is a piece."""
-    monkeypatch.setattr("dapo_mega.weight_sync.encodings._PIECE_BYTES", 1)
+    """Every tensor is a chunk."""
+    monkeypatch.setattr("dapo_mega.weight_sync.encodings._CHUNK_BYTES", 1)
 
 
 @pytest.fixture

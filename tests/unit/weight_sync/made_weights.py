@@ -25,7 +25,7 @@ class Policy(OneSenderPerStage):
         self.tensors = {f"w{i}": torch.randn(5 + i, 3, generator=random).to(d) for i, d in enumerate(DTYPES)}
         return self
 
-    def stage_weights(self, bucket_bytes):
+    def buckets(self):
         names = list(self.tensors)
         for start in (0, 2, 4):
             tensors = {name: self.tensors[name] for name in names[start : start + 2]}
@@ -45,7 +45,7 @@ class SlowlyChanging(OneSenderPerStage):
         self.tensors["w"][self.version] = self.version
         return self
 
-    def stage_weights(self, bucket_bytes):
+    def buckets(self):
         spec = WeightSpec("w", torch.bfloat16, (100, 30))
         yield WeightBucket(0, (spec,), iter(self.tensors.values()), is_last=True)
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +19,14 @@ from dapo_mega.distributed.stores import connect_store
 from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused, EngineTimeout
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.weight_protocol import (
-    CHANGES_FORMAT,
-    PiecesFormat,
+    PlanFormat,
+    PlannedBucket,
+    UpdatePlan,
+    group_with,
     limit_of_group,
-    weight_specs,
 )
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.types import WeightSpec
 from dapo_mega.weight_sync.engine_groups import join_group
 
 _READER = """
@@ -35,17 +38,23 @@ torch.save({name: tensor.clone() for name, tensor in named_tensors}, sys.stdout.
 
 
 class OneSenderPerStage:
-    """A policy that has `stage_weights`, on a trainer of one process per pipeline stage."""
+    """A policy that has `buckets`, on a trainer of one process per pipeline stage."""
 
-    def planned_shares(self, bucket_bytes):
+    def weight_plan(self, bucket_bytes):
         stages = {}
-        for bucket in self.stage_weights(bucket_bytes):
-            stages.setdefault(bucket.stage, []).append(replace(bucket, tensors=None))
+        for bucket in self.buckets():
+            stages.setdefault(bucket.stage, []).append(replace(bucket, tensors=None, sender=bucket.stage))
         return [[bucket for bucket in buckets if bucket] for buckets in zip_longest(*stages.values())]
 
-    def shares(self, bucket_bytes, replicas):
-        assert replicas == [0]
-        yield from (bucket for bucket in self.stage_weights(bucket_bytes) if bucket.tensors is not None)
+    def weights(self, bucket_bytes, to="leaders", replicas=None):
+        assert list(replicas) == [0]
+        if to == "stage_leaders":
+            yield from self.buckets()
+            return
+        mine = deque(bucket for bucket in self.buckets() if bucket.tensors is not None)
+        for buckets in self.weight_plan(bucket_bytes):
+            is_mine = mine and any(bucket.specs == mine[0].specs for bucket in buckets)
+            yield mine.popleft() if is_mine else buckets[0]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Target:
 
 class ScriptedEngine:
     """`faults` map the name of a call, or ("update", n) for the n-th bucket of an update, to what goes wrong in it:
-    `die`, `hang`, `stall` or `refuse`, or `refuse twice`, again when it is called again."""
+    `die`, `hang`, `silence` or `refuse`, or `refuse twice`, again when it is called again."""
 
     def __init__(self, url, timeout_s, tp_size=1):
         self.url = url
@@ -69,7 +78,9 @@ class ScriptedEngine:
         self.weights = self.rank_weights[0]
         self.versions = []
         self.calls = []
-        self.load_formats = []
+        self.chunk_lengths = []
+        self.plans = {}
+        self.plan_calls = []
         self.groups = {}  # Those of the first rank.
         self.other_groups = {}  # Name -> those of the other ranks.
         self.is_open = False
@@ -93,9 +104,7 @@ class ScriptedEngine:
         if fault == "hang":
             # Whoever waits for a limit lets the load of the machine decide what is slow.
             raise EngineTimeout(self.url, f"{call}: not answered within {self._timeout_s:g} s")
-        if fault == "stall":  # Of the whole process, in which this call's limits and those around it pass together.
-            loop = asyncio.get_running_loop()
-            clock, loop.time = loop.time, lambda: clock() + 1.5 * self._timeout_s
+        if fault == "silence":
             await asyncio.sleep(3600)
 
     async def _in_thread(self, function, *arguments):
@@ -148,21 +157,38 @@ class ScriptedEngine:
         del self.groups[name], self.other_groups[name]
 
     async def update_weights_from_distributed(
-        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format
+        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format, timeout_s
     ):
+        if call := PlanFormat.parse(load_format):
+            self.plan_calls.append(call)
+            if call.text:
+                self.plans = {call.digest: UpdatePlan.parse(call.text)}
+            for bucket in self.plans[call.digest].in_turn(call.turn):
+                await self._take(group_with(group_name, bucket.sender), bucket)
+        else:
+            assert load_format == "flattened_bucket"
+            specs = tuple(
+                WeightSpec(name, getattr(torch, dtype), tuple(shape))
+                for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+            )
+            await self._take(group_name, PlannedBucket(0, specs, (len(specs),)))
+        if "acknowledge" in self.faults:
+            await self._meet("acknowledge")
+        self.versions.append((version, flush_cache))
+
+    async def _take(self, group_name, bucket):
         self.num_buckets += 1
         await self._meet(("update", self.num_buckets))
         group = self.groups.get(group_name)
         if not self.is_open or not group:
             raise EngineRefused(self.url, 400, "no session, or no such group")
-        self.load_formats.append(load_format)
+        self.chunk_lengths.append(bucket.lengths)
         try:
-            specs, groups = weight_specs(names, dtypes, shapes), [group, *self.other_groups.get(group_name, [])]
-            receive = partial(self._in_thread, self._receive, specs, load_format)
+            groups = [group, *self.other_groups.get(group_name, [])]
+            receive = partial(self._in_thread, self._receive, bucket)
             await asyncio.gather(*map(receive, groups, self.rank_weights))
         except RuntimeError as error:
             raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
-        self.versions.append((version, flush_cache))
 
     async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
         await self._meet("tensor")
@@ -182,16 +208,14 @@ class ScriptedEngine:
         self.weights = load_file(f"{path}/model.safetensors")
         self.versions.append((version, flush_cache))
 
-    def _receive(self, specs, load_format, group, weights):
-        if load_format == CHANGES_FORMAT:
-            changes = ChangedWeights(group, "cpu", specs)
-            for spec, (name, tensor) in zip(specs, changes, strict=True):
+    def _receive(self, bucket, group, weights):
+        if not bucket.lengths:
+            changes = ChangedWeights(group, "cpu", bucket.specs)
+            for spec, (name, tensor) in zip(bucket.specs, changes, strict=True):
                 weights.setdefault(name, torch.empty(spec.shape, dtype=spec.dtype)).copy_(tensor)
             assert not changes.faults(changes.written())
             return
-        is_flat = load_format == "flattened_bucket"
-        pieces = PiecesFormat((len(specs),), 0) if is_flat else PiecesFormat.parse(load_format)
-        for name, tensor in ArrivingWeights(group, "cpu", specs, pieces):
+        for name, tensor in ArrivingWeights(group, "cpu", bucket, window_bytes=0):
             weights[name] = tensor.clone()
             time.sleep(self.load_s)
 

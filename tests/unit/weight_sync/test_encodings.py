@@ -1,14 +1,14 @@
-"""Encoded buckets hold the bytes of their tensors, in pieces that an engine can take apart."""
+"""Encoded buckets hold the bytes of their tensors, in chunks that an engine can take apart."""
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 import torch
 
-from dapo_mega.engines.sglang.weight_protocol import PiecesFormat, split_specs, unpacked
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, split_specs, unpacked
 from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync import encodings
-from dapo_mega.weight_sync.encodings import FlatEncoding, PiecewiseEncoding
+from dapo_mega.weight_sync.encodings import ChunkedEncoding
 
 SIZES = {"a": (3, 5), "large": (40, 8), "b": (7,), "c": (20, 8), "d": (1,), "e": (2, 2), "last": (50, 8)}
 
@@ -24,42 +24,39 @@ def tensors_of(sizes=SIZES, dtypes=(torch.float32, torch.bfloat16)):
 
 def bucket_of(tensors):
     specs = tuple(WeightSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    return WeightBucket(1, specs, iter(tensors.values()), is_last=True)
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch):
-    monkeypatch.setattr(encodings, "_PIECE_BYTES", 600)
+    return WeightBucket(1, specs, iter(tensors.values()), is_last=True, sender=3)
 
 
 def test_a_flat_bucket_is_one_run_of_bytes():
     tensors = tensors_of()
-    encoded = FlatEncoding().encode(bucket_of(tensors))
-    (piece,) = encoded.pieces
-    got = unpacked(piece, encoded.specs)
+    bucket = bucket_of(tensors)
+    (chunk,) = ChunkedEncoding(math.inf).encode(bucket)
+    got = unpacked(chunk, bucket.specs)
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(got, tensors.values(), strict=True))
-    assert (encoded.stage, encoded.load_format) == (1, "flattened_bucket")
+    assert ChunkedEncoding(math.inf).planned(bucket) == PlannedBucket(3, bucket.specs, (len(bucket.specs),))
 
 
-def test_large_tensors_are_pieces_and_small_neighbours_share_one():
+def test_large_tensors_are_chunks_and_small_neighbours_share_one():
     tensors = tensors_of()
     tensors["turned"] = torch.randn(30, 8).t()
-    encoded = PiecewiseEncoding(10**6).encode(bucket_of(tensors))
-    lengths = PiecesFormat.parse(encoded.load_format).lengths
+    bucket = bucket_of(tensors)
+    planned = ChunkedEncoding(600).planned(replace(bucket, tensors=None))
+    assert (planned.sender, planned.specs) == (3, bucket.specs)
+    lengths = planned.lengths
     # In float32 a, large, b, c, d + e, last; in bfloat16 a, large, b to e, last; turned.
     assert lengths == (1, 1, 1, 1, 2, 1, 1, 1, 4, 1, 1)
-    pieces = list(encoded.pieces)
+    chunks = list(ChunkedEncoding(600).encode(bucket))
     got = {
         spec.name: tensor
-        for piece, specs in zip(pieces, split_specs(encoded.specs, lengths), strict=True)
-        for spec, tensor in zip(specs, unpacked(piece, specs), strict=True)
+        for chunk, specs in zip(chunks, split_specs(bucket.specs, lengths), strict=True)
+        for spec, tensor in zip(specs, unpacked(chunk, specs), strict=True)
     }
     assert list(got) == list(tensors)
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-    assert pieces[1].data_ptr() == list(tensors.values())[1].data_ptr()  # Alone, and so not copied.
+    assert chunks[1].data_ptr() == list(tensors.values())[1].data_ptr()  # Alone, and so not copied.
 
 
-def test_a_piece_is_made_only_when_it_is_read():
+def test_a_chunk_is_made_only_when_it_is_read():
     made = []
 
     def tensors():
@@ -69,15 +66,6 @@ def test_a_piece_is_made_only_when_it_is_read():
 
     values = tensors_of({"first": (20, 8), "second": (20, 8)}, (torch.float32,))
     bucket = bucket_of(values)
-    encoded = PiecewiseEncoding(10**6).encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
-    assert [len(made) for _ in encoded.pieces] == [1, 2]
+    chunks = ChunkedEncoding(600).encode(WeightBucket(0, bucket.specs, tensors(), is_last=False))
+    assert [len(made) for _ in chunks] == [1, 2]
     assert all(one != other for one, other in pairwise(made))
-
-
-@pytest.mark.parametrize("encoding", [FlatEncoding(), PiecewiseEncoding(10**6)])
-def test_a_process_without_the_tensors_knows_what_engines_are_told(encoding):
-    bucket = bucket_of(tensors_of())
-    elsewhere = encoding.encode(WeightBucket(1, bucket.specs, None, is_last=True))
-    here = encoding.encode(bucket)
-    assert elsewhere.pieces is None
-    assert (elsewhere.specs, elsewhere.load_format) == (here.specs, here.load_format)
