@@ -47,6 +47,7 @@ from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Group, Prompt
 from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
+from dapo_mega.weight_sync.update import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -267,14 +268,15 @@ def _engines(
     from dapo_mega.engines.sglang.versions import run_name
     from dapo_mega.weight_sync.agreement import Agreement, fixed_sequence
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+    from dapo_mega.weight_sync.transports import make_transport
 
-    run, arch = run_name(config.output_dir), trainer.policy.arch
+    run, arch = run_name(config.output_dir), load_architecture(Path(config.model.path))[1]
     key = require_api_key(config.rollout.fleet.api_key_env)
     client = FleetClient(config, arch.vocab_size, key, run, arch, check_stop)
-    trainer.open_transport()
-    assert trainer.transport
     tokens = fixed_sequence(config, inputs.train_prompts.prompts, arch.vocab_size)
     agreement = Agreement(tokens, config.engine_tolerance)
-    weight_sync = FleetWeightSync(trainer, client, config.weight_sync, trainer.transport, run, agreement)
 
-    return client, weight_sync
+    def open_transport() -> Transport:
+        return make_transport(config, trainer, trainer.open_sender())
+
+    return client, FleetWeightSync(trainer, client, config.weight_sync, open_transport, run, agreement)

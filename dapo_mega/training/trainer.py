@@ -32,6 +32,7 @@ from dapo_mega.distributed.commands import Commanded, Commander, Own, command, g
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores
@@ -50,7 +51,9 @@ from dapo_mega.metrics import Histogram
 from dapo_mega.samples.token_values import TokenRuns, runs_of
 from dapo_mega.training.histograms import StepCounts
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
-from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.broadcast import BroadcastSender
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender
+from dapo_mega.weight_sync.update import SenderPlaces, Sent, SharedBucket, Update, WeightSender
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -257,8 +260,7 @@ class Trainer(ModelTrainer):
     engines are embedded, each replica's leader has one."""
 
     reference: ScoringModel | None = None
-    transport: Transport | None = None
-    """What sends weights to a fleet of engines, which `open_transport` sets."""
+    sender: WeightSender | None = None
 
     def __init__(
         self,
@@ -301,21 +303,36 @@ class Trainer(ModelTrainer):
         return self._facts()
 
     @command
-    def open_transport(self) -> None:
-        """Prepare to send weights to a fleet of engines. Raises InputError if the configured way does not fit."""
-        from dapo_mega.weight_sync.transports import make_transport
+    def open_sender(self) -> SenderPlaces | None:
+        """Prepare to send weights to a fleet of engines; returns from where, if by broadcast. Raises InputError if the
+        configured way does not fit."""
+        from dapo_mega.weight_sync.transports import make_sender
 
-        def export(folder: Path) -> None:
-            save_hf_checkpoint(self.policy, folder)
-
-        self.transport = make_transport(self._config, self.processes, export)
+        self.sender = make_sender(self._config, self.processes)
+        return self.sender.places if isinstance(self.sender, BroadcastSender) else None
 
     @command
-    def send_weights(self, update: Update, forgotten: Sequence[str], calls: Own[UpdateCalls]) -> Sent:
-        """Send the weights to the engines of an update. The URLs `forgotten` are of engines that have failed before."""
-        assert self.transport
-        self.transport.forget(forgotten)
-        return self.transport.send(self.policy, update, calls.value) if update.targets else Sent(0)
+    def weight_plan(self, *, have_plugin: bool) -> list[list[PlannedBucket]]:
+        """See `SendingTrainer`."""
+        assert isinstance(self.sender, BroadcastSender)
+        return self.sender.plan(self.policy, have_plugin=have_plugin)
+
+    @command
+    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
+        """See `SendingTrainer`."""
+        assert isinstance(self.sender, BroadcastSender)
+        self.sender.forget(forgotten)
+        return self.sender.send(self.policy, update)
+
+    def share_weights(self, update: Update | None) -> SharedBucket | None:
+        """See `SendingTrainer`."""
+        found = self._share_weights(update)
+        return next((bucket for bucket in found if bucket and bucket.handles), found[0])
+
+    @gathered
+    def _share_weights(self, update: Update | None) -> SharedBucket | None:
+        assert isinstance(self.sender, SharedMemorySender)
+        return self.sender.share(self.policy, update)
 
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""
@@ -548,8 +565,8 @@ class Trainer(ModelTrainer):
         """Free engines and what is shared with them, in this process."""
         if self.engine:
             self.engine.close()
-        if self.transport:
-            self.transport.close()
+        if self.sender:
+            self.sender.close()
 
 
 def build_models(

@@ -4,7 +4,7 @@ An engine gets all weights from the processes of one replica, its senders, and h
 All know the plan: rounds, in each of which every sender has at most one bucket. One update of one engine, from top to
 bottom:
 
-    rank 0 (BroadcastController)      a sender (BroadcastSender)               the engine (sglang_plugin)
+    rank 0 (BroadcastTransport)       a sender (BroadcastSender)               the engine (sglang_plugin)
 
     calls it, if it joins: ------------------------------------------------->  joins the group of each sender
                                       joins its groups with those engines
@@ -55,11 +55,20 @@ from dapo_mega.engines.sglang.weight_protocol import (
     steps_to,
 )
 from dapo_mega.types import WeightBucket, WeightSource, WeightSpec
-from dapo_mega.weight_sync.encodings import Encoding, Encodings
+from dapo_mega.weight_sync.encodings import Encodings
 from dapo_mega.weight_sync.engine_groups import EngineGroup, backend_name, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.progress import FailedEngines, LateEngines, SenderReports
-from dapo_mega.weight_sync.update import EngineRoute, Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import (
+    EngineRoute,
+    SenderPlaces,
+    SendingTrainer,
+    Sent,
+    Transport,
+    Update,
+    UpdateCalls,
+    WeightSender,
+)
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
@@ -70,82 +79,33 @@ _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine t
 
 
 class BroadcastTransport(Transport):
-    """Broadcasts with NCCL on GPUs and gloo on the CPU."""
+    """Calls the engines and finds out which have failed; knows no tensor."""
 
-    def __init__(
-        self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", dtype: str = "fp32"
-    ) -> None:
-        """Collective. Engines reach the trainer at its address on the route to the host `towards`. `dtype` is the
-        engines': fp32, bf16 or fp8."""
-        self._bucket_bytes = config.bucket_bytes
-        self._encodings = Encodings(config)
-        self._is_fp8 = dtype == "fp8"
-        address = local_address(towards)
-        # It serves other processes as long as it is referenced.
-        self._own_store = store = open_store(address, config.timeout_s)
-        everyones: list[Any] = [None] * processes.world_size
-        dist.all_gather_object(everyones, (address, store.port, secrets.token_hex(4)), group=processes.control)
-        listening = [(address, port) for address, port, _ in everyones]
-        if processes.rank > 0:
-            store = connect_store(*listening[0], config.timeout_s)
-        self._controller = BroadcastController(processes, store, listening, everyones[0][2], config)
-        self._sender = BroadcastSender(processes, store, listening[processes.rank], config.timeout_s)
-
-    def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
-        return self._controller.routes(number, targets, outdated)
-
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        if not update.routes:
-            return Sent(0)
-        encoding = self._encodings.choose(update, any(route.joins for route in self._sender.routes(update)))
-        prepared: Callable[[WeightBucket], WeightBucket] = quantised_bucket if self._is_fp8 else lambda bucket: bucket
-        if session:
-            rounds = policy.weight_plan(self._bucket_bytes)
-            planned = tuple(tuple(encoding.planned(prepared(bucket)) for bucket in buckets) for buckets in rounds)
-            self._controller.start(session, update, planned)
-        replicas = sorted({route.replica for route in update.routes})
-        buckets = policy.weights(self._bucket_bytes, "senders", replicas)
-        self._sender.send(update, map(prepared, buckets), encoding)
-        if session:
-            session.finish()
-        return self._sender.sent(*self._encodings.take_counts())
-
-    def report_failure(self, url: str) -> None:
-        self._controller.report_failure(url)
-
-    def forget(self, urls: Sequence[str]) -> None:
-        self._controller.forget(urls)
-        self._sender.forget(urls)
-
-    def close(self) -> None:
-        """See `Transport`. Takes up to four times `timeout_s` if an engine never finished a broadcast."""
-        self._sender.close()
-
-
-class BroadcastController:
-    """Calls the engines and finds out which have failed. Used on rank 0 only, and knows no tensor."""
-
-    def __init__(
-        self,
-        processes: Processes,
-        store: dist.Store,
-        listening: Sequence[tuple[str, int]],
-        run_id: str,
-        config: WeightSyncConfig,
-    ) -> None:
-        """`store` is rank 0's; `listening` has the addresses and ports of all ranks' stores. `run_id` tells its groups
-        from those of other trainers."""
-        self._processes = processes
-        self._store = store
-        self._listening = listening
-        self._run_id = run_id
+    def __init__(self, trainer: SendingTrainer, places: SenderPlaces, config: WeightSyncConfig) -> None:
+        self._trainer = trainer
+        self._places = places
+        self._store = connect_store(places.listening[0][0], places.listening[0][1], config.timeout_s)
+        self._name = f"dapo-mega-{secrets.token_hex(4)}"  # No other trainer's groups are called so.
         self._timeout_s = config.timeout_s
         self._window_bytes = config.bucket_bytes
-        self._reports = SenderReports(store, config.timeout_s)
-        self._failed = FailedEngines(store, 0)
+        self._reports = SenderReports(self._store, config.timeout_s)
+        self._failed = FailedEngines(self._store, 0)
         self._routes: dict[str, EngineRoute] = {}
         self._old_groups: dict[str, str] = {}
+        self._plans: dict[bool, UpdatePlan] = {}
         self._known_plans: dict[str, str] = {}
+
+    def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
+        if not update.routes:
+            return Sent(0)
+        if update.have_plugin not in self._plans:
+            rounds = self._trainer.weight_plan(have_plugin=update.have_plugin)
+            num_senders = len(self._places.replicas[0])
+            self._plans[update.have_plugin] = UpdatePlan(num_senders, self._window_bytes, tuple(map(tuple, rounds)))
+        self._start(calls, update, self._plans[update.have_plugin])
+        sent = self._trainer.send_weights(update, forgotten)
+        calls.finish()
+        return sent
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
         """See `Transport`. Engines without a route yet are spread over the replicas, and join new groups."""
@@ -153,28 +113,27 @@ class BroadcastController:
         present = {target.url for target in targets}
         if not present.issubset(outdated):
             # An engine that an update leaves out must join again before it gets weights.
-            self.forget(self._routes.keys() - present)
-        self.forget(outdated)
-        numbers = Counter(dict.fromkeys(range(self._processes.data_size), 0))
+            self._forget(self._routes.keys() - present)
+        self._forget(outdated)
+        numbers = Counter(dict.fromkeys(range(len(self._places.replicas)), 0))
         numbers.update(route.replica for route in self._routes.values())
         turns: Counter[int] = Counter()
         for index, target in enumerate(targets):
             known = self._routes.get(target.url)
             replica = known.replica if known else min(numbers, key=lambda replica: (numbers[replica], replica))
-            name = f"dapo-mega-{self._run_id}-{number}-{index}"
-            group = known.group if known else limited_group(name, _JOINING_SHARE * self._timeout_s)
+            name = limited_group(f"{self._name}-{number}-{index}", _JOINING_SHARE * self._timeout_s)
+            group = known.group if known else name
             numbers[replica] += known is None
             size = 1 + target.tp_size
             self._routes[target.url] = EngineRoute(target.url, replica, turns[replica], group, size, known is None)
             turns[replica] += 1
         return tuple(self._routes[target.url] for target in targets)
 
-    def start(self, session: UpdateCalls, update: Update, rounds: tuple[tuple[PlannedBucket, ...], ...]) -> None:
+    def _start(self, calls: UpdateCalls, update: Update, plan: UpdatePlan) -> None:
         """Start to bring the buckets of all rounds to each engine of the update."""
-        plan = UpdatePlan(self._processes.pipeline_size * self._processes.per_stage, self._window_bytes, rounds)
         routes = {route.url: route for route in update.routes}
         replicas = sorted({route.replica for route in update.routes})
-        ranks = [rank for replica in replicas for rank in self._processes.of_replica(replica)]
+        ranks = [rank for replica in replicas for rank in self._places.replicas[replica]]
         late = LateEngines(len(plan.rounds), self._timeout_s)
         found: set[str] = set()
         looked = time.monotonic()
@@ -201,7 +160,7 @@ class BroadcastController:
             finally:
                 receiving.cancel()
 
-        session.start(serve, self._num_parts(plan, update))
+        calls.start(serve, self._num_parts(plan, update))
 
     def _num_parts(self, plan: UpdatePlan, update: Update) -> int:
         """An engine may wait for others as long as it receives."""
@@ -210,21 +169,21 @@ class BroadcastController:
     async def _join(self, client: EngineClient, route: EngineRoute) -> None:
         """Make the engine join the group of each sender, and leave its old groups."""
         self._known_plans.pop(client.url, None)
-        ranks = self._processes.of_replica(route.replica)
+        ranks = self._places.replicas[route.replica]
         if old_group := self._old_groups.get(client.url):
             for sender in range(len(ranks)):
                 with contextlib.suppress(EngineError):  # A restarted server does not have the group.
                     await client.destroy_weights_update_group(group_with(old_group, sender))
         self._old_groups[client.url] = route.group
         for sender, rank in enumerate(ranks):
-            address, port = self._listening[rank]
+            address, port = self._places.listening[rank]
             await client.init_weights_update_group(
                 address=address,
                 port=port,
                 rank_offset=1,
                 world_size=route.size,
                 name=group_with(route.group, sender),
-                backend=backend_name(self._processes.device),
+                backend=self._places.backend,
             )
 
     async def _receive(self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan) -> None:
@@ -256,35 +215,59 @@ class BroadcastController:
         """Let the senders know, from the thread that calls the engines."""
         self._failed.add(url)
 
-    def forget(self, urls: Iterable[str]) -> None:
+    def _forget(self, urls: Iterable[str]) -> None:
         """The engines must join again."""
         for url in urls:
             self._routes.pop(url, None)
 
 
-class BroadcastSender:
-    """Gathers, encodes and broadcasts this process's part of the weights. Used on every process; calls no engine."""
+class BroadcastSender(WeightSender):
+    """Gathers, encodes and broadcasts this process's part of the weights; calls no engine. With NCCL on GPUs and gloo
+    on the CPU."""
 
-    def __init__(self, processes: Processes, store: dist.Store, listening: tuple[str, int], timeout_s: float) -> None:
-        """`store` is rank 0's, or a connection to it; engines reach this process's own one at `listening`."""
+    def __init__(
+        self, processes: Processes, config: WeightSyncConfig, *, towards: str = "127.0.0.1", dtype: str = "fp32"
+    ) -> None:
+        """Collective. Engines reach the trainer at its address on the route to the host `towards`. `dtype` is the
+        engines': fp32, bf16 or fp8."""
         self._processes = processes
+        self._bucket_bytes = config.bucket_bytes
+        self._encodings = Encodings(config)
+        self._prepared: Callable[[WeightBucket], WeightBucket] = quantised_bucket if dtype == "fp8" else _unchanged
+        address, timeout_s = local_address(towards), config.timeout_s
+        # It serves other processes as long as it is referenced.
+        self._own_store = store = open_store(address, timeout_s)
+        listening: list[Any] = [None] * processes.world_size
+        dist.all_gather_object(listening, (address, store.port), group=processes.control)
+        if processes.rank > 0:
+            store = connect_store(listening[0][0], listening[0][1], timeout_s)
+        self.places = SenderPlaces(
+            tuple(listening),
+            tuple(tuple(processes.of_replica(replica)) for replica in range(processes.data_size)),
+            backend_name(processes.device),
+        )
         self._ranks = processes.of_replica(processes.data_rank)
         self._number = self._ranks.index(processes.rank)
         self._store = store
-        self._listening = listening
+        self._listening = listening[processes.rank]
         self._timeout_s = timeout_s
         self._reports = SenderReports(store, timeout_s)
         self._groups: dict[str, EngineGroup] = {}
         self._abandoned: list[threading.Thread] = []
         self._bytes_made = self._bytes_sent = 0
 
-    def routes(self, update: Update) -> list[EngineRoute]:
-        """Those of the engines to which this process sends."""
-        return [route for route in update.routes if route.replica == self._processes.data_rank]
+    def plan(self, policy: WeightSource, *, have_plugin: bool) -> list[list[PlannedBucket]]:
+        """What engines are told of the buckets of each round."""
+        encoding = self._encodings.of(have_plugin=have_plugin)
+        rounds = policy.weight_plan(self._bucket_bytes)
+        return [[encoding.planned(self._prepared(bucket)) for bucket in buckets] for buckets in rounds]
 
-    def send(self, update: Update, buckets: Iterable[WeightBucket], encoding: Encoding) -> None:
+    def send(self, policy: WeightSource, update: Update) -> Sent:
         """Collective: send this process's bucket of each round to its engines."""
-        routes = self.routes(update)
+        routes = [route for route in update.routes if route.replica == self._processes.data_rank]
+        encoding = self._encodings.choose(update, any(route.joins for route in routes))
+        replicas = sorted({route.replica for route in update.routes})
+        buckets = map(self._prepared, policy.weights(self._bucket_bytes, "senders", replicas))
         failed = FailedEngines(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
         self._join({route.url: route for route in routes if route.joins}, failed)
@@ -295,6 +278,7 @@ class BroadcastSender:
                 self._broadcast([route.url for route in routes], encoding.encode(bucket), failed, report)
             self._reports.write(self._processes.rank, update.number, round_)
             del bucket  # Free its memory before the next but one is gathered.
+        return self._sent(*self._encodings.take_counts())
 
     def _join(self, routes: Mapping[str, EngineRoute], failed: FailedEngines) -> None:
         """Join the groups with new engines in parallel. Engines that do not come in time get no group."""
@@ -305,7 +289,7 @@ class BroadcastSender:
 
         def create(route: EngineRoute) -> EngineGroup:
             # One connection per thread: a store blocks while it waits.
-            store = connect_store(*self._listening, self._timeout_s)
+            store = connect_store(self._listening[0], self._listening[1], self._timeout_s)
             name = group_with(route.group, self._number)
             return join_group(store, name, route.size, self._processes.device, self._listening[0], self._timeout_s)
 
@@ -376,7 +360,7 @@ class BroadcastSender:
         self._abandoned.append(threading.Thread(target=_outlive, args=(group, works), daemon=True))
         self._abandoned[-1].start()
 
-    def sent(self, compared_bytes: int, changed_bytes: int) -> Sent:
+    def _sent(self, compared_bytes: int, changed_bytes: int) -> Sent:
         """Collective: what all processes have sent, of whose weights so many bytes were compared and have changed."""
         processes = self._processes
         counts = torch.zeros(processes.world_size, 4, dtype=torch.int64)
@@ -399,6 +383,10 @@ class BroadcastSender:
         self._groups.clear()
         for thread in self._abandoned:
             thread.join()
+
+
+def _unchanged(bucket: WeightBucket) -> WeightBucket:
+    return bucket
 
 
 def _outlive(group: EngineGroup, works: Sequence[dist.Work]) -> None:

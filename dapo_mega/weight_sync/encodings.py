@@ -70,14 +70,20 @@ class Encodings:
         self._full_every = config.full_every
         self._since_full = 0
 
+    def of(self, *, have_plugin: bool) -> Encoding:
+        """The encoding for engines with or without the plugin."""
+        if not have_plugin:
+            return self._flat
+        return self._chunked if self._full_every == 1 else self._delta
+
     def choose(self, update: Update, sends_to_outdated: bool) -> Encoding:
         """The encoding for all engines of the update. Engines that joined or came back need full weights from the
         processes that send to them."""
+        encoding = self.of(have_plugin=update.have_plugin)
         if not update.have_plugin:
             self._since_full = self._full_every
-            return self._flat
-        if self._full_every == 1:
-            return self._chunked
+        if encoding is not self._delta:
+            return encoding
         self._since_full += 1
         is_full = self._since_full >= self._full_every
         if is_full or sends_to_outdated:

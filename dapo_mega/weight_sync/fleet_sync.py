@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.distributed.commands import Own
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.errors import FleetError, TrainerLost
-from dapo_mega.types import LogProbs, TokenIds
+from dapo_mega.types import LogProbs
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
-from dapo_mega.weight_sync.update import EngineFleet, Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import EngineFleet, SendingTrainer, Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
@@ -31,34 +30,26 @@ _MAX_ATTEMPTS = 3
 _SCORING_TIMEOUT_S = 120.0
 
 
-class SendingTrainer(Protocol):
-    """The part of a trainer that an update needs."""
-
-    def send_weights(self, update: Update, forgotten: Sequence[str], calls: Own[UpdateCalls]) -> Sent:
-        """Send the weights to the engines of an update; those `forgotten` have failed before."""
-
-    def logprobs(self, tokens: TokenIds) -> LogProbs:
-        """The log-probs [L - 1] of all tokens but the first with the current weights."""
-
-
 class FleetWeightSync(WeightSync):
-    """Sends weights to a fleet of SGLang engines; on rank 0."""
+    """Sends weights to a fleet of SGLang engines."""
 
     def __init__(
         self,
         trainer: SendingTrainer,
         fleet: EngineFleet,
         config: WeightSyncConfig,
-        transport: Transport,
+        make_transport: Callable[[], Transport],
         run: str = "",
         agreement: Agreement | None = None,
     ) -> None:
-        """`transport` is rank 0's. `run` names this start of the trainer to engines. With `agreement`, engines that
-        join or come back are used only after their log-probs have agreed with the trainer's."""
+        """`make_transport` prepares the trainer, too. `run` names this start of the trainer to engines. With
+        `agreement`, engines that join or come back are used only after their log-probs have agreed with the
+        trainer's."""
         self._trainer = trainer
         self._fleet = fleet
         self._timeout_s = config.timeout_s
-        self._transport = transport
+        self._make_transport = make_transport
+        self._transport = make_transport()
         self._run = run
         self._agreement = agreement
         # Requests paused in place need their cached keys and values.
@@ -88,6 +79,9 @@ class FleetWeightSync(WeightSync):
         """`push` to the engines that joined or came back since the last one; the others keep generating."""
         return self._push(version, only_outdated=True)
 
+    def reopen(self) -> None:
+        self._transport, self._failed = self._make_transport(), []
+
     def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
         """Choose the engines, pause their generation, send them the weights, and resume."""
         self._num_updates += 1
@@ -102,7 +96,7 @@ class FleetWeightSync(WeightSync):
         update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache, routes)
         started = time.perf_counter()
         try:
-            sent = self._trainer.send_weights(update, self._failed, Own(calls))
+            sent = self._transport.bring(update, calls, self._failed)
         except TrainerLost as lost:
             for target in targets:
                 fleet.failed(target.url, f"its update to version {version} broke off: {lost}")

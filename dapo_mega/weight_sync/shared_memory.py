@@ -6,7 +6,7 @@ import base64
 import io
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
@@ -25,21 +25,59 @@ from dapo_mega.engines.sglang.weight_protocol import flatten, unpacked
 from dapo_mega.errors import InputError
 from dapo_mega.types import WeightBucket, WeightSource
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import (
+    SendingTrainer,
+    Sent,
+    SharedBucket,
+    Transport,
+    Update,
+    UpdateCalls,
+    WeightSender,
+)
 
 
 class SharedMemoryTransport(Transport):
-    """Each stage's leader puts a bucket into shared memory during a call in which rank 0 tells the engines where the
-    bucket is."""
+    """Tells the engines where each bucket is, while the trainer keeps it there."""
+
+    def __init__(self, trainer: SendingTrainer) -> None:
+        self._trainer = trainer
+
+    def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
+        num_bytes = 0
+        while bucket := self._trainer.share_weights(update):
+            self._tell(calls, update, bucket)
+            num_bytes += bucket.num_bytes
+            if bucket.is_last:
+                break
+        self._trainer.share_weights(None)
+        return Sent(num_bytes)
+
+    def _tell(self, calls: UpdateCalls, update: Update, bucket: SharedBucket) -> None:
+        async def load(client: EngineClient) -> None:
+            if not is_local(str(urlsplit(client.url).hostname)):
+                raise EngineError(
+                    client.url,
+                    "it runs on another machine but weight_sync.transport=tensor needs one machine; set "
+                    "weight_sync.transport to distributed or disk",
+                )
+            version = update.label if bucket.is_last else None
+            handles = bucket.handles[client.url]
+            await client.update_weights_from_tensor(handles, version, update.flush_cache and bucket.is_last)
+
+        calls.call(load)
+
+
+class SharedMemorySender(WeightSender):
+    """Each stage's leader puts a bucket into shared memory."""
 
     def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
         """Collective. `fp8`: engines hold projections in FP8. Raises InputError for a trainer on several machines."""
-        self._processes = processes
         self._is_fp8 = fp8
         self._bucket_bytes = config.bucket_bytes
+        self._update = 0
+        self._buckets: Iterator[SharedBucket] = iter(())
         if processes.device.type == "cpu":
             start_memory_manager()
-        self._stage_size = processes.world_size // processes.pipeline_size
         hosts: list[Any] = [None] * processes.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
         if len(set(hosts)) > 1:
@@ -48,35 +86,25 @@ class SharedMemoryTransport(Transport):
                 f"{', '.join(sorted(set(hosts)))}; set weight_sync.transport to distributed or disk"
             )
 
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        num_bytes = 0
+    def share(self, policy: WeightSource, update: Update | None) -> SharedBucket | None:
+        """Collective: the update's next bucket, with handles on the process that holds it; the one before is freed.
+        None: all are."""
+        if update is None:
+            self._buckets, self._update = iter(()), 0
+            return None
+        if update.number != self._update:
+            self._update, self._buckets = update.number, self._shared(policy, update)
+        return next(self._buckets)
+
+    def _shared(self, policy: WeightSource, update: Update) -> Iterator[SharedBucket]:
         buckets = policy.weights(self._bucket_bytes, "stage_leaders", replicas=(0,))
         for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:
-            box: list[Any] = [None]
+            handles = {}
             if bucket.tensors is not None:
                 shared = _copied_together(bucket)
                 # A handle is for one reader: torch counts how many have released the memory.
-                box[0] = {target.url: [_handle(shared) for _ in range(target.tp_size)] for target in update.targets}
-            dist.broadcast_object_list(box, src=bucket.stage * self._stage_size, group=self._processes.control)
-            if session:
-                self._tell(session, update, bucket.is_last, box[0])
-            # The memory may be freed when all engines have answered.
-            dist.barrier(group=self._processes.control)
-            num_bytes += bucket.num_bytes
-        return Sent(num_bytes)
-
-    def _tell(self, session: UpdateCalls, update: Update, is_last: bool, handles: dict[str, list[str]]) -> None:
-        async def load(client: EngineClient) -> None:
-            if not is_local(str(urlsplit(client.url).hostname)):
-                raise EngineError(
-                    client.url,
-                    "it runs on another machine but weight_sync.transport=tensor needs one machine; set "
-                    "weight_sync.transport to distributed or disk",
-                )
-            version = update.label if is_last else None
-            await client.update_weights_from_tensor(handles[client.url], version, update.flush_cache and is_last)
-
-        session.call(load)
+                handles = {target.url: [_handle(shared) for _ in range(target.tp_size)] for target in update.targets}
+            yield SharedBucket(handles, bucket.num_bytes, bucket.is_last)
 
 
 @cache

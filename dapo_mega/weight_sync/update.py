@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.types import WeightSource
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
+from dapo_mega.types import LogProbs, TokenIds
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
@@ -18,7 +20,7 @@ T = TypeVar("T")
 
 
 class EngineFleet(Protocol):
-    """The part of a fleet's client that rank 0 needs to update the engines."""
+    """The part of a fleet's client that updates need."""
 
     def targets(self, only_outdated: bool) -> list[SyncTarget]:
         """Wait for `min_engines` and return the engines to update; raises FleetError after the time limit."""
@@ -80,7 +82,7 @@ class Update:
 
 
 class UpdateCalls:
-    """Rank 0's calls to the engines of one update. An engine whose call fails is left out of the next calls."""
+    """The calls to the engines of one update. An engine whose call fails is left out of the next calls."""
 
     def __init__(
         self, fleet: EngineFleet, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
@@ -127,25 +129,67 @@ class Sent:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SenderPlaces:
+    """Where the trainer's processes send from: by rank, the address and port at which engines meet them; the ranks of
+    each replica; and the backend of the groups with engines."""
+
+    listening: tuple[tuple[str, int], ...]
+    replicas: tuple[tuple[int, ...], ...]
+    backend: str
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket in memory that engines of the machine can map: for each of an engine's ranks a handle, by URL."""
+
+    handles: Mapping[str, Sequence[str]]
+    num_bytes: int
+    is_last: bool
+
+
+class WeightSender:
+    """What a process of the trainer does to send weights; every process has one."""
+
+    def forget(self, urls: Iterable[str]) -> None:
+        """Free what is shared with engines that failed; by default there is nothing."""
+
+    def close(self) -> None:
+        """Free what is shared with all engines; by default there is nothing."""
+
+
+class SendingTrainer(Protocol):
+    """What an update commands the trainer to do."""
+
+    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
+        """Broadcast the weights to the engines of an update; those `forgotten` have failed before."""
+
+    def weight_plan(self, *, have_plugin: bool) -> Sequence[Sequence[PlannedBucket]]:
+        """The buckets that `send_weights` sends in each round, to engines with or without the plugin."""
+
+    def share_weights(self, update: Update | None) -> SharedBucket | None:
+        """The next bucket of an update in shared memory, where it stays until the next call; None frees the last."""
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint. Raises InputError if writing fails."""
+
+    def logprobs(self, tokens: TokenIds) -> LogProbs:
+        """The log-probs [L - 1] of all tokens but the first with the current weights."""
+
+
 class Transport:
-    """Sends the weights to the engines of an update. Used on every rank."""
+    """Brings the trainer's weights to the engines of an update. Used by the process that commands."""
 
     uses_sessions = True
     """Whether the engines get the weights between begin_weight_update and end_weight_update."""
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
-        """The routes of update `number` to these engines, for transports that need them. On rank 0."""
+        """The routes of update `number` to these engines, for transports that need them."""
         return ()
 
-    def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
-        """Collective. `session` is given on rank 0 only."""
+    def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
+        """Have the trainer send, and the engines receive. The URLs `forgotten` are of engines that failed before."""
         raise NotImplementedError
 
     def report_failure(self, url: str) -> None:
-        """Handle a failed call to the engine during an update; does nothing by default. On rank 0, from any thread."""
-
-    def forget(self, urls: Sequence[str]) -> None:
-        """Free what is shared with engines that failed; by default there is nothing."""
-
-    def close(self) -> None:
-        """Free what is shared with all engines; by default there is nothing."""
+        """Handle a failed call to the engine during an update; does nothing by default. From any thread."""

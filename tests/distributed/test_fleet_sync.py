@@ -15,8 +15,8 @@ import torch.distributed as dist
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 from tests.te_cpu.engines import gpu_stand_ins
 from tests.unit.weight_sync.pushing import Pushing
 from tests.unit.weight_sync.scripted_engines import OneSenderPerStage, ScriptedEngine, ScriptedFleet
@@ -31,7 +31,7 @@ STAGES = (0, 1, 1, 0)
 FAULTS = ["none", "refuse", "none", "die", "none"]
 
 
-def sync_of_two(fleet, timeout_s, parallel="pipeline", transport=BroadcastTransport, device="cpu", **settings):
+def sync_of_two(fleet, timeout_s, parallel="pipeline", transport=BroadcastSender, device="cpu", **settings):
     """Collective, in a group of two processes, which are parallel in one way. `fleet` is rank 0's."""
     rank, group = dist.get_rank(), dist.group.WORLD
     kinds = ("data", "tensor", "pipeline", "context", "expert")
@@ -173,7 +173,7 @@ def push_through_memory_of_gpus(folder):
         fleet.outdated = {url}
     policy = GoingOn(rank, 1)
     policy.folder = folder
-    sync_of_two(fleet, TIMEOUT_S, transport=SharedMemoryTransport, device="cuda").push(policy, 1)
+    sync_of_two(fleet, TIMEOUT_S, transport=SharedMemorySender, device="cuda").push(policy, 1)
     return fleet and [policy.is_held_by(SimpleNamespace(weights=w)) for w in fleet.engines[url].rank_weights]
 
 

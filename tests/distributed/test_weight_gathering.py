@@ -16,7 +16,7 @@ from dapo_mega.megatron import gathering
 from dapo_mega.megatron.megatron_policy import ScoringModel
 from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender
 from tests.unit.weight_sync.pushing import Pushing
 from tests.unit.weight_sync.scripted_engines import ScriptedFleet
 
@@ -209,7 +209,7 @@ def check_engines(gatherer, expected, processes):
     engines have the weights after each, which are away, and the metrics."""
     fleet = ScriptedFleet(4, 60.0) if processes.rank == 0 else None
     config = WeightSyncConfig(timeout_s=60, bucket_mib=SENDERS_BYTES / 2**20)
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     outcomes = []
     for version, push in enumerate((sync.push, sync.push_to_outdated, sync.push)):
         if fleet:

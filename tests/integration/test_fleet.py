@@ -503,7 +503,7 @@ def test_engines_that_got_only_changes_hold_the_whole_new_weights(tmp_path, two_
             loop.restore(training_run, training_run.trainer.load(training_run.trainer.store.latest()))
             records = train_to_the_end(training_run)[1:]
             changed = weights_checksum(launcher.urls[0])
-            training_run.weight_sync._transport._encodings._full_every = 1
+            training_run.trainer.sender._encodings._full_every = 1
             everything = training_run.weight_sync.push(training_run.step)
         assert changed == weights_checksum(launcher.urls[0])
     sizes = [record["weight_sync/bytes"] for record in records]

@@ -44,7 +44,7 @@ from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with
 from dapo_mega.errors import InputError
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.engine_groups import join_group
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ def _send(options: argparse.Namespace) -> None:
     if fleet:
         _wait_for_engines(fleet)
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    transport = BroadcastTransport(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
+    transport = BroadcastSender(processes, config, towards=options.urls[0].split("/")[2].split(":")[0])
     sync = Pushing(processes, fleet, config, transport)
     policy = _Policy(options, processes)
     for num_engines in options.engines:

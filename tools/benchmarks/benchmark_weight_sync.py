@@ -40,7 +40,7 @@ from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.repairs import cpu_accelerator
 from dapo_mega.types import Receivers, WeightBucket
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.engine_groups import join_group
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, url: str) -> list[str]:
         # A new gatherer has no memory from the row before.
         policy = _Policy(WeightGatherer([unwrapped(chunk) for chunk in model.chunks], model.layout, processes))
         config = WeightSyncConfig(bucket_mib=bucket_mib, timeout_s=_TIMEOUT_S)
-        sync = Pushing(processes, engine, config, BroadcastTransport(processes, config))
+        sync = Pushing(processes, engine, config, BroadcastSender(processes, config))
         lines.append(_measure(policy, sync, bucket_mib, options.rounds))
         engine.make_stale()
         sync.close()

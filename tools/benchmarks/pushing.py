@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from dapo_mega.distributed.commands import Commanded, Own, command
+from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
 from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement
+from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
+from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
+from dapo_mega.weight_sync.update import Sent, SharedBucket, Transport, Update, WeightSender
 
 
 class Pushing(Commanded):
@@ -22,19 +27,28 @@ class Pushing(Commanded):
         processes: Processes,
         fleet: Any,
         config: Any,
-        transport: Transport,
+        sender: WeightSender | None,
         run: str = "",
         agreement: Agreement | None = None,
         scores: Any = None,
+        folder: Path | None = None,
+        export: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         super().__init__(processes.control)
-        self.transport = transport
+        self.sender = sender
+        self.export = export
         self.num_scored = 0
         self._policy: Any = None
         self._scores = scores
         self._sync = None
         if processes.rank == 0:
-            self._sync = FleetWeightSync(self, fleet, config, transport, run, agreement)
+
+            def make_transport() -> Transport:
+                if isinstance(sender, BroadcastSender):
+                    return BroadcastTransport(self, sender.places, config)
+                return DiskTransport(self, folder) if folder else SharedMemoryTransport(self)
+
+            self._sync = FleetWeightSync(self, fleet, config, make_transport, run, agreement)
 
     def push(self, policy: Any, version: int) -> dict[str, float]:
         return self._all("push", policy, version)
@@ -52,9 +66,24 @@ class Pushing(Commanded):
         return metrics
 
     @command
-    def send_weights(self, update: Update, forgotten: Sequence[str], calls: Own[UpdateCalls]) -> Sent:
-        self.transport.forget(forgotten)
-        return self.transport.send(self._policy, update, calls.value) if update.targets else Sent(0)
+    def weight_plan(self, *, have_plugin: bool) -> Sequence[Sequence[PlannedBucket]]:
+        assert isinstance(self.sender, BroadcastSender)
+        return self.sender.plan(self._policy, have_plugin=have_plugin)
+
+    @command
+    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
+        assert isinstance(self.sender, BroadcastSender)
+        self.sender.forget(forgotten)
+        return self.sender.send(self._policy, update)
+
+    def share_weights(self, update: Update | None) -> SharedBucket | None:
+        found = self._share_weights(update)
+        return next((bucket for bucket in found if bucket and bucket.handles), found[0])
+
+    @gathered
+    def _share_weights(self, update: Update | None) -> SharedBucket | None:
+        assert isinstance(self.sender, SharedMemorySender)
+        return self.sender.share(self._policy, update)
 
     def logprobs(self, tokens: TokenIds) -> LogProbs:
         self.num_scored += 1
@@ -62,4 +91,5 @@ class Pushing(Commanded):
         return scores
 
     def close(self) -> None:
-        self.transport.close()
+        if self.sender:
+            self.sender.close()

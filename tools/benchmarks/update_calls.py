@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from pushing import Pushing
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
@@ -23,8 +24,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
+from dapo_mega.weight_sync.broadcast import BroadcastSender
 
 T = TypeVar("T")
 _TIMEOUT_S = 600.0
@@ -66,7 +66,7 @@ def _measured(
 ) -> UpdateCost:
     fleet = _Fleet([f"http://127.0.0.1:{port}/{number}" for number in range(num_engines)])
     processes, config = _one_process(), WeightSyncConfig(timeout_s=_TIMEOUT_S)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     policy = _Policy(num_buckets, num_tensors)
     sync.push(policy, 0)  # Engines join.
     before = _calls(server)

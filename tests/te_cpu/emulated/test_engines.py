@@ -55,7 +55,7 @@ def on_a_gpu(monkeypatch):
     """What the transports send lies on a GPU, they believe."""
     gpu_stand_ins.send_from_a_gpu(monkeypatch)
     gpu_stand_ins.have_nccl(monkeypatch)
-    for transport in (transports.BroadcastTransport, transports.SharedMemoryTransport):
+    for transport in (transports.BroadcastSender, transports.SharedMemorySender):
         monkeypatch.setattr(transports, transport.__name__, believing(transport))
 
 

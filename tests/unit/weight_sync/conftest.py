@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.weight_sync.broadcast import BroadcastTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender
 
 from .made_weights import TIMEOUT_S
 from .pushing import Pushing
@@ -34,7 +34,7 @@ def fleet():
 @pytest.fixture
 def sync(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     yield sync
     fleet.disconnect()
     sync.close()
@@ -49,7 +49,7 @@ def one_by_one(monkeypatch):
 @pytest.fixture
 def delta_sync(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, full_every=3)
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config, dtype="bf16"))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config, dtype="bf16"))
     fleet.without_plugin = set()
     yield sync
     fleet.disconnect()

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.weight_sync.agreement import Agreement
-from dapo_mega.weight_sync.broadcast import BroadcastTransport, _have_succeeded
-from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender, _have_succeeded
 from dapo_mega.weight_sync.engine_groups import join_group
-from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 
 from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, holders
 from .pushing import Pushing
@@ -82,7 +81,7 @@ def test_an_engine_with_the_plugin_gets_the_plan_once_and_then_one_call_per_upda
 def test_an_engine_that_is_silent_is_found_and_the_others_are_updated(processes, fleet):
     """It is not waited for in every bucket, and no call of its own ends."""
     config = WeightSyncConfig(timeout_s=1.0)
-    sync = FleetWeightSync(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     fleet.without_plugin = set()
     policy = Policy()
     for version, bucket in enumerate((1, 3, None), start=1):
@@ -118,7 +117,7 @@ def agreeing(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
     for engine in fleet.engines.values():
         engine.scores = [-1.0, -2.0, -3.001]
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config), "run", AGREEMENT, SCORES)
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config), "run", AGREEMENT, SCORES)
     yield sync
     sync.close()
 
@@ -174,7 +173,7 @@ def watched_groups(monkeypatch):
 def test_no_bucket_is_sent_before_all_of_the_one_before_has_come(processes, fleet, watched_groups):
     # Engines receive one chunk at a time.
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, bucket_mib=1e-5)
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     fleet.without_plugin = set()
     fleet.engines[URLS[1]].load_s = 0.2
     policy = Policy().advance()
@@ -353,7 +352,7 @@ def test_a_push_that_no_engine_took_is_repeated_and_then_given_up(sync, fleet):
 
 def test_memory_of_this_machine_reaches_engines_bucket_by_bucket(processes, fleet):
     config = WeightSyncConfig(timeout_s=60)
-    sync = Pushing(processes, fleet, config, SharedMemoryTransport(processes, config))
+    sync = Pushing(processes, fleet, config, SharedMemorySender(processes, config))
     fleet.engines = {LOCAL_URL: ScriptedEngine(LOCAL_URL, 60), "http://far.away": ScriptedEngine("http://far.away", 60)}
     fleet.outdated = set(fleet.engines)
     policy = Policy().advance()
@@ -373,7 +372,7 @@ def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes
         path.mkdir(parents=True)
         save_file(policy.tensors, path / "model.safetensors")
 
-    sync = Pushing(processes, fleet, WeightSyncConfig(), DiskTransport(processes, tmp_path, export))
+    sync = Pushing(processes, fleet, WeightSyncConfig(), None, folder=tmp_path, export=export)
     fleet.engines[URLS[2]].faults["disk"] = "die"
     for version in (3, 4):
         sync.push(policy.advance(), version)
@@ -385,7 +384,7 @@ def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes
 
 def test_engines_that_keep_requests_in_place_keep_their_cache(processes, fleet):
     config = WeightSyncConfig(timeout_s=TIMEOUT_S, in_flight="continue", pause="in_place")
-    sync = Pushing(processes, fleet, config, BroadcastTransport(processes, config))
+    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     sync.push(Policy().advance(), 1)
     assert {flush for engine in fleet.engines.values() for _, flush in engine.versions} == {False}
     sync.close()
