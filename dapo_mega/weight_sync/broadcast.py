@@ -83,12 +83,11 @@ class BroadcastTransport(Transport):
         address = local_address(towards)
         # It serves other processes as long as it is referenced.
         self._own_store = store = open_store(address, config.timeout_s)
-        everyones: list[Any] = [None] * processes.world_size
-        dist.all_gather_object(everyones, (address, store.port, secrets.token_hex(4)), group=processes.control)
-        listening = [(address, port) for address, port, _ in everyones]
+        listening: list[Any] = [None] * processes.world_size
+        dist.all_gather_object(listening, (address, store.port), group=processes.control)
         if processes.rank > 0:
-            store = connect_store(*listening[0], config.timeout_s)
-        self._controller = BroadcastController(processes, store, listening, everyones[0][2], config)
+            store = connect_store(listening[0][0], listening[0][1], config.timeout_s)
+        self._controller = BroadcastController(processes, store, listening, config)
         self._sender = BroadcastSender(processes, store, listening[processes.rank], config.timeout_s)
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
@@ -126,19 +125,13 @@ class BroadcastController:
     """Calls the engines and finds out which have failed. Used on rank 0 only, and knows no tensor."""
 
     def __init__(
-        self,
-        processes: Processes,
-        store: dist.Store,
-        listening: Sequence[tuple[str, int]],
-        run_id: str,
-        config: WeightSyncConfig,
+        self, processes: Processes, store: dist.Store, listening: Sequence[tuple[str, int]], config: WeightSyncConfig
     ) -> None:
-        """`store` is rank 0's; `listening` has the addresses and ports of all ranks' stores. `run_id` tells its groups
-        from those of other trainers."""
+        """`store` is rank 0's; `listening` has the addresses and ports of all ranks' stores."""
         self._processes = processes
         self._store = store
         self._listening = listening
-        self._run_id = run_id
+        self._name = f"dapo-mega-{secrets.token_hex(4)}"  # No other trainer's groups are called so.
         self._timeout_s = config.timeout_s
         self._window_bytes = config.bucket_bytes
         self._reports = SenderReports(store, config.timeout_s)
@@ -161,8 +154,8 @@ class BroadcastController:
         for index, target in enumerate(targets):
             known = self._routes.get(target.url)
             replica = known.replica if known else min(numbers, key=lambda replica: (numbers[replica], replica))
-            name = f"dapo-mega-{self._run_id}-{number}-{index}"
-            group = known.group if known else limited_group(name, _JOINING_SHARE * self._timeout_s)
+            name = limited_group(f"{self._name}-{number}-{index}", _JOINING_SHARE * self._timeout_s)
+            group = known.group if known else name
             numbers[replica] += known is None
             size = 1 + target.tp_size
             self._routes[target.url] = EngineRoute(target.url, replica, turns[replica], group, size, known is None)
@@ -175,6 +168,8 @@ class BroadcastController:
         routes = {route.url: route for route in update.routes}
         replicas = sorted({route.replica for route in update.routes})
         ranks = [rank for replica in replicas for rank in self._processes.of_replica(replica)]
+        # An engine may wait for others as long as it receives.
+        num_parts = 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
         late = LateEngines(len(plan.rounds), self._timeout_s)
         found: set[str] = set()
         looked = time.monotonic()
@@ -192,7 +187,7 @@ class BroadcastController:
                         await self._join(client, routes[client.url])
                 except TimeoutError:
                     raise EngineError(client.url, f"it has not joined within {self._timeout_s:g} s") from None
-            receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan))
+            receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan, num_parts))
             try:
                 while not (await asyncio.wait([receiving], timeout=self._reports.every_s))[0]:
                     if is_late(client.url):
@@ -201,11 +196,7 @@ class BroadcastController:
             finally:
                 receiving.cancel()
 
-        session.start(serve, self._num_parts(plan, update))
-
-    def _num_parts(self, plan: UpdatePlan, update: Update) -> int:
-        """An engine may wait for others as long as it receives."""
-        return 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
+        session.start(serve, num_parts)
 
     async def _join(self, client: EngineClient, route: EngineRoute) -> None:
         """Make the engine join the group of each sender, and leave its old groups."""
@@ -227,7 +218,9 @@ class BroadcastController:
                 backend=backend_name(self._processes.device),
             )
 
-    async def _receive(self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan) -> None:
+    async def _receive(
+        self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan, num_parts: int
+    ) -> None:
         """Have the engine receive and load all buckets: in one call, or without the plugin in one for each bucket."""
         if update.have_plugin:
             is_known = self._known_plans.get(client.url) == plan.digest
@@ -248,7 +241,7 @@ class BroadcastController:
                 version=update.label if is_last else None,
                 flush_cache=update.flush_cache and is_last,
                 load_format=load_format,
-                timeout_s=self._timeout_s * self._num_parts(plan, update),
+                timeout_s=self._timeout_s * num_parts,
             )
         self._known_plans[client.url] = plan.digest
 
@@ -287,6 +280,7 @@ class BroadcastSender:
         routes = self.routes(update)
         failed = FailedEngines(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
+        self.forget(route.url for route in update.routes if route.joins)
         self._join({route.url: route for route in routes if route.joins}, failed)
         routes.sort(key=lambda route: steps_to(route.turn, len(self._ranks), self._number))
         for round_, bucket in enumerate(buckets):
@@ -298,8 +292,6 @@ class BroadcastSender:
 
     def _join(self, routes: Mapping[str, EngineRoute], failed: FailedEngines) -> None:
         """Join the groups with new engines in parallel. Engines that do not come in time get no group."""
-        for url in routes:
-            self._groups.pop(url, None)
         if not routes:
             return
 

@@ -18,7 +18,7 @@ from dapo_mega.types import WeightBucket
 
 
 class DeltaEncoding:
-    """Implements `Encoding`: remembers the weights that all engines hold and sends the changed values of a bucket.
+    """Remembers the weights that all engines hold and sends the changed values of a bucket.
 
     Used on every rank, which keeps a copy of the weights that it sends in the engines' dtype in main memory.
     `compared_bytes` and `changed_bytes` count the values that were compared with those before, and the changed ones.
@@ -35,14 +35,15 @@ class DeltaEncoding:
         self._held.clear()
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors are not needed."""
         is_matrix = [spec.dtype.is_floating_point and len(spec.shape) > 1 for spec in bucket.specs]
         dtypes = [self._dtype if matrix else spec.dtype for matrix, spec in zip(is_matrix, bucket.specs, strict=True)]
         specs = tuple(replace(spec, dtype=dtype) for spec, dtype in zip(bucket.specs, dtypes, strict=True))
         return PlannedBucket(bucket.sender, specs, ())
 
     def encode(self, bucket: WeightBucket) -> tuple[Tensor, Tensor]:
-        """See `Encoding`. First comes the number of bytes [8], then the packed changes; afterwards engines
-        are assumed to hold the bucket."""
+        """The number of bytes [8] and the packed changes [bytes], uint8. Afterwards engines are assumed to hold the
+        bucket."""
         found: list[tuple[Tensor | None, Tensor]] = []
         checksums = []
         for spec, (name, tensor) in zip(self.planned(bucket).specs, bucket, strict=True):

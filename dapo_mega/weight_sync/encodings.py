@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,6 @@ from dapo_mega.weight_sync.update import Update
 _CHUNK_BYTES = 2**20
 
 
-class Encoding(Protocol):
-    """Turns buckets into the bytes that engines receive."""
-
-    def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        """What engines are told of the bucket, whose tensors it does not need."""
-
-    def encode(self, bucket: WeightBucket) -> Iterable[Tensor]:
-        """The bucket's bytes in chunks, each [bytes] uint8 and one broadcast; they can be read once."""
-
-
 class ChunkedEncoding:
     """A broadcast for each chunk: an engine loads one while it receives the next ones. A large tensor is its own chunk,
     small neighbours are in one together."""
@@ -39,6 +28,7 @@ class ChunkedEncoding:
         self._chunk_bytes = chunk_bytes
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors are not needed."""
         lengths: list[int] = []
         num_bytes = self._chunk_bytes
         for spec in bucket.specs:
@@ -50,14 +40,17 @@ class ChunkedEncoding:
         return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
 
     def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
-        """See `Encoding`. Each chunk is made when it is read; a tensor alone in its chunk is sent from its own memory,
-        without a copy."""
+        """The bucket's chunks, each [bytes] uint8 and made when it is read; a tensor alone in one is sent from its own
+        memory."""
         remaining = iter(bucket.tensors or ())
         for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
             if len(specs) == 1:
                 yield next(remaining).contiguous().flatten().view(torch.uint8)
             else:
                 yield flatten(specs, islice(remaining, len(specs)))
+
+
+Encoding = ChunkedEncoding | DeltaEncoding
 
 
 class Encodings:

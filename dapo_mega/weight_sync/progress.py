@@ -24,16 +24,13 @@ class FailedEngines:
         """Those that have been read."""
 
     def add(self, url: str) -> None:
-        self._store.set(self._key(self._num_added), url)
+        self._store.set(f"failed/{self._update}/{self._num_added}", url)
         self._num_added += 1
 
     def read(self) -> None:
         """Read those that have been added since."""
-        while self._store.check([self._key(len(self.urls))]):
-            self.urls.append(self._store.get(self._key(len(self.urls))).decode())
-
-    def _key(self, number: int) -> str:
-        return f"failed/{self._update}/{number}"
+        while self._store.check([key := f"failed/{self._update}/{len(self.urls)}"]):
+            self.urls.append(self._store.get(key).decode())
 
 
 class SenderReports:
