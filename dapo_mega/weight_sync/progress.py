@@ -8,48 +8,41 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-_REPORTS_PER_LIMIT = 20
 # A round in which an engine is slow again and again ends before its broadcasts give up.
 _ROUND_LIMITS = 2
+Report = tuple[int, Sequence[str]]
+"""Where a sender is: its round, and the URLs of the engines that it still waits for there."""
 
 
-class FailedEngines:
-    """The URLs of the engines that have failed in one update: rank 0 adds some, every process reads them."""
+class UpdateNews:
+    """What is told in one update. `failed` has the URLs of the engines that have failed, as far as they were read."""
 
     def __init__(self, store: dist.Store, update: int) -> None:
         self._store = store
         self._update = update
         self._num_added = 0
-        self.urls: list[str] = []
-        """Those that have been read."""
+        self.failed: list[str] = []
 
-    def add(self, url: str) -> None:
+    def add_failed(self, url: str) -> None:
+        """Tell all processes that the engine has failed. On rank 0."""
         self._store.set(f"failed/{self._update}/{self._num_added}", url)
         self._num_added += 1
 
-    def read(self) -> None:
-        """Read those that have been added since."""
-        while self._store.check([key := f"failed/{self._update}/{len(self.urls)}"]):
-            self.urls.append(self._store.get(key).decode())
+    def read_failed(self) -> None:
+        """Read which engines have failed since."""
+        while self._store.check([key := f"failed/{self._update}/{len(self.failed)}"]):
+            self.failed.append(self._store.get(key).decode())
 
+    def report(self, rank: int, round_: int, urls: Sequence[str] = ()) -> None:
+        """Tell rank 0 where the sender with this rank is."""
+        self._store.set(f"waiting/{rank}", json.dumps([self._update, round_, list(urls)]))
 
-class SenderReports:
-    """Where each sender is in an update: its round, and the URLs of the engines that it still waits for there."""
-
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store = store
-        self.every_s = timeout_s / _REPORTS_PER_LIMIT
-        """How often a sender that waits reports."""
-
-    def write(self, rank: int, update: int, round_: int, urls: Sequence[str] = ()) -> None:
-        self._store.set(f"waiting/{rank}", json.dumps([update, round_, list(urls)]))
-
-    def read(self, ranks: Iterable[int], update: int) -> list[tuple[int, Sequence[str]]]:
-        """The round and the URLs of each of the ranks; round -1 before its first report of this update."""
-        reports = []
+    def reports(self, ranks: Iterable[int]) -> list[Report]:
+        """The last report of each of the ranks; round -1 before its first one of this update."""
+        reports: list[Report] = []
         for key in (f"waiting/{rank}" for rank in ranks):
-            number, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (0, -1, ())
-            reports.append((round_, urls) if number == update else (-1, ()))
+            update, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (None, -1, ())
+            reports.append((round_, urls) if update == self._update else (-1, ()))
         return reports
 
 
@@ -67,7 +60,7 @@ class LateEngines:
         self._round = (-1, 0.0)
         self._since: dict[str, tuple[Sequence[int], float]] = {}
 
-    def find(self, reports: Sequence[tuple[int, Sequence[str]]], urls: Iterable[str], now: float) -> set[str]:
+    def find(self, reports: Sequence[Report], urls: Iterable[str], now: float) -> set[str]:
         """Those of the engines that are late at the time `now`, in seconds."""
         earliest = min(round_ for round_, _ in reports)
         if earliest != self._round[0]:
