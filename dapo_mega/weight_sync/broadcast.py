@@ -223,9 +223,9 @@ class BroadcastController:
     ) -> None:
         """Have the engine receive and load all buckets: in one call, or without the plugin in one for each bucket."""
         if update.have_plugin:
-            is_known = self._known_plans.get(client.url) == plan.digest
-            load_format = str(PlanFormat(plan.digest, route.turn, "" if is_known else plan.text))
-            calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), load_format)]
+            text = "" if self._known_plans.get(client.url) == plan.digest else plan.text
+            whole = str(PlanFormat(plan.digest, route.turn, text))
+            calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), whole)]
         else:
             calls = [
                 (group_with(route.group, bucket.sender), bucket.specs, "flattened_bucket")

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 # A round in which an engine is slow again and again ends before its broadcasts give up.
 _ROUND_LIMITS = 2
-Report = tuple[int, Sequence[str]]
-"""Where a sender is: its round, and the URLs of the engines that it still waits for there."""
 
 
 class UpdateNews:
@@ -34,12 +32,12 @@ class UpdateNews:
             self.failed.append(self._store.get(key).decode())
 
     def report(self, rank: int, round_: int, urls: Sequence[str] = ()) -> None:
-        """Tell rank 0 where the sender with this rank is."""
+        """Tell rank 0 in which round the sender with this rank is, and for which engines it waits there."""
         self._store.set(f"waiting/{rank}", json.dumps([self._update, round_, list(urls)]))
 
-    def reports(self, ranks: Iterable[int]) -> list[Report]:
-        """The last report of each of the ranks; round -1 before its first one of this update."""
-        reports: list[Report] = []
+    def reports(self, ranks: Iterable[int]) -> list[tuple[int, Sequence[str]]]:
+        """Round and URLs as each of the ranks last reported them; round -1 before its first report of this update."""
+        reports = []
         for key in (f"waiting/{rank}" for rank in ranks):
             update, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (None, -1, ())
             reports.append((round_, urls) if update == self._update else (-1, ()))
@@ -60,7 +58,7 @@ class LateEngines:
         self._round = (-1, 0.0)
         self._since: dict[str, tuple[Sequence[int], float]] = {}
 
-    def find(self, reports: Sequence[Report], urls: Iterable[str], now: float) -> set[str]:
+    def find(self, reports: Sequence[tuple[int, Sequence[str]]], urls: Iterable[str], now: float) -> set[str]:
         """Those of the engines that are late at the time `now`, in seconds."""
         earliest = min(round_ for round_, _ in reports)
         if earliest != self._round[0]:

@@ -39,7 +39,6 @@ class SharedMemoryTransport(Transport):
         self._bucket_bytes = config.bucket_bytes
         if processes.device.type == "cpu":
             start_memory_manager()
-        self._stage_size = processes.world_size // processes.pipeline_size
         hosts: list[Any] = [None] * processes.world_size
         dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
         if len(set(hosts)) > 1:
@@ -50,6 +49,7 @@ class SharedMemoryTransport(Transport):
 
     def send(self, policy: WeightSource, update: Update, session: UpdateCalls | None) -> Sent:
         num_bytes = 0
+        leaders = self._processes.of_replica(0)[:: self._processes.per_stage]
         buckets = policy.weights(self._bucket_bytes, "stage_leaders", replicas=(0,))
         for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:
             box: list[Any] = [None]
@@ -57,7 +57,7 @@ class SharedMemoryTransport(Transport):
                 shared = _copied_together(bucket)
                 # A handle is for one reader: torch counts how many have released the memory.
                 box[0] = {target.url: [_handle(shared) for _ in range(target.tp_size)] for target in update.targets}
-            dist.broadcast_object_list(box, src=bucket.stage * self._stage_size, group=self._processes.control)
+            dist.broadcast_object_list(box, src=leaders[bucket.stage], group=self._processes.control)
             if session:
                 self._tell(session, update, bucket.is_last, box[0])
             # The memory may be freed when all engines have answered.

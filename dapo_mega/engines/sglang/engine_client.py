@@ -242,11 +242,7 @@ class EngineClient:
         """Map tensors of this machine's memory: one base64 pickle per tensor-parallel rank."""
         await self._command(
             "/update_weights_from_tensor",
-            {
-                "serialized_named_tensors": list(serialized),
-                "weight_version": version,
-                "flush_cache": flush_cache,
-            },
+            {"serialized_named_tensors": list(serialized), "weight_version": version, "flush_cache": flush_cache},
         )
 
     async def set_weight_version(self, version: str) -> None:
