@@ -18,13 +18,16 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.rounds import bucket_limit, rounds_of
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 
 _ALIGNMENT = 16
+# So many buckets of equal size per process keep their bytes equal within the number's inverse.
+_FEWEST_BUCKETS = 10
+# A smaller bucket takes an engine longer than its bytes do.
+_SMALLEST_BUCKET = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,7 @@ class WeightGatherer:
         ahead = next(started, None)
         try:
             for number, buckets in enumerate(rounds):
-                assert ahead is not None
-                mine = _finished(ahead)
+                mine = _finished(ahead or ())
                 ahead = None  # Free the memory of shards that were sent before the next round's is allocated.
                 ahead = next(started, None)
                 plan, tensors = (mine.plan, self._merged(mine)) if mine else (buckets[0][0], None)
@@ -333,3 +335,27 @@ def _shards(row: Tensor, held: Iterable[_GatheredParameter]) -> Iterator[Tensor]
         end = start + math.prod(parameter.shape) * parameter.dtype.itemsize
         yield row[start:end].view(parameter.dtype).view(parameter.shape)
         start += parameter.shard_bytes
+
+
+def bucket_limit(num_bytes: int, num_senders: int, limit: int) -> int:
+    """The size limit of buckets of a stage's `num_bytes`, at most `limit`: small enough that `num_senders` processes
+    can send about the same number of bytes."""
+    if num_senders == 1:
+        return limit
+    return min(limit, max(num_bytes // (num_senders * _FEWEST_BUCKETS), _SMALLEST_BUCKET))
+
+
+def rounds_of(sizes: Sequence[int], num_senders: int) -> Iterator[list[tuple[int, int]]]:
+    """The buckets of each round, as senders with indices into `sizes`: in a round every sender has at most one.
+
+    The largest bucket goes first, each to the sender with the fewest bytes, so that a round's buckets are of similar
+    size and all senders get about the same number of bytes.
+    """
+    buckets: list[list[int]] = [[] for _ in range(num_senders)]
+    totals = [0] * num_senders
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        sender = totals.index(min(totals))
+        buckets[sender].append(index)
+        totals[sender] += sizes[index]
+    for number in range(max(map(len, buckets))):
+        yield [(sender, indices[number]) for sender, indices in enumerate(buckets) if number < len(indices)]

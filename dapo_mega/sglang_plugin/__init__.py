@@ -30,7 +30,8 @@ from dapo_mega.engines.sglang.weight_protocol import (
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights, Receiving
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
+from dapo_mega.weight_sync.engine_groups import EngineGroup
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +49,7 @@ _plans: dict[str, UpdatePlan] = {}
 class PlannedWeights(NamedTuple):
     """The buckets of a call in the order in which they come, each with the group in which it comes."""
 
-    buckets: Sequence[tuple[PlannedBucket, Receiving]]
+    buckets: Sequence[tuple[PlannedBucket, EngineGroup]]
     window_bytes: int
 
 

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.engines.sglang.weight_protocol import (
@@ -22,16 +22,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
 from dapo_mega.sglang_plugin.coverage import LoadTrace
 from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
 from dapo_mega.types import WeightSpec
-
-
-class _Waiting(Protocol):
-    def wait(self) -> object: ...
-
-
-class Receiving(Protocol):
-    """A group, or what stands for one."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> _Waiting: ...
+from dapo_mega.weight_sync.engine_groups import EngineGroup
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class _Chunk:
 
     specs: Sequence[WeightSpec]
     memory: Tensor
-    receipt: _Waiting
+    receipt: dist.Work
 
 
 class ArrivingWeights:
@@ -48,7 +39,7 @@ class ArrivingWeights:
 
     def __init__(
         self,
-        group: Receiving,
+        group: EngineGroup,
         device: str,
         bucket: PlannedBucket,
         window_bytes: int,
@@ -109,7 +100,7 @@ class ArrivingWeights:
 class ChangedWeights:
     """The changed values since the last update, as tensors that write only these values into parameters."""
 
-    def __init__(self, group: Receiving, device: str, specs: Sequence[WeightSpec]) -> None:
+    def __init__(self, group: EngineGroup, device: str, specs: Sequence[WeightSpec]) -> None:
         """Receive both chunks. `is_broken` is set if they do not come, which the first iteration raises."""
         self._specs = specs
         self._changes: list[Change] = []
@@ -158,7 +149,7 @@ class ChangedWeights:
         return sorted(missing) + differing
 
 
-def _received_changes(group: Receiving, device: str, specs: Sequence[WeightSpec]) -> Tensor:
+def _received_changes(group: EngineGroup, device: str, specs: Sequence[WeightSpec]) -> Tensor:
     """The packed changes [bytes] uint8. Raises RuntimeError for more than there can be of these tensors."""
     length = torch.empty(1, dtype=torch.int64, device=device)
     group.broadcast(length.view(torch.uint8), 0).wait()

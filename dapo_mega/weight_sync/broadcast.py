@@ -58,7 +58,7 @@ from dapo_mega.types import WeightBucket, WeightSource, WeightSpec
 from dapo_mega.weight_sync.encodings import Encodings
 from dapo_mega.weight_sync.engine_groups import EngineGroup, backend_name, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
-from dapo_mega.weight_sync.progress import FailedEngines, LateEngines, SenderReports
+from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
 from dapo_mega.weight_sync.update import (
     EngineRoute,
     SenderPlaces,
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.1
+_REPORTS_PER_LIMIT = 20  # So often in a time limit senders report for whom they wait, and rank 0 reads it.
 _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine that gives up can still answer.
 
 
@@ -88,8 +89,7 @@ class BroadcastTransport(Transport):
         self._name = f"dapo-mega-{secrets.token_hex(4)}"  # No other trainer's groups are called so.
         self._timeout_s = config.timeout_s
         self._window_bytes = config.bucket_bytes
-        self._reports = SenderReports(self._store, config.timeout_s)
-        self._failed = FailedEngines(self._store, 0)
+        self._news = UpdateNews(self._store, 0)
         self._routes: dict[str, EngineRoute] = {}
         self._old_groups: dict[str, str] = {}
         self._plans: dict[bool, UpdatePlan] = {}
@@ -109,7 +109,7 @@ class BroadcastTransport(Transport):
 
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
         """See `Transport`. Engines without a route yet are spread over the replicas, and join new groups."""
-        self._failed = FailedEngines(self._store, number)
+        self._news = UpdateNews(self._store, number)
         present = {target.url for target in targets}
         if not present.issubset(outdated):
             # An engine that an update leaves out must join again before it gets weights.
@@ -134,14 +134,16 @@ class BroadcastTransport(Transport):
         routes = {route.url: route for route in update.routes}
         replicas = sorted({route.replica for route in update.routes})
         ranks = [rank for replica in replicas for rank in self._places.replicas[replica]]
+        # An engine may wait for others as long as it receives.
+        num_parts = 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
         late = LateEngines(len(plan.rounds), self._timeout_s)
         found: set[str] = set()
-        looked = time.monotonic()
+        looked, every_s = time.monotonic(), self._timeout_s / _REPORTS_PER_LIMIT
 
         def is_late(url: str) -> bool:
             nonlocal found, looked
-            if (now := time.monotonic()) - looked > self._reports.every_s:
-                found, looked = late.find(self._reports.read(ranks, update.number), routes, now), now
+            if (now := time.monotonic()) - looked > every_s:
+                found, looked = late.find(self._news.reports(ranks), routes, now), now
             return url in found
 
         async def serve(client: EngineClient) -> None:
@@ -151,20 +153,16 @@ class BroadcastTransport(Transport):
                         await self._join(client, routes[client.url])
                 except TimeoutError:
                     raise EngineError(client.url, f"it has not joined within {self._timeout_s:g} s") from None
-            receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan))
+            receiving = asyncio.ensure_future(self._receive(client, routes[client.url], update, plan, num_parts))
             try:
-                while not (await asyncio.wait([receiving], timeout=self._reports.every_s))[0]:
+                while not (await asyncio.wait([receiving], timeout=every_s))[0]:
                     if is_late(client.url):
                         raise EngineError(client.url, f"it has taken no weights for {self._timeout_s:g} s")
                 await receiving
             finally:
                 receiving.cancel()
 
-        calls.start(serve, self._num_parts(plan, update))
-
-    def _num_parts(self, plan: UpdatePlan, update: Update) -> int:
-        """An engine may wait for others as long as it receives."""
-        return 2 * sum(map(len, plan.rounds)) + len(update.targets) + 2
+        calls.start(serve, num_parts)
 
     async def _join(self, client: EngineClient, route: EngineRoute) -> None:
         """Make the engine join the group of each sender, and leave its old groups."""
@@ -186,12 +184,14 @@ class BroadcastTransport(Transport):
                 backend=self._places.backend,
             )
 
-    async def _receive(self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan) -> None:
+    async def _receive(
+        self, client: EngineClient, route: EngineRoute, update: Update, plan: UpdatePlan, num_parts: int
+    ) -> None:
         """Have the engine receive and load all buckets: in one call, or without the plugin in one for each bucket."""
         if update.have_plugin:
-            is_known = self._known_plans.get(client.url) == plan.digest
-            load_format = str(PlanFormat(plan.digest, route.turn, "" if is_known else plan.text))
-            calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), load_format)]
+            text = "" if self._known_plans.get(client.url) == plan.digest else plan.text
+            whole = str(PlanFormat(plan.digest, route.turn, text))
+            calls: list[tuple[str, Sequence[WeightSpec], str]] = [(route.group, (), whole)]
         else:
             calls = [
                 (group_with(route.group, bucket.sender), bucket.specs, "flattened_bucket")
@@ -207,13 +207,13 @@ class BroadcastTransport(Transport):
                 version=update.label if is_last else None,
                 flush_cache=update.flush_cache and is_last,
                 load_format=load_format,
-                timeout_s=self._timeout_s * self._num_parts(plan, update),
+                timeout_s=self._timeout_s * num_parts,
             )
         self._known_plans[client.url] = plan.digest
 
     def report_failure(self, url: str) -> None:
         """Let the senders know, from the thread that calls the engines."""
-        self._failed.add(url)
+        self._news.add_failed(url)
 
     def _forget(self, urls: Iterable[str]) -> None:
         """The engines must join again."""
@@ -251,7 +251,6 @@ class BroadcastSender(WeightSender):
         self._store = store
         self._listening = listening[processes.rank]
         self._timeout_s = timeout_s
-        self._reports = SenderReports(store, timeout_s)
         self._groups: dict[str, EngineGroup] = {}
         self._abandoned: list[threading.Thread] = []
         self._bytes_made = self._bytes_sent = 0
@@ -268,22 +267,20 @@ class BroadcastSender(WeightSender):
         encoding = self._encodings.choose(update, any(route.joins for route in routes))
         replicas = sorted({route.replica for route in update.routes})
         buckets = map(self._prepared, policy.weights(self._bucket_bytes, "senders", replicas))
-        failed = FailedEngines(self._store, update.number)
+        news = UpdateNews(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
-        self._join({route.url: route for route in routes if route.joins}, failed)
+        self.forget(route.url for route in update.routes if route.joins)
+        self._join({route.url: route for route in routes if route.joins}, news)
         routes.sort(key=lambda route: steps_to(route.turn, len(self._ranks), self._number))
         for round_, bucket in enumerate(buckets):
             if bucket.tensors is not None:
-                report = partial(self._reports.write, self._processes.rank, update.number, round_)
-                self._broadcast([route.url for route in routes], encoding.encode(bucket), failed, report)
-            self._reports.write(self._processes.rank, update.number, round_)
+                self._broadcast([route.url for route in routes], encoding.encode(bucket), news, round_)
+            news.report(self._processes.rank, round_)
             del bucket  # Free its memory before the next but one is gathered.
         return self._sent(*self._encodings.take_counts())
 
-    def _join(self, routes: Mapping[str, EngineRoute], failed: FailedEngines) -> None:
+    def _join(self, routes: Mapping[str, EngineRoute], news: UpdateNews) -> None:
         """Join the groups with new engines in parallel. Engines that do not come in time get no group."""
-        for url in routes:
-            self._groups.pop(url, None)
         if not routes:
             return
 
@@ -295,16 +292,14 @@ class BroadcastSender(WeightSender):
 
         executor = ThreadPoolExecutor(len(routes))
         joining = {url: executor.submit(create, route) for url, route in routes.items()}
-        self._wait({url: future.done for url, future in joining.items()}, failed, limit_s=self._timeout_s)
+        self._wait({url: future.done for url, future in joining.items()}, news, limit_s=self._timeout_s)
         executor.shutdown(wait=False)
         for url, future in joining.items():
             if future.done() and not future.exception():
                 self._groups[url] = future.result()
 
-    def _broadcast(
-        self, urls: Sequence[str], chunks: Iterable[Tensor], failed: FailedEngines, report: Callable[[list[str]], None]
-    ) -> None:
-        """Broadcast a bucket to these engines at once, and wait until each has it or has failed.
+    def _broadcast(self, urls: Sequence[str], chunks: Iterable[Tensor], news: UpdateNews, round_: int) -> None:
+        """Broadcast the round's bucket to these engines at once, and wait until each has it or has failed.
 
         All of one engine's broadcasts begin before those of the engine that comes next: with NCCL a broadcast may have
         to wait for those begun before.
@@ -312,9 +307,9 @@ class BroadcastSender(WeightSender):
         remaining = iter(chunks)
         made: list[Tensor] = []
         works: dict[str, list[dist.Work]] = {}
-        failed.read()
+        news.read_failed()
         for url in urls:
-            if url in self._groups and url in failed.urls:
+            if url in self._groups and url in news.failed:
                 self._give_up(url, [])
             elif url in self._groups:
                 works[url] = [self._groups[url].broadcast(chunk, 0) for chunk in made]
@@ -326,31 +321,31 @@ class BroadcastSender(WeightSender):
         self._bytes_sent += size * len(works)
         # An engine that is in no group with this process can get no weights, which the others must learn.
         done = {url: partial(_are_completed, works[url]) if url in works else (lambda: False) for url in urls}
-        self._wait(done, failed, report)
+        self._wait(done, news, round_)
         for url, each in works.items():
-            if url in failed.urls or not _have_succeeded(each):
+            if url in news.failed or not _have_succeeded(each):
                 self._give_up(url, each)
 
     def _wait(
         self,
         done: Mapping[str, Callable[[], bool]],
-        failed: FailedEngines,
-        report: Callable[[list[str]], None] | None = None,
+        news: UpdateNews,
+        round_: int | None = None,
         limit_s: float = math.inf,
     ) -> None:
-        """Wait until every engine's part is done or the engine has failed; `report` now and then for whom."""
+        """Wait until every engine's part is done or the engine has failed; in a round report now and then for whom."""
         waiting = deque(done)
         started = looked = reported = time.monotonic()
         while waiting and (now := time.monotonic()) - started < limit_s:
-            if waiting[0] in failed.urls or done[waiting[0]]():
+            if waiting[0] in news.failed or done[waiting[0]]():
                 waiting.popleft()
                 continue
             if now - looked > _FAILURE_POLL_S:
                 looked = now
-                failed.read()
-            if report and now - reported > self._reports.every_s:
+                news.read_failed()
+            if round_ is not None and now - reported > self._timeout_s / _REPORTS_PER_LIMIT:
                 reported = now
-                report([url for url in waiting if not done[url]()])
+                news.report(self._processes.rank, round_, [url for url in waiting if not done[url]()])
             time.sleep(_POLL_S)
 
     def _give_up(self, url: str, works: Sequence[dist.Work]) -> None:

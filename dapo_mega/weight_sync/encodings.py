@@ -1,33 +1,31 @@
-"""Chooses how an update's buckets are encoded: the best encoding that every participating engine can decode."""
+"""How an update's buckets are encoded: in full or, with delta sync, between full updates only the values that have
+changed in the engines' dtype; in the best encoding that every participating engine can decode."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, flatten, split_specs
+from dapo_mega.engines.sglang.weight_protocol import (
+    PlannedBucket,
+    checksum,
+    differing,
+    find_changes,
+    flatten,
+    pack_changes,
+    split_specs,
+)
 from dapo_mega.types import WeightBucket
-from dapo_mega.weight_sync.delta import DeltaEncoding
 from dapo_mega.weight_sync.update import Update
 
 # A smaller broadcast takes longer than copying its tensors into one buffer with others.
 _CHUNK_BYTES = 2**20
-
-
-class Encoding(Protocol):
-    """Turns buckets into the bytes that engines receive."""
-
-    def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        """What engines are told of the bucket, whose tensors it does not need."""
-
-    def encode(self, bucket: WeightBucket) -> Iterable[Tensor]:
-        """The bucket's bytes in chunks, each [bytes] uint8 and one broadcast; they can be read once."""
 
 
 class ChunkedEncoding:
@@ -39,6 +37,7 @@ class ChunkedEncoding:
         self._chunk_bytes = chunk_bytes
 
     def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors are not needed."""
         lengths: list[int] = []
         num_bytes = self._chunk_bytes
         for spec in bucket.specs:
@@ -50,14 +49,68 @@ class ChunkedEncoding:
         return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
 
     def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
-        """See `Encoding`. Each chunk is made when it is read; a tensor alone in its chunk is sent from its own memory,
-        without a copy."""
+        """The bucket's chunks, each [bytes] uint8 and made when it is read; a tensor alone in one is sent from its own
+        memory."""
         remaining = iter(bucket.tensors or ())
         for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
             if len(specs) == 1:
                 yield next(remaining).contiguous().flatten().view(torch.uint8)
             else:
                 yield flatten(specs, islice(remaining, len(specs)))
+
+
+class DeltaEncoding:
+    """Remembers the weights that all engines hold and sends the changed values of a bucket.
+
+    Used on every rank, which keeps a copy of the weights that it sends in the engines' dtype in main memory.
+    `compared_bytes` and `changed_bytes` count the values that were compared with those before, and the changed ones.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype` is the engines' dtype of matrices. Vectors, which are small, are sent in their own dtype."""
+        self._dtype = dtype
+        self._held: dict[str, Tensor] = {}
+        self.compared_bytes = self.changed_bytes = 0
+
+    def start_over(self) -> None:
+        """Assume that engines hold nothing: the next update sends everything."""
+        self._held.clear()
+
+    def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors are not needed."""
+        is_matrix = [spec.dtype.is_floating_point and len(spec.shape) > 1 for spec in bucket.specs]
+        dtypes = [self._dtype if matrix else spec.dtype for matrix, spec in zip(is_matrix, bucket.specs, strict=True)]
+        specs = tuple(replace(spec, dtype=dtype) for spec, dtype in zip(bucket.specs, dtypes, strict=True))
+        return PlannedBucket(bucket.sender, specs, ())
+
+    def encode(self, bucket: WeightBucket) -> tuple[Tensor, Tensor]:
+        """The number of bytes [8] and the packed changes [bytes], uint8. Afterwards engines are assumed to hold the
+        bucket."""
+        found: list[tuple[Tensor | None, Tensor]] = []
+        checksums = []
+        for spec, (name, tensor) in zip(self.planned(bucket).specs, bucket, strict=True):
+            new = tensor.to(spec.dtype).contiguous()
+            held = self._held.get(name)
+            before = None if held is None else held.to(new.device)
+            found.append(find_changes(new, before))
+            if before is not None:
+                self._count(new, before, found[-1][0])
+            checksums.append(checksum(new))
+            if held is None:
+                held = self._held[name] = torch.empty_like(new, device="cpu")
+            held.copy_(new)
+        packed = pack_changes(found, checksums)
+        length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
+        return length, packed
+
+    def _count(self, new: Tensor, before: Tensor, places: Tensor | None) -> None:
+        """Count a compared tensor; `places` are those of its changes, None if all of its values are sent."""
+        number = int(differing(new, before).sum()) if places is None else len(places)
+        self.compared_bytes += new.nbytes
+        self.changed_bytes += number * new.dtype.itemsize
+
+
+Encoding = ChunkedEncoding | DeltaEncoding
 
 
 class Encodings:

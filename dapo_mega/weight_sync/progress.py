@@ -8,51 +8,39 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-_REPORTS_PER_LIMIT = 20
 # A round in which an engine is slow again and again ends before its broadcasts give up.
 _ROUND_LIMITS = 2
 
 
-class FailedEngines:
-    """The URLs of the engines that have failed in one update: rank 0 adds some, every process reads them."""
+class UpdateNews:
+    """What is told in one update. `failed` has the URLs of the engines that have failed, as far as they were read."""
 
     def __init__(self, store: dist.Store, update: int) -> None:
         self._store = store
         self._update = update
         self._num_added = 0
-        self.urls: list[str] = []
-        """Those that have been read."""
+        self.failed: list[str] = []
 
-    def add(self, url: str) -> None:
-        self._store.set(self._key(self._num_added), url)
+    def add_failed(self, url: str) -> None:
+        """Tell all processes that the engine has failed. On rank 0."""
+        self._store.set(f"failed/{self._update}/{self._num_added}", url)
         self._num_added += 1
 
-    def read(self) -> None:
-        """Read those that have been added since."""
-        while self._store.check([self._key(len(self.urls))]):
-            self.urls.append(self._store.get(self._key(len(self.urls))).decode())
+    def read_failed(self) -> None:
+        """Read which engines have failed since."""
+        while self._store.check([key := f"failed/{self._update}/{len(self.failed)}"]):
+            self.failed.append(self._store.get(key).decode())
 
-    def _key(self, number: int) -> str:
-        return f"failed/{self._update}/{number}"
+    def report(self, rank: int, round_: int, urls: Sequence[str] = ()) -> None:
+        """Tell rank 0 in which round the sender with this rank is, and for which engines it waits there."""
+        self._store.set(f"waiting/{rank}", json.dumps([self._update, round_, list(urls)]))
 
-
-class SenderReports:
-    """Where each sender is in an update: its round, and the URLs of the engines that it still waits for there."""
-
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store = store
-        self.every_s = timeout_s / _REPORTS_PER_LIMIT
-        """How often a sender that waits reports."""
-
-    def write(self, rank: int, update: int, round_: int, urls: Sequence[str] = ()) -> None:
-        self._store.set(f"waiting/{rank}", json.dumps([update, round_, list(urls)]))
-
-    def read(self, ranks: Iterable[int], update: int) -> list[tuple[int, Sequence[str]]]:
-        """The round and the URLs of each of the ranks; round -1 before its first report of this update."""
+    def reports(self, ranks: Iterable[int]) -> list[tuple[int, Sequence[str]]]:
+        """Round and URLs as each of the ranks last reported them; round -1 before its first report of this update."""
         reports = []
         for key in (f"waiting/{rank}" for rank in ranks):
-            number, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (0, -1, ())
-            reports.append((round_, urls) if number == update else (-1, ()))
+            update, round_, urls = json.loads(self._store.get(key)) if self._store.check([key]) else (None, -1, ())
+            reports.append((round_, urls) if update == self._update else (-1, ()))
         return reports
 
 

@@ -237,17 +237,12 @@ class EngineClient:
         )
 
     async def update_weights_from_tensor(
-        self, serialized: Sequence[str], version: str | None, flush_cache: bool, load_format: str | None = None
+        self, serialized: Sequence[str], version: str | None, flush_cache: bool
     ) -> None:
         """Map tensors of this machine's memory: one base64 pickle per tensor-parallel rank."""
         await self._command(
             "/update_weights_from_tensor",
-            {
-                "serialized_named_tensors": list(serialized),
-                "weight_version": version,
-                "flush_cache": flush_cache,
-                "load_format": load_format,
-            },
+            {"serialized_named_tensors": list(serialized), "weight_version": version, "flush_cache": flush_cache},
         )
 
     async def set_weight_version(self, version: str) -> None:

@@ -79,7 +79,10 @@ class UpdatePlan:
     @cached_property
     def text(self) -> str:
         """All of it as JSON."""
-        return json.dumps([self.num_senders, self.window_bytes, self.rounds], default=_described, separators=(",", ":"))
+        return json.dumps(
+            [self.num_senders, self.window_bytes, self.rounds],
+            default=lambda spec: (spec.name, dtype_name(spec.dtype), spec.shape),
+        )
 
     @classmethod
     def parse(cls, text: str) -> UpdatePlan:
@@ -127,10 +130,6 @@ def group_with(group: str, sender: int) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of the dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _described(spec: WeightSpec) -> tuple[str, str, tuple[int, ...]]:
-    return spec.name, dtype_name(spec.dtype), spec.shape
 
 
 def _specs(described: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[WeightSpec, ...]:

@@ -28,7 +28,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.sglang_plugin.patches import make_patch
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.sft import run_sft
-from dapo_mega.weight_sync.delta import DeltaEncoding
+from dapo_mega.weight_sync.encodings import DeltaEncoding
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from tests import te_cpu
 from tests.distributed.launching import run_distributed

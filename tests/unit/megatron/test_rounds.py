@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dapo_mega.megatron.rounds import bucket_limit, rounds_of
+from dapo_mega.megatron.gathering import bucket_limit, rounds_of
 
 
 @pytest.mark.parametrize("num_senders", [1, 2, 8, 32])

@@ -14,7 +14,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
 )
 from dapo_mega.sglang_plugin.receiving import ChangedWeights
 from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync.delta import DeltaEncoding
+from dapo_mega.weight_sync.encodings import DeltaEncoding
 
 NAMES = ("q", "kv", "bias", "scalar")
 SHAPES = ((12, 8), (4, 8), (7,), (1,))

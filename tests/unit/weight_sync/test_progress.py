@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, UpdatePlan
 from dapo_mega.types import WeightSpec
-from dapo_mega.weight_sync.progress import FailedEngines, LateEngines, SenderReports
+from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
 
 URLS = ["a", "b", "c"]
 
@@ -19,24 +19,25 @@ def store():
 
 
 def test_every_reader_finds_the_engines_that_failed_in_this_update(store):
-    added, first, second = (FailedEngines(store, 3) for _ in range(3))
-    added.add("a")
-    first.read()
-    added.add("b")
-    first.read()
-    second.read()
-    assert first.urls == second.urls == ["a", "b"]
-    of_next = FailedEngines(store, 4)
-    of_next.read()
-    assert of_next.urls == []
+    added, first, second = (UpdateNews(store, 3) for _ in range(3))
+    added.add_failed("a")
+    first.read_failed()
+    added.add_failed("b")
+    first.read_failed()
+    second.read_failed()
+    assert first.failed == second.failed == ["a", "b"]
+    of_next = UpdateNews(store, 4)
+    of_next.read_failed()
+    assert of_next.failed == []
 
 
 def test_reports_are_the_last_ones_of_this_update(store):
-    reports = SenderReports(store, 100.0)
-    reports.write(0, 7, 2, ["a"])
-    reports.write(0, 7, 2)
-    reports.write(1, 6, 9, ["b"])
-    assert reports.read([0, 1, 2], 7) == [(2, []), (-1, ()), (-1, ())]
+    now = UpdateNews(store, 7)
+    now.report(0, 2, ["a"])
+    now.report(0, 2)
+    UpdateNews(store, 6).report(1, 9, ["b"])
+    now.report(3, 4, ["c"])
+    assert now.reports([0, 1, 2, 3]) == [(2, []), (-1, ()), (-1, ()), (4, ["c"])]
 
 
 def found(late, *times_and_reports):

@@ -88,7 +88,7 @@ COMMANDS = [
     (
         "/update_weights_from_tensor",
         lambda c: c.update_weights_from_tensor(["AA=="], "7", True),
-        {"serialized_named_tensors": ["AA=="], "weight_version": "7", "flush_cache": True, "load_format": None},
+        {"serialized_named_tensors": ["AA=="], "weight_version": "7", "flush_cache": True},
     ),
     ("/flush_cache?timeout=2.5", lambda c: c.flush_cache(2.5), {}),
 ]
