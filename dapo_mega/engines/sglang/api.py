@@ -194,7 +194,7 @@ def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
     if not _INTEGERS.issuperset(map(type, output_ids)):
         raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
     try:
-        token_ids = np.array(output_ids, np.int64)
+        token_ids = np.fromiter(output_ids, np.int64, len(output_ids))
         is_outside = bool(output_ids) and not (token_ids.min() >= 0 and token_ids.max() < vocab_size)
     except OverflowError:
         is_outside = True
@@ -208,8 +208,9 @@ def _float32(numbers: list[Any], *, or_null: bool = False) -> LogProbs:
     among them, and OverflowError beyond float64."""
     if not (_NUMBERS_OR_NULL if or_null else _NUMBERS).issuperset(map(type, numbers)):
         raise TypeError("not a number")
+    values = np.array(numbers, np.float64) if or_null else np.fromiter(numbers, np.float64, len(numbers))
     with np.errstate(over="ignore"):
-        return np.array(numbers, np.float64).astype(np.float32)
+        return values.astype(np.float32)
 
 
 def _logprobs(meta_info: dict[str, Any], output_ids: list[int]) -> LogProbs:
