@@ -45,6 +45,7 @@ setup(
         "pydantic>=2.9,<3",
         "PyYAML>=6",
         "aiohttp>=3.10,<4",
+        "orjson>=3.10,<4",
         "tensorboard>=2.17",
         "rich>=13",
         "matplotlib>=3.9",

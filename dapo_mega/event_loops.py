@@ -4,32 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+_MOST_FREE = 64
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
 class _DaemonThreads(Executor):
-    """Makes each call in a daemon thread of its own: one that hangs does not keep the process from ending."""
+    """Makes each call in a daemon thread that has no other one: one that hangs does not keep the process from ending.
+    Threads are used again, as to start one costs as much as to ask an engine."""
+
+    def __init__(self) -> None:
+        self._free: list[SimpleQueue[_Call]] = []
+        os.register_at_fork(after_in_child=self._free.clear)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # On the loop it would end all tasks.
-                future.set_exception(RuntimeError(f"a thread ended with {error!r}"))
-
-        threading.Thread(target=run, name="scoring", daemon=True).start()
+        try:
+            calls = self._free.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._work, args=(calls,), name="scoring", daemon=True).start()
+        calls.put((future, partial(fn, *args, **kwargs)))
         return future
+
+    def _work(self, calls: SimpleQueue[_Call]) -> None:
+        is_kept = True
+        while is_kept:
+            future, call = calls.get()
+            result, fault = None, None
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except Exception as error:
+                    fault = error
+                except BaseException as error:  # On the loop it would end all tasks.
+                    fault = RuntimeError(f"a thread ended with {error!r}")
+            # Free before the result is there, whose taker may make the next call.
+            if is_kept := len(self._free) < _MOST_FREE:
+                self._free.append(calls)
+            if fault:
+                future.set_exception(fault)
+            elif not future.cancelled():
+                future.set_result(result)
+            del future, call, result, fault
 
 
 _THREADS = _DaemonThreads()

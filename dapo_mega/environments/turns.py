@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.environment import EARNED, OwnEnvironment
 from dapo_mega.data.tokenizer import Decode, decoder
 from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
 from dapo_mega.event_loops import beside
-from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Response, Trajectory, Turn
+from dapo_mega.types import GenerationFailure, GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
 
 T = TypeVar("T")
 
@@ -74,13 +75,14 @@ class Turns(Environment):
 
 
 class _Rows:
-    """The rows of a trajectory so far."""
+    """The rows of a trajectory so far. The ids of its prompt are before those of the rows."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._sampled: list[bool] = []
+        self._num_rows = 0
+        self._token_ids: list[TokenIds] = [request.prompt_token_ids]
+        self._logprobs: list[LogProbs] = [np.empty(0, np.float32)]
+        self._sampled: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
         self._turns: list[Turn] = []
         self._versions: list[tuple[int, int]] = []
         self._engines: list[tuple[str, int]] = []
@@ -88,49 +90,52 @@ class _Rows:
     @property
     def left(self) -> int:
         """Tokens for which there is place."""
-        return self._request.sampling.max_new_tokens - len(self._token_ids)
+        return self._request.sampling.max_new_tokens - self._num_rows
 
     def next_request(self, turn: int, max_turn_tokens: int | None) -> GenerationRequest:
         """The request of this turn, with random numbers of its own."""
-        so_far = np.array(self._token_ids, np.int32)
+        self._token_ids = [np.concatenate(self._token_ids)]
         return replace(
             self._request,
-            prompt_token_ids=np.concatenate([self._request.prompt_token_ids, so_far]),
+            prompt_token_ids=self._token_ids[0],
             seed=_seed_of_turn(self._request.seed, turn),
             sampling=replace(self._request.sampling, max_new_tokens=min(self.left, max_turn_tokens or self.left)),
         )
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        self._token_ids += token_ids
-        self._logprobs += [0.0] * len(token_ids)
-        self._sampled += [False] * len(token_ids)
+        length = len(token_ids)
+        self._append(np.array(token_ids, np.int32), np.zeros(length, np.float32), np.zeros(length, np.bool_))
 
     def add(self, response: Response) -> None:
         """Add a turn of the policy. Rows that were observed before it have its first version and engine."""
-        start, length = len(self._token_ids), len(response.token_ids)
-        self._token_ids += response.token_ids.tolist()
-        self._logprobs += response.logprobs.tolist()
-        self._sampled += [True] * length
+        start, length = self._num_rows, len(response.token_ids)
+        self._append(response.token_ids, response.logprobs, np.ones(length, np.bool_))
         versions = response.version_spans or ((response.weight_version, length),)
         _extend(self._versions, [(version, start + end) for version, end in versions])
         _extend(self._engines, [(engine, start + end) for engine, end in response.engine_spans])
+
+    def _append(self, token_ids: TokenIds, logprobs: LogProbs, sampled: npt.NDArray[np.bool_]) -> None:
+        self._num_rows += len(token_ids)
+        self._token_ids.append(token_ids)
+        self._logprobs.append(logprobs)
+        self._sampled.append(sampled)
 
     def end_turn(self, response: Response, observation: dict[str, Any]) -> None:
         """Note what the environment says of the turn."""
         earned = {name: float(value) for name, value in observation["parts"].items()}
         earned |= {name: float(observation[name]) for name in EARNED if observation[name] is not None}
-        self._turns.append(Turn(len(self._token_ids), response.finish_reason, earned))
+        self._turns.append(Turn(self._num_rows, response.finish_reason, earned))
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
             self._request.request_id,
-            np.array(self._token_ids, np.int32),
-            np.array(self._logprobs, np.float32),
-            np.array(self._sampled, np.bool_),
+            np.concatenate(self._token_ids)[len(self._request.prompt_token_ids) :],
+            np.concatenate(self._logprobs),
+            np.concatenate(self._sampled),
             tuple(self._turns),
             tuple(self._versions),
             tuple(self._engines),
-            (len(self._token_ids),),
+            (self._num_rows,),
         )
 
 

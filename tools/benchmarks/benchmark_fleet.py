@@ -4,17 +4,20 @@ python tools/benchmark.py fleet --requests 10000 --engines 64 512
 python tools/benchmark.py fleet --url http://127.0.0.1:30000 --vocab-size 200
 
 Without --url scripted engines in a process of their own hold all answers back until every request is in flight; groups
-of 16 are rolled out as training does. Then rank 0 of a trainer updates the weights of the numbers of engines that
---engines says, which answer its calls and receive nothing: what is measured is the CPU time of its calls, not that of
-gathering and sending. With --url the requests go through the dispatcher to an SGLang server, and in
-turn as one list in a single call, which no client can be faster than. Start that server with --weight-version 0, and
-put its key into --api-key-env.
+of 16 are rolled out as training does. Then they answer at once, and the client's CPU time of a turn is compared with
+that of the least that aiohttp and json can do for the same requests and answers. Then rank 0 of a trainer updates the
+weights of the numbers of engines that --engines says, which answer its calls and receive nothing: what is measured is
+the CPU time of its calls, not that of gathering and sending.
+
+With --url the requests go through the dispatcher to an SGLang server, and in turn as one list in a single call, which
+no client can be faster than. Start that server with --weight-version 0, and put its key into --api-key-env.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import resource
 import subprocess
@@ -26,15 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
-from benchmark_timing import Duration, median_wall, speed_ratio, take_turns
+from benchmark_timing import Duration, median_cpu, median_wall, speed_ratio, take_turns
 from update_calls import UpdateCost, measure_updates
 
 from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
-from dapo_mega.environments.base import Generate, SingleTurn
+from dapo_mega.environments.base import SINGLE_TURN, Generate, SingleTurn
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.groups import OpenGroup
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
@@ -44,6 +48,10 @@ _IDLE_LIMIT_S = 30.0  # A server clears up for a moment after its last answer.
 _PROMPT_TOKENS = 16
 _NUM_ENGINES = 20
 _GROUP_SIZE = 16
+_KEY = "secret"
+_TURN_SIZES = ((16, 32), (300, 300), (2000, 300))  # Tokens of prompt and answer.
+_TURNS_PER_ENGINE = 16  # In flight.
+_TURN_VOCABULARY = 150_000
 _BUCKET_TENSORS = 6
 _UPDATES = 3
 
@@ -72,12 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=200, help="of the server's model")
     parser.add_argument("--batch", type=int, default=64, help="requests at once on the server")
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=2000, help="in a round of each size, a multiple of 16")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(argv)
     if options.url:
         lines = asyncio.run(_compare(options))
     else:
         lines = _report_crowd(asyncio.run(measure_crowd(options.requests)))
+        lines += ["", *_report_turns(options.turns, options.rounds)]
         lines += ["", *_report_updates(measure_updates(options.engines, options.buckets, _BUCKET_TENSORS, _UPDATES))]
     print("\n".join(lines))
 
@@ -98,12 +108,12 @@ async def measure_crowd(num_requests: int) -> Crowd:
     """Two requests for every place, so that one half waits while the other is in flight."""
     per_engine = num_requests // _NUM_ENGINES
     with _scripted_engines(per_engine) as urls:
-        clients = [EngineClient(url, "secret") for url in urls]
+        clients = [EngineClient(url, _KEY) for url in urls]
         environment = _Noting()
         dispatcher = Dispatcher(
             vocab_size=1000, requests_per_engine=per_engine, request_timeout_s=_TIMEOUT_S, max_attempts=1
         )
-        requests = _requests(2 * num_requests, 1000, [32] * (2 * num_requests))
+        requests = _requests(2 * num_requests, 1000, [32] * (2 * num_requests), _PROMPT_TOKENS)
         memory, cpu, wall = _peak_memory_mb(), time.process_time(), time.perf_counter()
         for client in clients:
             dispatcher.add_engine(client, 0)
@@ -139,14 +149,16 @@ async def _all_answered(awaited: Sequence[Awaitable[object]]) -> None:
 
 
 @contextmanager
-def _scripted_engines(per_engine: int) -> Iterator[list[str]]:
-    """URLs of engines each of which answers nothing before `per_engine` calls are in flight on it."""
+def _scripted_engines(per_engine: int, *, holds_back: bool = True, vocab_size: int = 1000) -> Iterator[list[str]]:
+    """URLs of engines for `per_engine` calls each, which answer nothing before all of these are in flight, or at
+    once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (num_files := per_engine * _NUM_ENGINES + 100) > hard:
         raise InputError(f"so many requests need {num_files} open files and this process may open {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     program = str(Path(__file__).parents[1] / "scripted_engine.py")
-    command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--release-at", str(per_engine)]
+    command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--api-key", _KEY]
+    command += ["--release-at", str(per_engine if holds_back else 0), "--vocab-size", str(vocab_size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         try:
@@ -155,10 +167,10 @@ def _scripted_engines(per_engine: int) -> Iterator[list[str]]:
             server.terminate()
 
 
-def _requests(count: int, vocab_size: int, lengths: Sequence[int]) -> list[GenerationRequest]:
+def _requests(count: int, vocab_size: int, lengths: Sequence[int], prompt_tokens: int) -> list[GenerationRequest]:
     """Random prompts; responses have exactly these lengths."""
     draw = np.random.default_rng(0)
-    prompts = draw.integers(4, vocab_size, (count, _PROMPT_TOKENS), dtype=np.int32)
+    prompts = draw.integers(4, vocab_size, (count, prompt_tokens), dtype=np.int32)
     return [
         GenerationRequest(i, prompts[i], i, SamplingParams(max_new_tokens=length)) for i, length in enumerate(lengths)
     ]
@@ -176,6 +188,65 @@ def _report_crowd(crowd: Crowd) -> list[str]:
         f"{crowd.cpu_s / crowd.num_requests * 1e3:.2f} | {crowd.num_requests / crowd.wall_s:.0f} | "
         f"{crowd.most_overtaken} |",
     ]
+
+
+def _report_turns(num_turns: int, num_rounds: int) -> list[str]:
+    lines = [
+        "| tokens of prompt and answer | turns | CPU per turn, ms | aiohttp and json alone, ms | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    with _scripted_engines(_TURNS_PER_ENGINE, holds_back=False, vocab_size=_TURN_VOCABULARY) as urls:
+        for prompt_tokens, new_tokens in _TURN_SIZES:
+            requests = _requests(num_turns, _TURN_VOCABULARY, [new_tokens] * num_turns, prompt_tokens)
+            sides = {
+                "client": lambda requests=requests: asyncio.run(_through_client(urls, requests)),
+                "bare": lambda requests=requests: asyncio.run(_through_aiohttp(urls, requests)),
+            }
+            durations = take_turns(sides, num_rounds)
+            client_ms, bare_ms = (median_cpu(durations[side]) / num_turns * 1e3 for side in ("client", "bare"))
+            ratio = speed_ratio(durations["bare"], durations["client"]).cpu
+            lines.append(
+                f"| {prompt_tokens} + {new_tokens} | {num_turns} | {client_ms:.2f} | {bare_ms:.2f} | {ratio:.2f} |"
+            )
+    return lines
+
+
+async def _through_client(urls: Sequence[str], requests: Sequence[GenerationRequest]) -> Duration:
+    """In groups of 16, as training rolls them out."""
+    clients = [EngineClient(url, _KEY) for url in urls]
+    dispatcher = Dispatcher(
+        vocab_size=_TURN_VOCABULARY,
+        requests_per_engine=_TURNS_PER_ENGINE,
+        request_timeout_s=_TIMEOUT_S,
+        max_attempts=1,
+    )
+    for client in clients:
+        dispatcher.add_engine(client, 0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    groups = [_group(requests[i : i + _GROUP_SIZE]) for i in range(0, len(requests), _GROUP_SIZE)]
+    await _all_answered([group.roll_out(SINGLE_TURN, dispatcher.generate) for group in groups])
+    duration = Duration(time.perf_counter() - wall, time.process_time() - cpu)
+    await dispatcher.close()
+    await asyncio.gather(*(client.close() for client in clients))
+    return duration
+
+
+async def _through_aiohttp(urls: Sequence[str], requests: Sequence[GenerationRequest]) -> Duration:
+    """The same calls from as many loops as places, whose answers are parsed and thrown away."""
+    payloads = [generate_payload(request, [], f"{request.request_id}.") for request in requests]
+    waiting = iter([{**payload, "input_ids": list(map(int, payload["input_ids"]))} for payload in payloads])
+
+    async def place(url: str) -> None:
+        for payload in waiting:
+            async with session.post(f"{url}/generate", json=payload) as response:
+                json.loads(await response.read())
+
+    headers = {"Authorization": f"Bearer {_KEY}"}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers, raise_for_status=True) as session:
+        wall, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(place(url) for url in urls for _ in range(_TURNS_PER_ENGINE)))
+        return Duration(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def _report_updates(costs: Sequence[UpdateCost]) -> list[str]:
@@ -208,7 +279,7 @@ async def _compare(options: argparse.Namespace) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for kind, lengths in kinds.items():
-        requests = _requests(options.batch, options.vocab_size, lengths)
+        requests = _requests(options.batch, options.vocab_size, lengths, _PROMPT_TOKENS)
         sides = _sides(options, key, version, requests)
         durations = await asyncio.to_thread(take_turns, sides, options.rounds)
         tokens = sum(lengths)

@@ -19,7 +19,7 @@ missing or impossible, or the version of the weights that sampled it."""
 
 _ANY_TOKEN = -1
 _MAX_ROUNDING = 1e-4  # A log-prob near 0 may be rounded to this much above 0.
-_EMPTY_TOKENS = np.empty(0, np.int32)
+_INTEGERS, _NUMBERS, _NUMBERS_OR_NULL = {int}, {int, float}, {int, float, type(None)}
 
 
 class MalformedAnswer(Exception):
@@ -53,14 +53,15 @@ class Completion:
 
 
 def generate_payload(request: GenerationRequest, parts: Sequence[Completion], rid: str) -> dict[str, Any]:
-    """The body of the /generate call that continues after `parts`; `rid` names the call for /abort_request."""
+    """The body of the /generate call that continues after `parts`; `rid` names the call for /abort_request. Its
+    `input_ids` are an array [P]."""
     sampling = request.sampling
-    generated = tokens_of(parts)
+    prompt = np.concatenate([request.prompt_token_ids, tokens_of(parts)]) if parts else request.prompt_token_ids
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or _ANY_TOKEN,
-        "max_new_tokens": sampling.max_new_tokens - len(generated),
+        "max_new_tokens": sampling.max_new_tokens - sum(len(part.token_ids) for part in parts),
         # Used only by servers with --enable-deterministic-inference.
         "sampling_seed": _seed_of_63_bits(request.seed),
     }
@@ -70,7 +71,7 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
         parameters["ignore_eos"] = True
     return {
         "rid": rid,
-        "input_ids": request.prompt_token_ids.tolist() + generated.tolist(),
+        "input_ids": prompt,
         "sampling_params": parameters,
         "return_logprob": True,
     }
@@ -126,9 +127,9 @@ def parse_answer(
         raise MalformedAnswer(
             "token_count", f"it has {len(token_ids)} tokens but says {meta_info['completion_tokens']}"
         )
-    logprobs = _logprobs(meta_info, token_ids)
+    logprobs = _logprobs(meta_info, output_ids)
     limit = request.sampling.max_new_tokens - sum(len(part.token_ids) for part in parts)
-    finish = _finish(meta_info, token_ids, request.sampling.stop_token_ids, limit)
+    finish = _finish(meta_info, output_ids, request.sampling.stop_token_ids, limit)
     return Completion(token_ids, logprobs, finish, _version_spans(meta_info, len(token_ids), versions), url)
 
 
@@ -151,7 +152,7 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
     return Response(
         request_id=request_id,
         token_ids=tokens_of(parts),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
+        logprobs=parts[0].logprobs if len(parts) == 1 else np.concatenate([part.logprobs for part in parts]),
         finish_reason=finish,
         weight_version=min(version for version, _ in ends),
         version_spans=tuple(ends) if len(ends) > 1 else (),
@@ -160,8 +161,8 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
 
 
 def tokens_of(parts: Sequence[Completion]) -> TokenIds:
-    """All tokens generated so far [L] int32."""
-    return np.concatenate([_EMPTY_TOKENS, *(part.token_ids for part in parts)])
+    """All tokens [L] int32 of one part or several."""
+    return parts[0].token_ids if len(parts) == 1 else np.concatenate([part.token_ids for part in parts])
 
 
 def unfit(request: GenerationRequest, vocab_size: int) -> str:
@@ -190,55 +191,60 @@ def _fields(body: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
-    if any(type(token) is not int for token in output_ids):
+    if not _INTEGERS.issuperset(map(type, output_ids)):
         raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
-    if output_ids and (min(output_ids) < 0 or max(output_ids) >= vocab_size):
+    try:
+        token_ids = np.fromiter(output_ids, np.int64, len(output_ids))
+        is_outside = bool(output_ids) and not (token_ids.min() >= 0 and token_ids.max() < vocab_size)
+    except OverflowError:
+        is_outside = True
+    if is_outside:
         raise MalformedAnswer("vocabulary", f"it has a token id outside of 0 to {vocab_size - 1}")
-    return np.array(output_ids, np.int32)
+    return token_ids.astype(np.int32)
 
 
 def _float32(numbers: list[Any], *, or_null: bool = False) -> LogProbs:
     """The numbers [L], NaN for null and infinite beyond float32. Raises TypeError for other kinds, booleans and text
     among them, and OverflowError beyond float64."""
-    if any(type(number) not in (int, float) and not (or_null and number is None) for number in numbers):
+    if not (_NUMBERS_OR_NULL if or_null else _NUMBERS).issuperset(map(type, numbers)):
         raise TypeError("not a number")
+    values = np.array(numbers, np.float64) if or_null else np.fromiter(numbers, np.float64, len(numbers))
     with np.errstate(over="ignore"):
-        return np.array(numbers, np.float64).astype(np.float32)
+        return values.astype(np.float32)
 
 
-def _logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
+def _logprobs(meta_info: dict[str, Any], output_ids: list[int]) -> LogProbs:
     """[L], from triples of log-prob, token id and null."""
     triples = meta_info.get("output_token_logprobs")
-    if not isinstance(triples, list) or len(triples) != len(token_ids):
+    if not isinstance(triples, list) or len(triples) != len(output_ids):
         count = len(triples) if isinstance(triples, list) else "no"
-        raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(token_ids)} tokens")
+        raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(output_ids)} tokens")
     try:
         values = _float32([triple[0] for triple in triples])
         ids = [triple[1] for triple in triples]
     except (TypeError, ValueError, LookupError, OverflowError):
         raise MalformedAnswer("logprobs", "its log-probs are not triples of log-prob, token id and text") from None
-    if ids != token_ids.tolist():
+    if ids != output_ids:
         raise MalformedAnswer("logprobs", "its log-probs are those of other tokens")
-    if not np.isfinite(values).all() or (values > _MAX_ROUNDING).any():
+    if len(values) and not (values.min() > -np.inf and values.max() <= _MAX_ROUNDING):
         raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
     return np.minimum(values, np.float32(0.0))
 
 
 def _finish(
-    meta_info: dict[str, Any], token_ids: TokenIds, stop_token_ids: tuple[int, ...], limit: int
+    meta_info: dict[str, Any], output_ids: list[int], stop_token_ids: tuple[int, ...], limit: int
 ) -> Literal[FinishReason, "abort"]:
     reason = meta_info.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else reason
-    length = len(token_ids)
+    length = len(output_ids)
     if kind not in ("stop", "length", "abort"):
         raise MalformedAnswer("malformed", f"its finish_reason is {kind!r}")
-    is_stop = np.isin(token_ids, stop_token_ids)
     if length > limit:
         raise MalformedAnswer("token_count", f"it has {length} tokens where {limit} were allowed")
-    if is_stop[:-1].any():
+    if not set(stop_token_ids).isdisjoint(output_ids[:-1]):
         raise MalformedAnswer("token_count", "it goes on after a stop token")
     # An abort can come when the response's last token has just been sampled.
-    if is_stop.any():
+    if output_ids and output_ids[-1] in stop_token_ids:
         return "stop"
     match kind:
         case "stop" if length:

@@ -239,13 +239,19 @@ class Dispatcher:
 
     def _start_all(self) -> None:
         self._is_starting = False
-        while not self._is_held and (chosen := self._next_call()):
+        if self._is_held or not self._waiting:
+            return
+        now = self._loop.time()
+        free = [slot for slot in self._slots.values() if self._router.has_room(slot, now)]
+        while chosen := self._next_call(free):
             work, slot = chosen
             del self._waiting[work]
             self._calls[work] = slot
             self._idle.clear()
             self._router.assign(work.prompt, slot)
-            slot.change_calls(1, self._loop.time())
+            slot.change_calls(1, now)
+            if not self._router.has_room(slot, now):
+                free.remove(slot)
             work.num_calls += 1
             # Engines abort every call whose rid has the given prefix: the dot ends the prefix.
             work.rid = f"{self._call_prefix}-{work.request.request_id}-{work.num_calls}."
@@ -253,14 +259,13 @@ class Dispatcher:
             work.task = self._loop.create_task(self._serve(work, slot, slot.version))
             work.task.add_done_callback(partial(self._end_with_fault, work, slot.url))
 
-    def _next_call(self) -> tuple[_Request, EngineSlot] | None:
-        """The first waiting request that an engine has room for, with that engine."""
-        now = self._loop.time()
-        free = [slot for slot in self._slots.values() if self._router.has_room(slot, now)]
+    def _next_call(self, free: list[EngineSlot]) -> tuple[_Request, EngineSlot] | None:
+        """The first waiting request that one of the engines with room may have, with that engine."""
         if free:
             for work in self._waiting:
-                # With several engines, a request avoids the engine that failed it last.
-                allowed = free if len(self._slots) == 1 else [slot for slot in free if slot.url != work.avoided_url]
+                allowed = free
+                if work.avoided_url and len(self._slots) > 1:  # The engine that failed it last.
+                    allowed = [slot for slot in free if slot.url != work.avoided_url]
                 if slot := self._router.choose(allowed, work.prompt):
                     return work, slot
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -12,10 +13,12 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
 import aiohttp
+import orjson
+from aiohttp.http import HttpProcessingError, RawResponseMessage
 
 from dapo_mega.engines.sglang.engine_model import described_model
 from dapo_mega.engines.sglang.weight_protocol import PROTOCOL, PROTOCOL_FIELD
-from dapo_mega.rewards.bounded_http import open_session
+from dapo_mega.rewards.bounded_http import Caller
 
 _CONNECT_TIMEOUT_S = 30.0
 _SHORT_TIMEOUT_S = 60.0
@@ -132,7 +135,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}", "Accept-Encoding": "identity"}
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._caller: Caller | None = None
 
     async def info(self) -> EngineInfo:
         """The server's settings and the version of its weights."""
@@ -157,10 +160,12 @@ class EngineClient:
         num_tokens = payload.get("sampling_params", {}).get("max_new_tokens", 0)
         if "logprob_start_len" in payload:
             num_tokens += len(payload["input_ids"])
-        content = await self._request(
-            "POST", "/generate", payload, timeout_s, _ANSWER_BYTES + num_tokens * _TOKEN_BYTES
-        )
-        return self._parsed("/generate", content)
+        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        content = await self._request("POST", "/generate", body, timeout_s, _ANSWER_BYTES + num_tokens * _TOKEN_BYTES)
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:  # Python's parser takes NaN, too, whose place in the answer says more.
+            return self._parsed("/generate", content)
 
     async def abort(self, rid: str | None = None, all: bool = False) -> None:
         """Abort the /generate calls whose `rid` starts with this one, or all."""
@@ -258,8 +263,8 @@ class EngineClient:
         await self._request("POST", "/resume_memory_occupation", _tagged(tags), self._timeout_s)
 
     async def close(self) -> None:
-        if self._session:
-            await self._session.close()
+        if self._caller:
+            await self._caller.close()
 
     async def _has(self, path: str) -> bool:
         """Whether the server has this POST call; does not make it."""
@@ -293,7 +298,7 @@ class EngineClient:
             raise EngineGarbled(self.url, f"invalid host name: {error}") from error
         except aiohttp.ClientSSLError as error:
             raise EngineGarbled(self.url, f"no TLS connection for {path}: {error}") from error
-        except aiohttp.ClientResponseError as error:
+        except HttpProcessingError as error:
             raise EngineGarbled(
                 self.url, f"the answer to {path} is not HTTP (is it https?): {error.message}"
             ) from error
@@ -310,44 +315,43 @@ class EngineClient:
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, Any] | bytes | None = None,
         timeout_s: float = _SHORT_TIMEOUT_S,
         limit_bytes: int = _ANSWER_BYTES,
     ) -> bytes:
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        with self._errors_of(path, timeout_s):
-            async with self._open_session().request(
-                method, self.url + path, json=body, timeout=limits, allow_redirects=False
-            ) as response:
-                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-                    raise EngineRefused(self.url, response.status, f"{path}: {await _excerpt(response)}")
-                # Asked for as it is: a few packed bytes may be gigabytes.
-                if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                    raise EngineGarbled(self.url, f"the answer to {path} is packed, which was not asked for")
-                content = bytearray()
-                async for piece in response.content.iter_any():
-                    content += piece
-                    if len(content) > limit_bytes:
-                        raise EngineGarbled(self.url, f"the answer to {path} has more than {limit_bytes:,} bytes")
-                return bytes(content)
+        async def read(message: RawResponseMessage, content: aiohttp.StreamReader) -> bytes:
+            if message.code >= HTTPStatus.MULTIPLE_CHOICES:
+                raise EngineRefused(self.url, message.code, f"{path}: {await _excerpt(message, content)}")
+            # Asked for as it is: a few packed bytes may be gigabytes.
+            if message.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise EngineGarbled(self.url, f"the answer to {path} is packed, which was not asked for")
+            found = bytearray()
+            while piece := await content.readany():
+                found += piece
+                if len(found) > limit_bytes:
+                    raise EngineGarbled(self.url, f"the answer to {path} has more than {limit_bytes:,} bytes")
+            return bytes(found)
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # No limit of connections: the dispatcher limits requests, and an abort must not queue behind them.
-            self._session = open_session(self._headers)
-        return self._session
+        with self._errors_of(path, timeout_s):
+            if isinstance(body, dict):
+                body = json.dumps(body).encode()
+            if self._caller is None:
+                # No limit of connections: the dispatcher limits requests, and an abort must not queue behind them.
+                self._caller = Caller(self.url, self._headers, _CONNECT_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s):
+                return await self._caller.call(method, path, body, read)
 
 
 def _tagged(tags: Sequence[str] | None) -> dict[str, Any]:
     return {} if tags is None else {"tags": list(tags)}
 
 
-async def _excerpt(response: aiohttp.ClientResponse) -> str:
+async def _excerpt(message: RawResponseMessage, content: aiohttp.StreamReader) -> str:
     """The start of the answer, or the target of a redirect."""
-    if response.status < HTTPStatus.BAD_REQUEST:
-        return f"redirects to {response.headers.get('Location', 'nowhere')}"
+    if message.code < HTTPStatus.BAD_REQUEST:
+        return f"redirects to {message.headers.get('Location', 'nowhere')}"
     start = b""
-    async for piece in response.content.iter_any():
+    async for piece in content.iter_any():
         start += piece
         if len(start) >= _EXCERPT_BYTES:
             break

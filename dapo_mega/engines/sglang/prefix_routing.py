@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_load import EngineLoad
@@ -23,14 +24,14 @@ class EngineSlot:
     version: int
     load: EngineLoad
     history: LoadHistory
+    url: str = field(init=False)
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0
     _pauses_in_row: int = 0
 
-    @property
-    def url(self) -> str:
-        return self.client.url
+    def __post_init__(self) -> None:
+        self.url = self.client.url
 
     def change_calls(self, by: int, now: float) -> None:
         """Calls begin or end."""
@@ -87,9 +88,9 @@ class EngineRouter:
         """The best of `slots`, all of which have room; None if `slots` is empty."""
         if not slots:
             return None
-        least = min(slots, key=lambda slot: slot.in_flight)
-        holder = self._holders.get(prompt)
-        for slot in slots:
-            if slot.url == holder and slot.in_flight <= least.in_flight + self._slack:
-                return slot
+        least = min(slots, key=attrgetter("in_flight"))
+        if holder := self._holders.get(prompt):
+            for slot in slots:
+                if slot.url == holder and slot.in_flight <= least.in_flight + self._slack:
+                    return slot
         return least

@@ -364,6 +364,88 @@ def test_what_is_not_json_is_garbled():
     assert isinstance(answered_by(handler, lambda c: c.generate({}, 1.0)), EngineGarbled)
 
 
+TEXTS = [
+    *(b"[1e999]", b"[NaN, -Infinity]", b"[%d]" % 10**400, b"[-0, 1.0e5, 9007199254740993]", b'{"a": 1, "a": [2]}'),
+    *(b'"\\ud800"', b"\xef\xbb\xbf[1]", '"\u00e9"'.encode("utf-16"), b'"\xff"', b"[" * 10**5, b"[1] 2", b"", b"nul"),
+    *(b"[" * 900 + b"]" * 900, b'{"a": "\x00"}', b"[1,]", b"0.1234567890123456789"),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_an_answer_is_what_pythons_parser_makes_of_it(text):
+    async def handler(request):
+        return web.Response(body=text)
+
+    found = answered_by(handler, lambda c: c.generate({}, 5.0))
+    try:
+        wanted = json.loads(text)
+    except (ValueError, RecursionError):
+        assert isinstance(found, EngineGarbled)
+        assert "the answer to /generate is not JSON" in found.reason
+    else:
+        assert repr(found) == repr(wanted)
+
+
+def test_ids_of_a_prompt_are_sent_as_whole_numbers_whatever_array_holds_them():
+    seen = []
+
+    async def handler(request):
+        seen.append((await request.json(), request.headers["Content-Type"]))
+        return web.json_response([])
+
+    request = make_request()
+    answered_by(handler, lambda c: c.generate(generate_payload(request, [], "r."), 5.0))
+    ((body, kind),) = seen
+    assert body["input_ids"] == request.prompt_token_ids.tolist()
+    assert kind == "application/json"
+
+
+def test_a_connection_is_used_again_unless_its_answer_was_not_read():
+    connections, late = [], asyncio.Event()
+
+    async def handler(request):
+        connections.append(id(request.transport))
+        body = await request.json()
+        if body.get("late"):
+            await late.wait()
+        return web.json_response(body)
+
+    async def calls(client):
+        assert await client.generate({"call": 1}, 5.0) == {"call": 1}
+        assert await client.generate({"call": 2}, 5.0) == {"call": 2}
+        call = asyncio.create_task(client.generate({"late": 3}, 5.0))
+        await until(lambda: len(connections) == 3)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(EngineTimeout):
+            await client.generate({"late": 4}, 0.1)
+        late.set()
+        assert await client.generate({"call": 5}, 5.0) == {"call": 5}
+
+    answered_by(handler, calls)
+    first, second, third, fourth, fifth = connections
+    assert first == second == third
+    assert len({third, fourth, fifth}) == 3
+
+
+@pytest.mark.parametrize("key", ["a\r\nX: 1", "a\x00"])
+def test_a_key_that_is_no_header_is_never_sent(key):
+    async def handler(request):
+        raise AssertionError
+
+    async def body():
+        runner, url = await serve(handler)
+        for target in (url, url.replace("http://", "ftp://"), url.replace("http://", "http://user:word@")):
+            client = EngineClient(target, key if target == url else "secret")
+            with pytest.raises(EngineGarbled):
+                await client.probe(5.0)
+            await client.close()
+        await runner.cleanup()
+
+    within_deadline(body)
+
+
 def test_silence_is_a_timeout():
     async def handler(request):
         await asyncio.sleep(60)
