@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -24,7 +25,9 @@ from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.training import loop
+from dapo_mega.training.replay import replay
 from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, run_script, start_workers, wait_for
 
 from .conftest import one_engine
@@ -467,6 +470,34 @@ def test_engines_wait_for_a_trainer_killed_in_a_weight_update(tmp_path, two_engi
     assert log.count("exitcode: -9") == 1, log
     assert "Traceback" not in log, log
     check_restarted_run(tmp_path / "run", 3)
+
+
+def test_a_controller_lives_on_when_its_trainer_is_killed_in_a_weight_update(tmp_path, two_engines):
+    """The next trainer learns what was not saved again, and no request is asked twice."""
+    values = fleet_values(
+        tmp_path,
+        two_engines,
+        num_steps=4,
+        rollout={"schedule": "partial", "max_response_tokens": 64},
+        data={"max_prompt_tokens": 32},
+        controller={"own_process": True},
+        checkpoint={"every": 2, "asynchronous": False},
+        weight_sync={"timeout_s": 20},
+    )
+    log = run_that_starts_again(DYING_TRAINER, "--config", write_config(tmp_path, values), limit_s=RESTART_LIMIT_S)
+    assert log.count("exitcode: -9") == 1, log
+    assert log.count("waits for another trainer") == 1, log
+    assert "Traceback" not in log, log
+    output = tmp_path / "run"
+    checked_records(output, 4)
+    # The third step began with weights that the second trainer has learnt again, from the first step on.
+    shutil.rmtree(output / "checkpoints")
+    try:
+        found = replay(output, 3, tolerance=1e-4)
+    finally:
+        stop_processes()
+    assert len(found.all) > 10
+    assert [difference for difference in found.all if difference.excess > 1] == []
 
 
 @pytest.mark.parametrize("way", ["disk", "tensor", "sglangs_own"])
