@@ -15,7 +15,7 @@ def raising(error):
 
 def test_calls_that_follow_one_another_use_a_thread_again():
     async def threads():
-        return {await beside(threading.get_ident) for _ in range(50)}
+        return {await beside(threading.current_thread) for _ in range(50)}
 
     assert len(asyncio.run(threads())) <= 2
 
