@@ -57,7 +57,7 @@ class GeneratedPart:
 # The rooms ---------------------------------------------------------------------------------------------------------
 
 _ROOMS = (
-    "types", "trajectory_records", "errors", "atomic_files", "declared", "own_code", "event_loops", "algorithms", "cli",
+    "types", "trajectory_records", "errors", "atomic_files", "declared", "algorithms", "cli",
     "config", "metrics", "distributed", "rewards", "data", "models", "batching", "megatron", "engines", "environments",
     "rollout", "weight_sync", "sglang_plugin", "checkpoints", "samples", "training", "library",
 )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function
 from dapo_mega.declared import FunctionPath, Section
 from dapo_mega.errors import InputError
-from dapo_mega.own_code import MisuseError, check_call, described, load_function
 
 _loaded: dict[tuple[str, str, tuple[str, ...]], partial[Any]] = {}
 

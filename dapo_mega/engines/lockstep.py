@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from dapo_mega.event_loops import outer_loop_set_aside
+from dapo_mega.distributed.event_loops import outer_loop_set_aside
 
 T = TypeVar("T")
 

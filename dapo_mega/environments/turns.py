@@ -18,8 +18,8 @@ import numpy.typing as npt
 from dapo_mega.config import RunConfig
 from dapo_mega.config.environment import EARNED, OwnEnvironment
 from dapo_mega.data.tokenizer import Decode, decoder
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
-from dapo_mega.event_loops import beside
 from dapo_mega.types import GenerationFailure, GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
 
 T = TypeVar("T")

@@ -9,12 +9,12 @@ import numpy as np
 
 from dapo_mega.config import EvaluationConfig, RunConfig
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import powers_of_two
 from dapo_mega.evaluation.statistics import pass_at_each_k
 from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
-from dapo_mega.event_loops import beside
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, Rollout, roll_out

@@ -18,8 +18,8 @@ import aiohttp
 import numpy as np
 
 from dapo_mega.config.components.servers import url_problem
+from dapo_mega.distributed.event_loops import outer_loop_set_aside
 from dapo_mega.errors import InputError
-from dapo_mega.event_loops import outer_loop_set_aside
 from dapo_mega.rewards.bounded_http import open_session
 
 _MAX_ANSWER_BYTES = 16 * 2**20

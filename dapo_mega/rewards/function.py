@@ -12,8 +12,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.errors import InputError
-from dapo_mega.own_code import MisuseError
 from dapo_mega.rewards.budget import Budgeted, StepBudget
 from dapo_mega.rewards.processes import CallError, OutputLog, WorkerProcess
 from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from dapo_mega.own_code import MisuseError, check_call, described, load_function
+from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function
 from dapo_mega.rewards.processes import NUMBER, end_tree, kill_descendants
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory

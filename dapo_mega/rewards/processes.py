@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from dapo_mega.own_code import MisuseError
+from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.rewards.sandbox.frames import HEAD, FrameError, receive_before, send_before
 
 START_LIMIT_S: Final = 300.0

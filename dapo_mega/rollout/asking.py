@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.environments.base import Environment, Generate
-from dapo_mega.event_loops import beside
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # Apart from training's, which begin at 0, so that no response is drawn with the random numbers of another purpose.

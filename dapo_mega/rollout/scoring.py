@@ -13,8 +13,8 @@ from itertools import islice
 from dapo_mega.config import RewardConfig
 from dapo_mega.config.components import LengthKimiComponent
 from dapo_mega.data.tokenizer import Decode
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.errors import InputError
-from dapo_mega.event_loops import beside
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards import ComposedReward, RewardRecord, ScoringFailure, length_rewards
 from dapo_mega.rewards.thoughts import opened_thought

@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from dapo_mega.config import EvaluationConfig
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.evaluation.evaluator import EvaluatedResponse, Evaluator
-from dapo_mega.event_loops import beside
 from dapo_mega.metrics import Example, read_metrics
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.asking import Rollout

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from dapo_mega.algorithms.own_code import code_hash
 from dapo_mega.config import RunConfig, TrainingConfig, load_config
 from dapo_mega.config.base import differences, may_change_at_resume
 from dapo_mega.config.paths import paths_in
 from dapo_mega.errors import InputError
-from dapo_mega.own_code import code_hash
 
 CONFIG_FILE = "config.yaml"
 CODE_FILE = "code.json"

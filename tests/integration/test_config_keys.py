@@ -57,6 +57,8 @@ NOT_READ_BY_A_RUN = {
     "reward.retries": "with reward.function",
     "rollout.engine_tolerance": "with engines of a fleet",
     "rollout.fleet.": "with engines of a fleet",
+    "controller.host": "with a controller of its own",
+    "controller.wait_limit_s": "with a controller of its own",
     "rollout.max_attempts": "with engines of a fleet: the embedded engine does not fail single requests",
     "weight_sync.folder": "with engines of a fleet",
     "weight_sync.full_every": "with engines of a fleet",
@@ -101,6 +103,11 @@ ELSEWHERE = {
     "parallel.expert": PARITY.format("mixture_of_experts"),
     "parallel.expert_tensor": "distributed/test_parallel_parity.py::"
     "test_latent_attention_with_routing_biases_learns_the_same",
+    "controller.own_process": "integration/test_resume.py::test_a_controller_of_its_own_gives_the_same_run",
+    **dict.fromkeys(
+        ("controller.host", "controller.wait_limit_s"),
+        "unit/training/test_controller.py::test_they_wait_for_each_other_for_a_limited_time",
+    ),
     "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",
     "tracking.backends": "unit/training/test_tracking.py::"
     "test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",

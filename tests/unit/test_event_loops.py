@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dapo_mega.event_loops import beside
+from dapo_mega.distributed.event_loops import beside
 
 
 def raising(error):

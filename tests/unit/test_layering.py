@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "dapo_mega"
 FLOORS = (
     {"types", "errors"},
-    {"atomic_files", "declared", "event_loops", "own_code", "trajectory_records"},
+    {"atomic_files", "declared", "trajectory_records"},
     {"algorithms"},
     {"cli", "config", "metrics", "distributed"},
     {"rewards"},

@@ -7,8 +7,8 @@ import pytest
 
 from dapo_mega.commands import plan
 from dapo_mega.config import RunConfig
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.errors import InputError
-from dapo_mega.event_loops import beside
 from dapo_mega.metrics.timeline.excerpt import load_excerpt
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.run import Costs, Workload, simulate

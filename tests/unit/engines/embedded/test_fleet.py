@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from dapo_mega.distributed.event_loops import beside
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.errors import StopRequested
-from dapo_mega.event_loops import beside
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 
 
