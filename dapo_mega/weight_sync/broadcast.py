@@ -213,7 +213,8 @@ class BroadcastTransport(Transport):
 
     def report_failure(self, url: str) -> None:
         """Let the senders know, from the thread that calls the engines."""
-        self._news.add_failed(url)
+        with contextlib.suppress(dist.DistError, OSError):  # Without a trainer nobody needs to know.
+            self._news.add_failed(url)
 
     def _forget(self, urls: Iterable[str]) -> None:
         """The engines must join again."""

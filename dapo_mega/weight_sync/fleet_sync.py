@@ -97,15 +97,16 @@ class FleetWeightSync(WeightSync):
         started = time.perf_counter()
         try:
             sent = self._transport.bring(update, calls, self._failed)
+            seconds = time.perf_counter() - started
+            if self._transport.uses_sessions:
+                calls.call(_end_session)
+            failures = self._record(update, calls)
         except TrainerLost as lost:
+            calls.cancel()
             for target in targets:
                 fleet.failed(target.url, f"its update to version {version} broke off: {lost}")
             fleet.resume_generation(targets)
             raise
-        seconds = time.perf_counter() - started
-        if self._transport.uses_sessions:
-            calls.call(_end_session)
-        failures = self._record(update, calls)
         self._failed = list(failures)
         return {
             "weight_sync/bytes": float(sent.num_bytes),

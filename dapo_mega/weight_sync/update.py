@@ -115,6 +115,11 @@ class UpdateCalls:
                     self.failures.setdefault(url, result.reason)
         self.targets = [target for target in self.targets if target.url not in self.failures]
 
+    def cancel(self) -> None:
+        """Give up the started calls."""
+        for future in self._unanswered:
+            future.cancel()
+
     def call(self, method: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Make a call on all remaining engines, and wait for their answers."""
         self.start(method)
