@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from dapo_mega.training.build import TrainingRun
+    from dapo_mega.training.trainer import Trainer
     from dapo_mega.types import Group
 
 
@@ -142,6 +143,11 @@ class Run:
             self.learn()
         end(self._open)
         saving(self._open).export_last()
+
+    @property
+    def trainer(self) -> Trainer:
+        """What holds the models: scores, updates, saves, loads and exports them."""
+        return self._open.trainer
 
     @property
     def _open(self) -> TrainingRun:

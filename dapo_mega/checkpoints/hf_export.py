@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from dapo_mega.errors import InputError
@@ -19,7 +18,7 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
     """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model. A value
     model becomes a token classifier with one label.
 
-    Writes beside `folder` and renames, replacing an earlier export. Raises InputError if writing fails.
+    Writes beside `folder` and renames, replacing an earlier export. Raises InputError on rank 0 if writing fails.
     """
     writing = model.processes.rank == 0
     partial = folder.with_name(f".{folder.name}.partial")
@@ -40,9 +39,6 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
             swap_in(partial, folder)
         except (OSError, SafetensorError) as error:
             failure = str(error)
-    outcome = [failure]
-    dist.broadcast_object_list(outcome, src=0, group=model.processes.control)
-    if outcome[0]:
-        if writing:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({outcome[0]}); free space and run again")
+    if failure:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({failure}); free space and run again")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dapo_mega
@@ -49,6 +50,9 @@ def test_a_run_step_by_step_and_in_two_parts_is_the_run_to_the_bit(file, tmp_pat
         assert run.collect() is run.collect()
         run.learn(run.collect())
         run.learn()
+        run.trainer.export(tmp_path / "exported")
+        assert (tmp_path / "exported" / "model.safetensors").is_file()
+        assert (run.trainer.logprobs(np.arange(5, dtype=np.int32)) < 0).tolist() == [True] * 4
         run.collect()  # And left alone: the run that continues collects them.
     with pytest.raises(InputError, match="this Run is not open"):
         run.collect()
