@@ -17,7 +17,7 @@ bottom:
     acknowledged, or failed: why  <------------------------------------------  answers
 
 A bucket is all of its values, or with delta sync the changed ones; an engine that joins makes its senders send all.
-Engines begin a round with different senders and go round: as many engines as senders receive at full speed at once.
+Engines begin a round with different senders and go round; those that meet at a sender share its rate.
 
 Whatever happens to an engine, its call fails, rank 0 reports that to all senders, and they give up their groups with it
 and go on. Of an engine that neither answers nor takes its bucket, `progress.py` finds that it is late.

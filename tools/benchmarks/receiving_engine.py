@@ -39,7 +39,7 @@ class ReceivingEngine:
         torch.set_num_threads(1)
         self._address = address
         self._groups: dict[str, EngineGroup] = {}
-        self._plan = UpdatePlan(0, 0, ())
+        self._plans: dict[str, UpdatePlan] = {}
         self._received: dict[str, int] = {}
         self._wrong: list[str] = []
         self._thread = ThreadPoolExecutor(1)
@@ -89,10 +89,11 @@ class ReceivingEngine:
         call = PlanFormat.parse(body["load_format"])
         assert call
         if call.text:
-            self._plan = UpdatePlan.parse(call.text)
-        for bucket in self._plan.in_turn(call.turn):
+            self._plans[call.digest] = UpdatePlan.parse(call.text)
+        plan = self._plans[call.digest]
+        for bucket in plan.in_turn(call.turn):
             group = self._groups[group_with(body["group_name"], bucket.sender)]
-            for name, tensor in ArrivingWeights(group, "cpu", bucket, self._plan.window_bytes):
+            for name, tensor in ArrivingWeights(group, "cpu", bucket, plan.window_bytes):
                 self._received[name] = int(tensor[0])
                 if not bool((tensor == tensor[0]).all()):
                     self._wrong.append(name)
