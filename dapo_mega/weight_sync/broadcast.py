@@ -12,7 +12,7 @@ bottom:
                                       in each round:
                                         gather (the next bucket meanwhile)
                                         encode                                     receive
-                                        broadcast to all engines at once           load
+                                        broadcast to its engines                   load
                                         wait until they have it
     acknowledged, or failed: why  <------------------------------------------  answers
 
@@ -33,8 +33,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,61 +292,69 @@ class BroadcastSender(WeightSender):
 
         executor = ThreadPoolExecutor(len(routes))
         joining = {url: executor.submit(create, route) for url, route in routes.items()}
-        self._wait({url: future.done for url, future in joining.items()}, news, limit_s=self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline and not all(f.done() or url in news.failed for url, f in joining.items()):
+            wait(joining.values(), _FAILURE_POLL_S)
+            news.read_failed()
         executor.shutdown(wait=False)
         for url, future in joining.items():
             if future.done() and not future.exception():
                 self._groups[url] = future.result()
 
     def _broadcast(self, urls: Sequence[str], chunks: Iterable[Tensor], news: UpdateNews, round_: int) -> None:
-        """Broadcast the round's bucket to these engines at once, and wait until each has it or has failed.
+        """Broadcast the round's bucket to these engines in their order, and wait until each has it or has failed.
 
-        All of one engine's broadcasts begin before those of the engine that comes next: with NCCL a broadcast may have
-        to wait for those begun before.
+        As many get it at once as there are engines for each sender: those that met here would share its rate and go on
+        together, while other senders are idle. All of one engine's broadcasts begin before those of the engine that
+        comes next: with NCCL a broadcast may have to wait for those begun before.
         """
         remaining = iter(chunks)
         made: list[Tensor] = []
         works: dict[str, list[dist.Work]] = {}
+        queued = deque(url for url in urls if url in self._groups)
+        awaited = deque[str]()
+        # An engine that is in no group with this process can get no weights, which the others must learn.
+        unreachable = [url for url in urls if url not in self._groups]
+        num_at_once = math.ceil(len(urls) / len(self._ranks))
         news.read_failed()
-        for url in urls:
-            if url in self._groups and url in news.failed:
-                self._give_up(url, [])
-            elif url in self._groups:
+        looked = reported = time.monotonic()
+        while True:
+            if queued:
+                awaited = deque(url for url in awaited if self._takes(url, works, news))
+            while queued and len(awaited) < num_at_once:
+                url = queued.popleft()
+                if url in news.failed:
+                    self._give_up(url, [])
+                    continue
                 works[url] = [self._groups[url].broadcast(chunk, 0) for chunk in made]
                 for chunk in remaining:
                     made.append(chunk)
                     works[url].append(self._groups[url].broadcast(chunk, 0))
+                awaited.append(url)
+            while awaited and not self._takes(awaited[0], works, news):
+                awaited.popleft()
+            unreachable = [url for url in unreachable if url not in news.failed]
+            if not (queued or awaited or unreachable):
+                break
+            now = time.monotonic()
+            if now - looked > _FAILURE_POLL_S:
+                looked = now
+                news.read_failed()
+            if now - reported > self._timeout_s / _REPORTS_PER_LIMIT:
+                reported = now
+                waiting = [url for url in awaited if self._takes(url, works, news)] + unreachable
+                news.report(self._processes.rank, round_, waiting, list(queued))
+            time.sleep(_POLL_S)
         size = sum(chunk.nbytes for chunk in made)
         self._bytes_made += size
         self._bytes_sent += size * len(works)
-        # An engine that is in no group with this process can get no weights, which the others must learn.
-        done = {url: partial(_are_completed, works[url]) if url in works else (lambda: False) for url in urls}
-        self._wait(done, news, round_)
         for url, each in works.items():
             if url in news.failed or not _have_succeeded(each):
                 self._give_up(url, each)
 
-    def _wait(
-        self,
-        done: Mapping[str, Callable[[], bool]],
-        news: UpdateNews,
-        round_: int | None = None,
-        limit_s: float = math.inf,
-    ) -> None:
-        """Wait until every engine's part is done or the engine has failed; in a round report now and then for whom."""
-        waiting = deque(done)
-        started = looked = reported = time.monotonic()
-        while waiting and (now := time.monotonic()) - started < limit_s:
-            if waiting[0] in news.failed or done[waiting[0]]():
-                waiting.popleft()
-                continue
-            if now - looked > _FAILURE_POLL_S:
-                looked = now
-                news.read_failed()
-            if round_ is not None and now - reported > self._timeout_s / _REPORTS_PER_LIMIT:
-                reported = now
-                news.report(self._processes.rank, round_, [url for url in waiting if not done[url]()])
-            time.sleep(_POLL_S)
+    def _takes(self, url: str, works: Mapping[str, Sequence[dist.Work]], news: UpdateNews) -> bool:
+        """Whether the engine still takes what was begun for it."""
+        return url not in news.failed and not _are_completed(works[url])
 
     def _give_up(self, url: str, works: Sequence[dist.Work]) -> None:
         group = self._groups.pop(url)

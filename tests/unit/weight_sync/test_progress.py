@@ -1,14 +1,15 @@
 """An engine that holds up the others is found, and none that only waits for another one."""
 
+import math
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, UpdatePlan
+from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, UpdatePlan, steps_to
 from dapo_mega.types import WeightSpec
-from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
+from dapo_mega.weight_sync.progress import LateEngines, Report, UpdateNews
 
 URLS = ["a", "b", "c"]
 
@@ -37,12 +38,15 @@ def test_reports_are_the_last_ones_of_this_update(store):
     now.report(0, 2)
     UpdateNews(store, 6).report(1, 9, ["b"])
     now.report(3, 4, ["c"])
-    assert now.reports([0, 1, 2, 3]) == [(2, []), (-1, ()), (-1, ()), (4, ["c"])]
+    assert now.reports([0, 1, 2, 3]) == [(2, [], []), (-1, (), ()), (-1, (), ()), (4, ["c"], [])]
 
 
 def found(late, *times_and_reports):
     """What is late at each time."""
-    return ["".join(sorted(late.find(reports, URLS, time))) for time, *reports in times_and_reports]
+    return [
+        "".join(sorted(late.find([Report(*report) for report in reports], URLS, time)))
+        for time, *reports in times_and_reports
+    ]
 
 
 def test_an_engine_is_late_if_nothing_changes_for_the_time_limit():
@@ -77,7 +81,7 @@ def test_the_clock_starts_anew_with_every_round():
 def test_an_engine_that_has_everything_must_answer():
     sent = [(3, []), (3, [])]
     assert found(LateEngines(4, 10.0), (0, *sent), (10, *sent), (11, *sent)) == ["", "", "abc"]
-    assert LateEngines(4, 10.0).find(sent, [], 0.0) == set()
+    assert LateEngines(4, 10.0).find([Report(*report) for report in sent], [], 0.0) == set()
 
 
 class Engine:
@@ -121,26 +125,34 @@ def simulated(plan, engines, chance):
     steps than an innocent engine needs. An engine has answered when it has everything."""
     late = LateEngines(len(plan.rounds), 10.0 * len(engines) * plan.num_senders)
     at = [0] * plan.num_senders  # The round of each sender.
-    waiting = {}  # (round, sender) -> the engines that lack its bucket.
+    num_at_once = math.ceil(len(engines) / plan.num_senders)
+    awaited, queued = {}, {}  # (round, sender) -> the engines that lack its bucket.
     failed = set()
     for now in range(10**5):
         for sender in range(plan.num_senders):
             if at[sender] == len(plan.rounds) or at[sender] > min(at) + 1:
                 continue  # Gathering goes one round ahead.
-            has_bucket = any(b.sender == sender for b in plan.rounds[at[sender]])
-            lacking = waiting.setdefault((at[sender], sender), set(engines) if has_bucket else set())
-            at[sender] += not lacking - failed
+            key = at[sender], sender
+            if key not in queued:
+                has_bucket = any(b.sender == sender for b in plan.rounds[at[sender]])
+                in_turn = sorted(engines, key=lambda url: steps_to(int(url[1:]), plan.num_senders, sender))
+                awaited[key], queued[key] = [], in_turn if has_bucket else []
+            awaited[key] = [url for url in awaited[key] if url not in failed]
+            queued[key] = [url for url in queued[key] if url not in failed]
+            while queued[key] and len(awaited[key]) < num_at_once:
+                awaited[key].append(queued[key].pop(0))
+            at[sender] += not awaited[key]
         for url, engine in engines.items():
             if url in failed or engine.num_taken in (engine.stops_after, len(engine.order)) or chance.random() < 0.5:
                 continue
             number, b = engine.order[engine.num_taken]
-            if url in waiting.get((number, b.sender), ()):
-                waiting[number, b.sender].remove(url)
+            if url in awaited.get((number, b.sender), ()):
+                awaited[number, b.sender].remove(url)
                 engine.num_taken += 1
         reports = [
-            (number, sorted(waiting.get((number, s), set()) - failed))
+            Report(number, awaited.get((number, s), ()), queued.get((number, s), ()))
             if number < len(plan.rounds)
-            else (number - 1, [])
+            else Report(number - 1)
             for s, number in enumerate(at)
         ]
         unanswered = [
