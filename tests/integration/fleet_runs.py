@@ -24,6 +24,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.build import TrainingRun, build_run
 from dapo_mega.training.run import close
+from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import GenerationRequest, Prompt, Trajectory
 
 from .conftest import SharedEngines
@@ -91,9 +92,10 @@ def write_config(folder: Path, values: dict[str, Any]) -> Path:
 
 
 @contextmanager
-def training_run_of(values: dict[str, Any]) -> Iterator[TrainingRun]:
-    """The run's pipeline in this process, closed afterwards."""
-    training_run = build_run(RunConfig.model_validate(values), 0)
+def training_run_of(values: dict[str, Any], made: Trainer | None = None) -> Iterator[TrainingRun]:
+    """The run's pipeline in this process, with a trainer that was `made` or one in this process alone; closed
+    afterwards."""
+    training_run = build_run(RunConfig.model_validate(values), 0, trainer=made)
     try:
         yield training_run
     finally:

@@ -53,7 +53,7 @@ def _compare(ppo: TrainingRun, config: RunConfig, options: argparse.Namespace) -
     # Two trainers of one policy: only the configuration and the critic differ.
     policy = ppo.trainer.policy
     dapo = Trainer(config, ppo.trainer.processes)
-    dapo.policy = policy
+    dapo.policy, dapo.facts = policy, ppo.trainer.facts
     [first, _] = mini_batches(policy, config, groups)
     scores = policy.score([batch.micro_batch for batch in first])
     mini_batch = [TokenBatch(batch.micro_batch, score.logprobs) for batch, score in zip(first, scores, strict=True)]

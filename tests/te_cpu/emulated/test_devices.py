@@ -19,7 +19,7 @@ from torch.nn import functional
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import PRESETS, ParallelConfig, SftConfig
+from dapo_mega.config import PRESETS, ParallelConfig, RunConfig, SftConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.engines.sglang.weight_protocol import unpack_changes
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
@@ -28,6 +28,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.sglang_plugin.patches import make_patch
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.sft import run_sft
+from dapo_mega.training.trainer import Trainer
 from dapo_mega.weight_sync.encodings import DeltaEncoding
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from tests import te_cpu
@@ -302,12 +303,20 @@ def run(folder, models, case, place=None):
             stack.enter_context(devices.pretending())
             if place:
                 dist.init_process_group("nccl", store=place[0], rank=place[1], world_size=2)
-            training_run = stack.enter_context(training_run_of(values))
-            assert all(devices.on_gpu(p) for chunk in training_run.trainer.policy.chunks for p in chunk.parameters())
-            if newest := training_run.trainer.store.latest():
-                trainer.restore(training_run, training_run.trainer.load(newest))
+            config = RunConfig.model_validate(values)
+            made = Trainer(config, start_processes(config.parallel, config.seed))
+            if made.processes.rank:
+                stack.callback(stop_processes)
+                made.obey()
+                assert all(devices.on_gpu(p) for chunk in made.policy.chunks for p in chunk.parameters())
+                return None
+            training_run = stack.enter_context(training_run_of(values, made))
+            stack.enter_context(made.commanding())
+            assert all(devices.on_gpu(p) for chunk in made.policy.chunks for p in chunk.parameters())
+            if newest := made.store.latest():
+                trainer.restore(training_run, made.load(newest))
             trainer.train(training_run)
-            training_run.trainer.finish_saving()
+            made.finish_saving()
             return recorded(training_run)
     finally:
         torch.use_deterministic_algorithms(False)
