@@ -17,7 +17,8 @@ bottom:
     acknowledged, or failed: why  <------------------------------------------  answers
 
 A bucket is all of its values, or with delta sync the changed ones; an engine that joins makes its senders send all.
-Engines begin a round with different senders and go round; those that meet at a sender share its rate.
+Engines begin a round with different senders and go round. A sender serves as many at a time as there are engines for
+each sender, so that they do not meet.
 
 Whatever happens to an engine, its call fails, rank 0 reports that to all senders, and they give up their groups with it
 and go on. Of an engine that neither answers nor takes its bucket, `progress.py` finds that it is late.

@@ -441,7 +441,7 @@ def step(run, seen):
     stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
     measured, scored = loop.score_groups(run.trainer, run.config, groups, run.step)
     seen |= {**collected, **scored, **loop.check_mismatch(run, measured), **loop.packing_metrics(stats)}
-    updated = loop.update(run)
+    updated = loop.update(run, run.entropy.current())
     seen |= {"updates": len(updated.updates), **updated.metrics}
     loop.adapt_entropy_bonus(run.entropy, run.config, seen)
     seen["next_entropy_bonus"] = run.entropy.current()

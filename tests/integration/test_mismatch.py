@@ -36,7 +36,7 @@ def one_step(training_run):
     training_run.trainer.take(samples_of_groups(groups, training_run.config, training_run.step))
     measured, _ = trainer.score_groups(training_run.trainer, training_run.config, groups, training_run.step)
     metrics = trainer.check_mismatch(training_run, measured)
-    trainer.update(training_run)
+    trainer.update(training_run, training_run.entropy.current())
     training_run.step += 1
     training_run.weight_sync.push(training_run.step)
     return metrics
@@ -72,7 +72,7 @@ def test_mu_passes_update_once_per_mini_batch_and_move_off_the_old_policy(traini
     groups, _ = trainer.collect(training_run)
     training_run.trainer.take(samples_of_groups(groups, training_run.config, training_run.step))
     trainer.score_groups(training_run.trainer, training_run.config, groups, training_run.step)
-    metrics = trainer.update(training_run).metrics
+    metrics = trainer.update(training_run, training_run.entropy.current()).metrics
     # mu = 2 passes over 6 groups in mini-batches of 3.
     assert training_run.trainer.policy.scheduler.num_steps == 4
     # Only the very first update sees pi_theta = pi_old.
