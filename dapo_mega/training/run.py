@@ -58,8 +58,6 @@ def run_training(config: RunConfig, *, accept_changes: bool = False) -> None:
         if is_finished(config, status, accept_changes):
             return
         _train(config, status, watch, accept_changes)
-        watch.forget_peers()
-        dist.barrier()
     stop_processes()
     folder = Path(config.output_dir)
     model = f"; the model: {folder / 'hf'}" if config.checkpoint.save_hf_at_end else ""
@@ -124,15 +122,17 @@ def _train(config: RunConfig, status: RunStatus, watch: ProcessWatch, accept_cha
         if processes.rank:
             status.completed_step = lambda: trainer.step
             trainer.obey()
-            return
-        with trainer.commanding():
-            if rewards:
-                command_run(config, trainer, inputs, rewards, status, watch.check_stop)
-            else:
-                from dapo_mega.training.controller import linked
+        else:
+            with trainer.commanding():
+                if rewards:
+                    command_run(config, trainer, inputs, rewards, status, watch.check_stop)
+                else:
+                    from dapo_mega.training.controller import linked
 
-                with linked(config, accept_changes, watch.check_stop) as link:
-                    follow(trainer, link, watch.stop_requested)
+                    with linked(config, accept_changes, watch.check_stop) as link:
+                        follow(trainer, link, watch.stop_requested)
+        watch.forget_peers()
+        dist.barrier(group=processes.control)
 
 
 def command_run(
