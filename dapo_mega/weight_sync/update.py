@@ -116,7 +116,8 @@ class UpdateCalls:
         self.targets = [target for target in self.targets if target.url not in self.failures]
 
     def cancel(self) -> None:
-        """Give up the started calls."""
+        """Give up the started calls, of which nobody needs to hear."""
+        self._on_failure = lambda url: None
         for future in self._unanswered:
             future.cancel()
 
