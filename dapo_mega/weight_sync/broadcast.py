@@ -159,6 +159,7 @@ class BroadcastTransport(Transport):
                     if is_late(client.url):
                         raise EngineError(client.url, f"it has taken no weights for {self._timeout_s:g} s")
                 await receiving
+                self._news.add_acknowledged(client.url)
             finally:
                 receiving.cancel()
 
@@ -334,13 +335,14 @@ class BroadcastSender(WeightSender):
                 awaited.append(url)
             while awaited and not self._takes(awaited[0], works, news):
                 awaited.popleft()
-            unreachable = [url for url in unreachable if url not in news.failed]
             if not (queued or awaited or unreachable):
                 break
             now = time.monotonic()
             if now - looked > _FAILURE_POLL_S:
                 looked = now
                 news.read_failed()
+                # Whatever it took: rank 0 does not wait for it any more.
+                unreachable = [u for u in unreachable if not (u in news.failed or news.has_acknowledged(u))]
             if now - reported > self._timeout_s / _REPORTS_PER_LIMIT:
                 reported = now
                 waiting = [url for url in awaited if self._takes(url, works, news)] + unreachable

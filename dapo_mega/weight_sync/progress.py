@@ -35,6 +35,13 @@ class UpdateNews:
         self._store.set(f"failed/{self._update}/{self._num_added}", url)
         self._num_added += 1
 
+    def add_acknowledged(self, url: str) -> None:
+        """Tell all processes that the engine says it has everything. On rank 0."""
+        self._store.set(f"acknowledged/{self._update}/{url}", "")
+
+    def has_acknowledged(self, url: str) -> bool:
+        return bool(self._store.check([f"acknowledged/{self._update}/{url}"]))
+
     def read_failed(self) -> None:
         """Read which engines have failed since."""
         while self._store.check([key := f"failed/{self._update}/{len(self.failed)}"]):
