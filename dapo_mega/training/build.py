@@ -203,7 +203,7 @@ def build_run(
         if config.evaluation.beside_training:
             beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
     _log_datasets(inputs)
-    return TrainingRun(
+    run = TrainingRun(
         config=config,
         trainer=trainer,
         fleet=fleet,
@@ -220,6 +220,8 @@ def build_run(
         activity=activity,
         preview=inputs.preview,
     )
+    fleet.update_outdated = lambda: weight_sync.push_to_outdated(run.step)
+    return run
 
 
 def entropy_control(config: RunConfig) -> EntropyControl:
